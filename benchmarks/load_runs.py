@@ -117,11 +117,11 @@ def let_go(engine: Engine) -> None:
         torch.cuda.empty_cache()
 
 
-def sampling(temperature: float, tokens: int, seed: int) -> SamplingParams:
-    """Of an answer of exactly so many tokens."""
+def sampling(temperature: float, tokens: int, seed: int, may_end: bool = False) -> SamplingParams:
+    """Of an answer of exactly so many tokens, or of fewer where it may end before."""
     return SamplingParams(
-        temperature=temperature, top_p=TOP_P.get(temperature, 1.0), max_new_tokens=tokens, ignore_eos=True,
-        sampling_seed=seed,
+        temperature=temperature, top_p=TOP_P.get(temperature, 1.0), max_new_tokens=tokens,
+        ignore_eos=not may_end, sampling_seed=seed,
     )  # fmt: skip
 
 

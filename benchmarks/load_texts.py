@@ -27,7 +27,7 @@ class Texts:
         self._first = max(tokenizer.special_ids, default=0) + 1 if len(tokenizer.special_ids) < 1000 else 300
         if self._first > self._vocab // 2:  # special tokens at the end of the vocabulary
             self._first, self._vocab = 0, min(tokenizer.special_ids)
-        self._questions = [*_lines("mt_bench.jsonl", _turn), *_lines("self_instruct.jsonl", lambda row: row["prompt"])]
+        self._questions = questions()
         self._functions = _lines("mbpp.jsonl", lambda row: (row["prompt"], row["solution"]))
         self._makers: dict[str, Callable[[int, int, random.Random], list[int]]] = {
             "chat": self._chat, "code": self._code, "copy": self._copy, "random": self._random,
@@ -83,6 +83,11 @@ class Texts:
     def _random(self, length: int, index: int, rng: random.Random) -> list[int]:
         del index
         return [rng.randrange(self._first, self._vocab) for _ in range(length)]
+
+
+def questions() -> list[str]:
+    """First turns of MT-bench and instructions of self-instruct."""
+    return [*_lines("mt_bench.jsonl", _turn), *_lines("self_instruct.jsonl", lambda row: row["prompt"])]
 
 
 def _turn(row: dict[str, Any]) -> str:

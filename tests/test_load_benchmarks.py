@@ -6,8 +6,9 @@ import argparse
 import importlib
 import itertools
 import random
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -162,27 +163,71 @@ def test_times(modules: dict[str, ModuleType]) -> None:
     assert "**211.00**" in modules["open_loop"].table({"12": {"none": found, "NGRAM": slower}})
 
 
+class Words:
+    """A tokenizer whose tokens are words: what is asked of a chat, in its order."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [self.ids.setdefault(word, len(self.ids)) for word in re.findall(r"\w+|\W", text)]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return [token for one in messages for token in self.encode(f"<{one['role']}>{one['content']}\n")]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        words = list(self.ids)
+        return "".join(words[token] for token in ids)
+
+
 def test_sessions(modules: dict[str, ModuleType]) -> None:
-    """A right answer follows its prompt in the next one, and has the new name where the file had the old one."""
-    edits = modules["agent_edits"]
+    """An edit is asked for with what follows in the next prompt, and has the new name where the file had the old one;
+    what is asked besides is forgotten."""
+    edits, words, tokens = modules["agent_edits"], Words(), 6
     text = "\n".join(f"word_{name} = word_{name}" for name in "abcdefgh") + "\n"
-    asked, turns = (edits.session(text, 3, random.Random(0))[first::2] for first in (0, 1))
-    for turn, ((prompt, answer), (after, _)) in enumerate(itertools.pairwise(turns), edits.GIVEN + 2):
-        assert after.startswith(prompt + answer + "```\n")
-        assert f"_{turn}`" in prompt.splitlines()[-3]
-    for turn, (before, (prompt, answer)) in enumerate(zip(asked, turns, strict=True), edits.GIVEN + 1):
-        assert before.answer is None and answer is not None
-        assert f"version {turn}" in before.prompt.removeprefix(prompt.rsplit("\n# file.py", 1)[0])
-    assert all(turns[-1][0].count(f"version {turn}") == 1 for turn in range(1, edits.GIVEN + 5 - 1))
+    asked = [f"question {number}" for number in range(3 * edits.PARTS)]
+    turns = edits.session(text, asked, 3, tokens, words, random.Random(0))
+    kinds = [kind for kind in edits.KINDS for _ in range(edits.PARTS)]
+    assert [turn.kind for turn in turns] == kinds * 3
+    prompts = [words.decode(turn.prompt) for turn in turns]
+    for number, (turn, prompt) in enumerate(zip(turns, prompts, strict=True)):
+        turn_of, place = divmod(number, len(kinds))
+        if turn.kind == "written":
+            assert prompt.endswith(f"question {edits.PARTS * turn_of + place}\n")
+            assert prompt.count("question") == 1
+            continue
+        old, new = re.findall(r"`(\w+)` renamed to `(\w+)`", prompt)[-1]
+        assert new == f"{old}_{edits.GIVEN + turn_of + 2}" and "question" not in prompt
+        asking, shown = prompt.rsplit("```python\n", 1)
+        assert len(words.encode(shown)) == edits.SHOWN + place % edits.PARTS * tokens
+        if turn_of < 2:
+            whole = prompts[number + len(kinds)].removeprefix(f"{asking}```python\n").split("```")[0]
+            assert whole.startswith(shown) and whole.count(new) == 2
 
 
 def test_agent_run(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
-    turn = modules["agent_edits"].Turn
-    turns = [turn("def f(a):\n", "  return a"), turn("def f(a):\n  return a\ndef g(b):\n", None)]
-    found = modules["agent_edits"].run(engines[1], [turns], 0.0, 5)
-    assert found["accept_length"] >= 1
-    assert 0 <= found["copied"] <= 1
-    assert modules["agent_edits"].copied([1, 2, 3, 4, 5], [2, 3, 4, 9], 2) == pytest.approx(2 / 3)
+    edits, engine = modules["agent_edits"], engines[1]
+    prompt = engine.tokenizer.encode("def f(a):\n  return a\n")
+    found = edits.run(engine, [[edits.Turn(kind, prompt) for kind in edits.KINDS]], 0.7, 12)
+    for kind in edits.KINDS:
+        assert found[kind]["accept_length"] >= 1 and found[kind]["tokens_per_s"] > 0
+        assert 0 <= found[kind]["copied"] <= 1 and 0 <= found[kind]["repeated"] < 1
+    assert edits.known([1, 2, 3, 4, 5], [2, 3, 4, 9], 2) == (pytest.approx(2 / 3), 0)
+    assert edits.known([1], [7, 8, 7, 8], 2) == (0, pytest.approx(1 / 3))
+
+
+def test_mixtures(modules: dict[str, ModuleType]) -> None:
+    """A quarter written at 100 a second and the rest at 300 is 200 a second."""
+    edits = modules["agent_edits"]
+
+    def rates(written: float, edited: float) -> dict[str, dict[str, float]]:
+        return {"written": {"tokens_per_s": written}, "edited": {"tokens_per_s": edited}}
+
+    assert edits.mixed(rates(100, 300), 0.25) == pytest.approx(200)
+    lines = edits.mixtures({"A": rates(100, 300), "B": rates(200, 100), "A+B": rates(200, 300)}).splitlines()
+    assert lines[2].split("|")[2:4] == [" 300 ", " 200 "]
+    assert lines[-1].split("|")[2] == " 1.00x " and lines[-1].split("|")[-2] == " 1.00x "
+    assert lines[-1].split("|")[3] == f" {(1 / (0.25 / 200 + 0.75 / 300)) / 200:.2f}x "
 
 
 def test_followed(modules: dict[str, ModuleType]) -> None:
