@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from draftwing.core import (
     MARK_SURVIVAL,
     MAX_CONFIDENCE,
     PLAIN,
-    Chunk,
     Plan,
     StepResult,
     TreeShape,
@@ -301,28 +299,6 @@ def test_a_load_tells_its_newest_request() -> None:
     ]
     choice = ShapeChoice(FixedShape(TREE), Pace(), draws_alike=False)
     assert choice.load(rows).newest == 9 and choice.load([]).newest == 0
-
-
-def test_who_begins_waits_for_no_prefill() -> None:
-    """A prefill delays those who decode meanwhile, and makes their next step short; not those that it was of."""
-
-    class Told(FixedShape):
-        def choose(self, load: Load) -> TreeShape:
-            longer.append(load.longer)
-            return PLAIN
-
-    pace, longer = Pace(), list[float]()
-    for tokens in (10, 1000) * 20:
-        pace.record([Chunk(0, 0, tokens, True)], 0.004 + 1e-5 * tokens)
-    choice = ShapeChoice(Told(TREE), pace, draws_alike=False)
-    reqs = [Req(GenerationRequest(str(row), [1], SamplingParams()), row, 100, frozenset()) for row in range(2)]
-    for row, req in enumerate(reqs):
-        req.row = row
-    chunks = [Chunk(0, 0, 1000, True)]
-    for ready, waiting in ((reqs[:1], False), (reqs, False), (reqs[1:], False), (reqs[:1], True)):
-        choice.choose(ready, chunks, waiting)
-    choice.choose(reqs, (), False)
-    assert longer == [math.inf, 0, 0, 0, math.inf]
 
 
 @pytest.mark.parametrize("lag", [0, 1])

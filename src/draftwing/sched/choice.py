@@ -65,10 +65,7 @@ class ShapeChoice:
         wait for the step. behind: `Load.passes` and `Load.positions`."""
         if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        longer, begun = self._pace.longer(prefilled, waiting), {chunk.row for chunk in prefilled}
-        if not waiting and all(req.row in begun for req in ready):  # none of them waited for it between two tokens
-            longer = math.inf
-        return self.policy.choose(self.load(ready, longer, behind))
+        return self.policy.choose(self.load(ready, self._pace.longer(prefilled, waiting), behind))
 
     def load(self, ready: Sequence[Req], longer: float = math.inf, behind: tuple[int, int] = (1, 0)) -> Load:
         """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one. behind:
