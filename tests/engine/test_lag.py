@@ -16,6 +16,7 @@ from draftwing.engine.device import Device
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.ops import make_ops
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy import ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
@@ -122,8 +123,9 @@ class Watcher:
         )
 
 
-@pytest.mark.parametrize("behind", [1, 2, 7, LAG])
-def test_what_is_shown(harness: Any, behind: int) -> None:
+@pytest.mark.parametrize(("behind", "sizes"), [(1, ()), (2, (1, 4)), (7, ()), (LAG, (4, 8))])
+def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> None:
+    """sizes: numbers of rows that are tried before; the others are the dummy then."""
     device = Device(torch.device(harness.device), make_ops(torch.device(harness.device)))
     g, drafter = torch.Generator().manual_seed(behind), Watcher()
     table = RowTable(4, 2 * LAG + ROOM + 1, device)
@@ -131,7 +133,7 @@ def test_what_is_shown(harness: Any, behind: int) -> None:
     tokens = torch.randint(0, 90, (5, table.length), generator=g)
     kv_len, rows = torch.tensor([LAG, 50, 40, 2 * LAG, 0]), [3, 1]
     table.page_table[:], table.tokens[:], table.kv_len[:] = pages, tokens, kv_len
-    lag = Lag(drafter, table, device.ops, WIDTH, torch.float32)
+    lag = Lag(drafter, table, device.ops, WIDTH, torch.float32, sizes=sizes)
     # Row 1 is one position behind less than row 3, in steps of one position each.
     known = {3: 2 * LAG - behind, 1: 50 - max(behind - 1, 1)}
     truth = torch.randn(4, table.length, WIDTH, generator=g).to(device.device)
@@ -141,8 +143,10 @@ def test_what_is_shown(harness: Any, behind: int) -> None:
             lag.keep(at, one * p, one, truth[row, p : p + 1], None)
     lag.catch_up(CatchUp(np.asarray(rows), behind, 2 * LAG), np.asarray([0, 1]), True)
     (seen,) = drafter.seen
-    width = len(seen.ids) // 2
-    assert seen.count.tolist() == [int(kv_len[row]) - known[row] for row in rows] and seen.noisy.tolist() == [1]
+    size = 4 if sizes else 2
+    width = len(seen.ids) // size
+    assert seen.batch.rows.tolist() == [*rows, *[4] * (size - 2)] and seen.noisy.tolist() == [1]
+    assert seen.count[:2].tolist() == [int(kv_len[row]) - known[row] for row in rows]
     for b, row in enumerate(rows):
         start, end = known[row], int(kv_len[row])
         mine = slice(b * width, b * width + end - start)
@@ -152,10 +156,26 @@ def test_what_is_shown(harness: Any, behind: int) -> None:
         assert seen.batch.write_slots[mine].tolist() == pages[row, start:end].tolist()
         assert torch.equal(seen.hidden[mine], truth[row, start:end])
         # What comes after the newest token, and the row of the drafter's tail, is nobody's.
-        beyond = seen.batch.write_slots.view(2, -1)[b, end - start + drafter.tail :]
+        beyond = seen.batch.write_slots.view(size, -1)[b, end - start + drafter.tail :]
         assert not beyond.any() and not seen.pages[row, end + drafter.tail : start + width + 1].any()
     assert torch.equal(table.page_table.cpu(), pages), "the page table is what it was"
     assert not lag._unseen.behind.any()
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
+def test_queries_that_are_rounded_up(harness: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what is added to a prompt's queries changes nothing of its KV."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    expected, passes = kv_of_prompts(harness, kind, AT_ONCE)
+    asked: list[int] = []
+    monkeypatch.setattr(TorchOps, "even_rows", lambda self, count: asked.append(count) or -(-count // 16) * 16)
+    for deferral in (AT_ONCE, Deferral(200, 100)):
+        asked.clear()
+        found, passes = kv_of_prompts(harness, kind, deferral)
+        assert passes and any(count % 16 for count in asked)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[torch.Tensor], Any]:

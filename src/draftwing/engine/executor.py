@@ -24,7 +24,7 @@ from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.device import Device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
-from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key
+from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.lag import Lag
 from draftwing.engine.mirror import NO_OTHERS, Mirror
@@ -78,7 +78,7 @@ class Executor:
         self._lag: Lag | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
-            self._lag = Lag(drafter, table, self.ops, width, model.dtype, deferral)
+            self._lag = Lag(drafter, table, self.ops, width, model.dtype, deferral, batch_sizes(graph_size))
         self._tail = drafter.tail if drafter is not None else 0
         self._batches = Batches(table, device.ops)
         self.calibration = new_calibration(device.device)
@@ -192,7 +192,7 @@ class Executor:
             if self.prefills is not None:
                 self.prefills.capture(bar)
             if self._lag is not None:
-                self._lag.warm_up(self.graphs.sizes)
+                self._lag.warm_up()
             for key in todo:
                 seconds[key] = self._capture(key)
                 bar.update()

@@ -12,6 +12,7 @@ needs tokens alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import product
 
@@ -46,8 +47,11 @@ class Lag:
         width: int,
         dtype: torch.dtype,
         deferral: Deferral = AT_ONCE,
+        sizes: Sequence[int] = (),
     ) -> None:
-        """width: of the target's auxiliary hidden states, 0 for none; dtype: of them.  deferral: of prompts."""
+        """width: of the target's auxiliary hidden states, 0 for none; dtype: of them.  deferral: of prompts.  sizes:
+        numbers of rows that are tried before the first request, ascending; for others libraries would load kernels
+        while somebody waits."""
         assert drafter.kv_layers
         self._drafter, self._table, self._ops = drafter, table, ops
         rows, device = table.rows + 1, table.kv_len.device
@@ -57,7 +61,7 @@ class Lag:
             if width
             else table.floats.new_empty(rows, LAG, 0),
         )
-        self._deferral, places = deferral, deferral.places
+        self._deferral, places, self._sizes = deferral, deferral.places, sizes
         self._prompts = zeros_as_written((places, width), dtype, device) if width and places else None
 
     def lags(self, shape: TreeShape) -> bool:
@@ -109,17 +113,23 @@ class Lag:
         width = who.behind if self._ops.records_calls else next(width for width in WIDTHS if width >= who.behind)
         most, upload = MOST_QUERIES // width, self._table.device.upload
         for first in range(0, len(who.rows), most):
-            rows = who.rows[first : first + most]
+            rows = self._padded(who.rows[first : first + most])
             self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len, drafts)
 
-    def warm_up(self, sizes: Sequence[int]) -> None:
-        """Runs everything that `catch_up` may run, on the dummy row. sizes: of batches; how kernels cut their work, and
-        which of them a library takes, depends on the number of rows."""
+    def _padded(self, rows: IntArray) -> IntArray:
+        """With the dummy row up to the next of the sizes."""
+        at = bisect_left(self._sizes, len(rows))
+        size = self._sizes[at] if at < len(self._sizes) else len(rows)
+        return np.pad(rows, (0, size - len(rows)), constant_values=self._table.rows)
+
+    def warm_up(self) -> None:
+        """Runs everything that `catch_up` may run, on the dummy row: how kernels cut their work, and which of them a
+        library takes, depends on the number of rows."""
         if self._deferral.places:
             most = min(self._deferral.most, self._table.length - 1)
             for parts in PARTS if self._deferral.from_tokens else PARTS[:1]:
                 self.see([Deferred(self._table.rows, 0, max(most // parts, 1), 0)] * parts)
-        for count, width in product(sizes, WIDTHS):
+        for count, width in product(self._sizes, WIDTHS):
             self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
 
     def see(self, parts: Sequence[Deferred]) -> None:

@@ -172,6 +172,24 @@ class Batch(NamedTuple):
             write_slots=self.write_slots[:queries], prefix_len=self.prefix_len[:count], chunks=chunks,
         )  # fmt: skip
 
+    def padded(self, size: int, dummy: int) -> Batch:
+        """Returns a batch of chunks with `size` queries. Those that it lacks are chunks of row `dummy`, from its
+        beginning, whose page table has nothing but the pool's dummy slot."""
+        assert self.chunks and self.path is None and self.tiles is None
+        count, long = self.ids.shape[0], self.table.shape[1] // 2
+        lengths = [min(long, size - at) for at in range(count, size, long)]
+        zeros, none = self.ids.new_zeros(size - count), self.rows.new_zeros(len(lengths))
+        at = torch.arange(size - count, device=zeros.device) % long
+        spans = [
+            ChunkSpan(len(self.chunks) + i, count + i * long, 0, length, False) for i, length in enumerate(lengths)
+        ]
+        return self._replace(
+            rows=torch.cat((self.rows, none + dummy)), ids=torch.cat((self.ids, zeros)),
+            positions=torch.cat((self.positions, at)), write_slots=torch.cat((self.write_slots, zeros)),
+            prefix_len=torch.cat((self.prefix_len, none)), chunks=(*self.chunks, *spans),
+            bound=max((self.bound, *lengths)) if self.bound else 0,
+        )  # fmt: skip
+
     def pages(self) -> Tensor:
         """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""
         return self.table[self.rows, : self.bound or self.table.shape[1]]

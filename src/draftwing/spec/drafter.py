@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.config.options import Options
@@ -145,6 +146,20 @@ class Drafter(ABC):
         prefill. Queries past the count are garbage: what they write past kv_len is never read.
         noisy: among the batch's rows; for prefill among those whose chunk is final.
         """
+
+    @staticmethod
+    def evened(
+        ops: TorchOps, table: RowTensors, batch: Batch, aux_hidden: Tensor | None, next_ids: Tensor, more: int = 0
+    ) -> tuple[Batch, Tensor | None, Tensor]:
+        """Chunks with as many queries as such a device has been tried with (`ops.even_rows`): others are added in the
+        dummy row. more: queries that the caller adds."""
+        count = next_ids.shape[0]
+        size = ops.even_rows(count + more) - more
+        if size == count:
+            return batch, aux_hidden, next_ids
+        if aux_hidden is not None:
+            aux_hidden = F.pad(aux_hidden, (0, 0, 0, size - count))
+        return batch.padded(size, table.rows), aux_hidden, F.pad(next_ids, (0, size - count))
 
     def watch(self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor, noisy: Tensor) -> None:  # noqa: B027
         """Called in place of `extend` after a step of a shape that `lags`, as of drafters without KV layers."""

@@ -114,6 +114,9 @@ class ModelDrafter(Drafter):
         count: Tensor | None,
         noisy: Tensor,
     ) -> None:
+        if count is None:
+            more = 0 if self.lookahead else sum(span.final for span in batch.chunks)  # see `_with_sampled`
+            batch, aux_hidden, next_ids = self.evened(self.ops, table, batch, aux_hidden, next_ids, more)
         feature = self.head.features(aux_hidden) if aux_hidden is not None else None
         if count is None:
             self._extend_chunks(table, batch, feature, next_ids, noisy)

@@ -23,10 +23,11 @@ from draftwing.core import Chunk, IntArray
 from draftwing.engine.device import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, TiledAttention, spans_of
+from draftwing.ops.even import evens
 
 # Queries. On an H200 768 of an 8B model take as long as their launches do; beside requests that decode, more than 1,024
 # are rarely prefilled at once, and those launches lie behind what the device does meanwhile.
-SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+SIZES = tuple(evens(1024))
 MOST_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]

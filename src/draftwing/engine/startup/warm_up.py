@@ -15,6 +15,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
+from draftwing.ops.even import evens
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.prices import Prices
@@ -26,8 +27,6 @@ SECONDS = 0.6  # no step begins later; a large model is not kept from its first 
 PROMPT = 32  # tokens
 COUNTS = (1, 2, 4, 8, 16)  # of prompts at once: kernels are compiled for one, for a multiple of 16 and for others, and
 # loaded for about so many rows that draw
-# Tokens of prompts, from, to, and how far apart: a GPU's library has other kernels for other numbers of rows
-LENGTHS = ((48, 256, 16), (256, 1024, 64), (1024, 2048, 256), (2048, 1 << 16, 1024))
 LENGTHS_SECONDS = 3.0  # none of them begins later
 GREEDY = SamplingParams(temperature=0.0)
 ASKING = SamplingParams(
@@ -86,7 +85,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
             _run(executor, _prompt(tokens, count))
             _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
     _run(executor, _asking(_prompt(tokens, 1, ASKING)))
-    lengths = [length for part in LENGTHS for length in range(*part) if length <= min(most, executor.table.length // 2)]
+    lengths = [length for length in evens(min(most, executor.table.length // 2)) if length > PROMPT]
     started = time.monotonic()
     for count, length in enumerate(lengths):
         if time.monotonic() > started + LENGTHS_SECONDS:

@@ -31,6 +31,10 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     def reads_routes(self) -> bool:  # type: ignore[override]
         return self.device.type == "cpu"
 
+    def even_rows(self, count: int) -> int:
+        """As how many rows so many of a prompt are best multiplied outside of graphs."""
+        return count
+
     @property
     def title(self) -> str:
         """What the log calls them."""

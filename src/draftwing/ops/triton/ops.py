@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.even import even
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.triton.assign import TritonAssignOps
 from draftwing.ops.triton.attention_backend import PagedAttention
@@ -48,6 +49,9 @@ class TritonOps(
 
     def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
         return PagedAttention(pool, exact)
+
+    def even_rows(self, count: int) -> int:
+        return even(count)
 
     def before_tracing(self) -> None:
         launch_options(self.device)
