@@ -151,7 +151,7 @@ class BlockDrafter(Drafter):
     ) -> None:
         assert aux_hidden is not None and self._attn is not None
         if count is None:
-            batch, aux_hidden, _ = self.evened(self.ops, table, batch, aux_hidden, next_ids)
+            batch, aux_hidden, _ = self.evened(self.ops, table, batch, aux_hidden, batch.ids)
             assert aux_hidden is not None
         attend = self._attn.bind(batch, self._first_layer)
         self.head.write_text(self.head.features(aux_hidden), batch.positions, attend)

@@ -154,6 +154,7 @@ class Drafter(ABC):
         """Chunks with as many queries as such a device has been tried with (`ops.even_rows`): others are added in the
         dummy row. more: queries that the caller adds."""
         count = next_ids.shape[0]
+        assert count == batch.ids.shape[0]
         size = ops.even_rows(count + more) - more
         if size == count:
             return batch, aux_hidden, next_ids
