@@ -158,6 +158,10 @@ def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> Non
         # What comes after the newest token, and the row of the drafter's tail, is nobody's.
         beyond = seen.batch.write_slots.view(size, -1)[b, end - start + drafter.tail :]
         assert not beyond.any() and not seen.pages[row, end + drafter.tail : start + width + 1].any()
+    if sizes:  # no pass has more rows than any that was tried
+        lag._sizes = (1,)
+        lag.catch_up(CatchUp(np.asarray(rows), behind, 2 * LAG), np.asarray([0, 1]), True)
+        assert [one.batch.rows.tolist() for one in drafter.seen[1:]] == [[row] for row in rows]
     assert torch.equal(table.page_table.cpu(), pages), "the page table is what it was"
     assert not lag._unseen.behind.any()
 

@@ -111,7 +111,7 @@ class Lag:
         if not len(who.rows):
             return
         width = who.behind if self._ops.records_calls else next(width for width in WIDTHS if width >= who.behind)
-        most, upload = MOST_QUERIES // width, self._table.device.upload
+        most, upload = min((MOST_QUERIES // width, *self._sizes[-1:])), self._table.device.upload
         for first in range(0, len(who.rows), most):
             rows = self._padded(who.rows[first : first + most])
             self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len, drafts)
@@ -119,8 +119,11 @@ class Lag:
     def _padded(self, rows: IntArray) -> IntArray:
         """With the dummy row up to the next of the sizes."""
         at = bisect_left(self._sizes, len(rows))
-        size = self._sizes[at] if at < len(self._sizes) else len(rows)
-        return np.pad(rows, (0, size - len(rows)), constant_values=self._table.rows)
+        if at == len(self._sizes) or self._sizes[at] == len(rows):
+            return rows
+        padded = np.full(self._sizes[at], self._table.rows, np.int64)
+        padded[: len(rows)] = rows
+        return padded
 
     def warm_up(self) -> None:
         """Runs everything that `catch_up` may run, on the dummy row: how kernels cut their work, and which of them a

@@ -181,7 +181,7 @@ class Batch(NamedTuple):
         zeros, none = self.ids.new_zeros(size - count), self.rows.new_zeros(len(lengths))
         at = torch.arange(size - count, device=zeros.device) % long
         spans = [
-            ChunkSpan(len(self.chunks) + i, count + i * long, 0, length, False) for i, length in enumerate(lengths)
+            ChunkSpan(self.rows.shape[0] + i, count + i * long, 0, length, False) for i, length in enumerate(lengths)
         ]
         return self._replace(
             rows=torch.cat((self.rows, none + dummy)), ids=torch.cat((self.ids, zeros)),

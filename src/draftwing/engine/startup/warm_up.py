@@ -12,10 +12,11 @@ import torch
 
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.executor import Executor
+from draftwing.engine.lag import ROOM
 from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
-from draftwing.ops.even import evens
+from draftwing.ops.even import even, evens
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.prices import Prices
@@ -85,7 +86,8 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
             _run(executor, _prompt(tokens, count))
             _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
     _run(executor, _asking(_prompt(tokens, 1, ASKING)))
-    lengths = [length for length in evens(min(most, executor.table.length // 2)) if length > PROMPT]
+    most = min(most, executor.table.length - ROOM)
+    lengths = [min(length, most) for length in evens(even(most)) if length > PROMPT]
     started = time.monotonic()
     for count, length in enumerate(lengths):
         if time.monotonic() > started + LENGTHS_SECONDS:
