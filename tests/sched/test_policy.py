@@ -209,28 +209,6 @@ def test_where_nothing_is_worth_drafting_it_is_rarely_looked_at() -> None:
     assert len(looks) < 110
 
 
-def test_the_longer_nothing_was_worth_drafting_the_less_is_tried() -> None:
-    """What tries lose beside plain steps, as a share of the time: that of PROBING at first, and then less, but never so
-    little that a change is not noticed. Once drafts have been worth it, it is as at first."""
-    menu = chain_menu(TreeShape(4, 2, 8))
-    world, hits = MACHINES["small machine"](menu), [0.05] * 4
-    policy = MostTokens(menu, world.prices())
-
-    def lost(steps: int) -> float:
-        rate, _ = world.run(policy, hits, steps)
-        return 1 - rate / world.rate(PLAIN, hits)
-
-    world.run(policy, hits, 300)
-    first = lost(1500)
-    policy._drafted -= 12 * policy.LASTING  # as if so many more had run
-    assert 0.003 < first < 0.01 and lost(1500) < first / 2
-    world.run(policy, [0.99] * 4, 600)
-    _, chosen = world.run(policy, [0.99] * 4, 50)
-    assert chosen.count(PLAIN) < 10
-    world.run(policy, hits, 300)
-    assert lost(1500) > 0.7 * first
-
-
 def test_drafts_that_go_on_are_looked_at_now_and_then() -> None:
     """To look costs the host time in each step."""
     menu, hits = tree_menu(TREE), [0.9] * 4

@@ -178,8 +178,6 @@ class MostTokens:
 
     adapts = True
     PROBING = 0.008  # share of the time that options may cost that are only tried to learn from them
-    LASTING = 2048  # steps: where nothing was worth drafting for longer, that share falls as their number grows,
-    SELDOM = 4  # to one part in so many: then a change is noticed within a few hundred
     UNPRICED = 0.2  # share of a loss that counts where a price is a guess: a few steps make it a measurement
     STALE = 16  # steps after which an option's gain is not known any more
     OUTDATED, PLAIN_OUTDATED = 128, 32  # steps after which its price may have changed, if it did not run
@@ -203,7 +201,6 @@ class MostTokens:
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, with about so many rows
         self._steps = self._looked = 0
         self._allowance = 0.0  # seconds that may be lost by trying
-        self._drafted = 0  # the last step for which drafts looked best
         self._kept = Kept(self._plain, 0, (), False, 0)
         self._tries: dict[int, int] = {}  # options that are tried, and the step of each, whose result has not come yet
         self._promising: int | None = None  # one that brought more than was expected when it was tried
@@ -251,10 +248,7 @@ class MostTokens:
         best, since = self._best(rates), self._steps - self._looked
         self._looked = self._steps
         most = 4 * prices[best] + self._entry(load)  # a drafter that is far behind is tried, but seldom
-        if best != self._plain:
-            self._drafted = self._steps
-        probing = self.PROBING / min(max((self._steps - self._drafted) / self.LASTING, 1.0), self.SELDOM)
-        self._allowance = min(self._allowance + probing * prices[best] * since, most)
+        self._allowance = min(self._allowance + self.PROBING * prices[best] * since, most)
         self._tries = {i: step for i, step in self._tries.items() if self._steps - step <= self.LATE}
         tried = self._to_try(load, best, rates, prices, tokens)
         chosen = best if tried is None else tried

@@ -25,8 +25,8 @@ from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, TiledAttention, spans_of
 from draftwing.ops.even import evens
 
-# Queries. On an H200 768 of an 8B model take as long as their launches do; beside requests that decode, more than 1,024
-# are rarely prefilled at once, and those launches lie behind what the device does meanwhile.
+# Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
+# beside requests that decode; where they are, the result of the step before waits for up to 18 ms of launches.
 SIZES = tuple(evens(1024))
 MOST_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
