@@ -15,12 +15,14 @@ from draftwing.core import AT_ONCE, LAG, PLAIN, CatchUp, Deferral, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.row_table import RowTable
+from draftwing.models.heads.block_config import BlockConfig
+from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy import ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.train.heads import new_eagle3_head, new_eagle_head
+from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 
 TREE = TreeShape(3, 2, 5)
 WIDTH = 6
@@ -166,7 +168,7 @@ def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> Non
     assert not lag._unseen.behind.any()
 
 
-@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "MTP", "DSPARK"])
 def test_queries_that_are_rounded_up(harness: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: what is added to a prompt's queries changes nothing of its KV."""
     if harness.device != "cpu":
@@ -174,7 +176,7 @@ def test_queries_that_are_rounded_up(harness: Any, kind: str, monkeypatch: pytes
     expected, passes = kv_of_prompts(harness, kind, AT_ONCE)
     asked: list[int] = []
     monkeypatch.setattr(TorchOps, "even_rows", lambda self, count: asked.append(count) or -(-count // 16) * 16)
-    for deferral in (AT_ONCE, Deferral(200, 100)):
+    for deferral in (AT_ONCE, Deferral(200, 100))[: 1 + (kind in ("EAGLE3", "STANDALONE"))]:
         asked.clear()
         found, passes = kv_of_prompts(harness, kind, deferral)
         assert passes and any(count % 16 for count in asked)
@@ -188,6 +190,14 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
     head: Any = DraftLM(harness.tiny_model(seed=1), harness.VOCAB)
     if kind == "EAGLE3":
         head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
+    elif kind == "MTP":
+        head = MTPHead(model, 3, torch.float32, "cpu").eval().requires_grad_(False)
+        generator = torch.Generator().manual_seed(3)
+        for name, weight in head.named_parameters():
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.1, generator=generator)
+    elif kind == "DSPARK":
+        block = BlockConfig((1, 2), 4, harness.VOCAB - 1, True, (), (), 0, "vanilla", 16, "")
+        head = new_block_head(model, block, layers=2, ffn_size=96, seed=3).eval().requires_grad_(False)
     drafter = make_model_drafter(head, 7, TREE.topk, torch.float32, ops)
     policy = harness.Cycle(TREE)
     rig = harness.Rig(model, drafter=drafter, policy=policy, chunk=5, deferral=deferral)

@@ -10,7 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final
 
-SIZES: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+SIZES: Final = (
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
+    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
+)
 STEP: Final = 1024  # between those beyond: a product of so many takes long whatever it is rounded up to
 
 

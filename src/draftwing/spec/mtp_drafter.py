@@ -167,8 +167,9 @@ class MTPDrafter(ModelDrafter):
             if not parts:
                 continue
             ids, positions, write_slots, fed = (torch.cat(column) for column in zip(*parts, strict=True))
-            chunks = batch._replace(ids=ids, positions=positions, write_slots=write_slots, chunks=tuple(spans))
-            hidden = self._run(chunks, fed, layer)
+            own = batch._replace(ids=ids, positions=positions, write_slots=write_slots, chunks=tuple(spans))
+            chunks, more, _ = self.evened(self.ops, table, own, fed, ids)
+            hidden = self._run(chunks, more, layer)
             if layer == 0:
                 self._keep_first_of_prompts(table, chunks, hidden, noisy)
         self._kept.index_copy_(0, batch.rows, torch.stack([features[-turns:] for features in known]))
