@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftwing.train.optimizer import HeadOptimizer
+from draftwing.train.optimizer import HeadOptimizer, StackedMuon
 
 
 def head(seed: int = 0) -> nn.Module:
@@ -56,6 +56,31 @@ def test_muon_takes_the_matrices_of_the_layer() -> None:
     values = torch.linalg.svdvals(step)
     assert values.min() > 0.5 and values.max() < 1.3
     assert step.mul(0.2 * 24**0.5).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.25)
+
+
+def test_matrices_of_one_shape_together_go_as_torch_takes_them_one_by_one() -> None:
+    """Three of one shape, one of another and one that stands upright, one without a gradient; the momentum exactly and
+    the steps to the iteration's bfloat16, of which sums may be taken in another order."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(24, 40), (24, 40), (16, 16), (24, 40), (48, 20), (16, 16)]
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    params = [[nn.Parameter(x.clone()) for x in start] for _ in range(2)]
+    ours = StackedMuon(params[0], weight_decay=0.1)
+    torchs = torch.optim.Muon(params[1], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for pair in list(zip(*params, strict=True))[:-1]:
+            grad = torch.randn(pair[0].shape, generator=generator)
+            for param in pair:
+                param.grad = grad.clone()
+        for optimizer in (ours, torchs):
+            optimizer.param_groups[0]["lr"] = 0.02
+            optimizer.step()
+    for one, other, x in zip(*params, start, strict=True):
+        moved, expected = one.detach() - x, other.detach() - x
+        torch.testing.assert_close(moved, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+        state = ours.state[one], torchs.state[other]
+        assert state[0].keys() == state[1].keys()
+        assert all(torch.equal(state[0][key], state[1][key]) for key in state[0])
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 OptimizerName = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "muon")
 _TABLES = ("lm_head", "markov.above", "markov.out", "confidence")  # in names of matrices whose rows are no directions
+
+
+class StackedMuon(torch.optim.Muon):
+    """torch's Muon, its state and its update, with the iteration done for all matrices of one shape at once: a head has
+    a few shapes and several matrices of each, which are too small to fill a GPU one by one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            grads: list[Tensor] = []
+            buffers: list[Tensor] = []
+            self._init_group(group, params, grads, buffers)
+            if not params:
+                continue
+            rate, momentum = group["lr"], group["momentum"]
+            torch._foreach_lerp_(buffers, grads, 1 - momentum)
+            updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+            alike: dict[torch.Size, list[int]] = {}
+            for i, param in enumerate(params):
+                alike.setdefault(param.shape, []).append(i)
+            for shape, members in alike.items():
+                stack = torch.stack([updates[i] for i in members])
+                ortho = _orthogonal(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                steps = ortho.to(params[members[0]].dtype).unbind()
+                # As "match_rms_adamw" (Liu et al. 2025).
+                torch._foreach_add_([params[i] for i in members], steps, alpha=-rate * 0.2 * math.sqrt(max(shape)))
+
+
+def _orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """[n, rows, columns] -> of each matrix about its nearest orthogonal one, by Newton and Schulz's iteration in
+    bfloat16 (Jordan et al. 2024)."""
+    a, b, c = coefficients
+    x, tall = stack.bfloat16(), stack.shape[1] > stack.shape[2]
+    if tall:
+        x = x.mT
+    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 class HeadOptimizer:
@@ -32,7 +77,7 @@ class HeadOptimizer:
         others = [param for _, param in named if id(param) not in taken]
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(torch.optim.Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self._parts.append(StackedMuon(matrices, weight_decay=weight_decay))
         if others:
             fused = others[0].device.type == "cuda"
             self._parts.append(torch.optim.AdamW(others, betas=betas, weight_decay=weight_decay, fused=fused))
