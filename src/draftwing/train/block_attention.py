@@ -2,8 +2,8 @@
 
 What a row of a block sees is what it sees in serving: the text before its anchor, of which the anchor's own position is
 no part, for the target has not run over it yet; and its own block. So the keys of a sequence are those of its text and
-after them those of all of its blocks, under a mask. On a GPU both parts are done apart and joined by their
-log-sum-exps: the text as far as each row sees it, by kernels, and a few products of each block.
+after them those of all of its blocks, under a mask. On a GPU kernels go over as much of the text as each row sees and
+over its own block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.attention import FULL, Attend, AttentionKind, default_scale
+from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms
 from draftwing.train.kernels import kernels_take
 
 
@@ -25,37 +25,45 @@ class BlockAttention:
     """
 
     def __init__(self, anchors: Tensor, rows: int, length: int) -> None:
-        """anchors [B, A] int64: the position of each block's first row; rows: of a block; length: T."""
+        """anchors [B, A] int64, ascending: the position of each block's first row; rows: of a block; length: T."""
         self._anchors, self._rows, self._length = anchors, rows, length
-        self._text: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values [B, kv_heads, T, head_dim]
+        self._text: dict[int, Tensor] = {}  # layer -> keys, then values [B, T, 2 * kv_heads, head_dim]
         self._masks: dict[tuple[int, bool], Tensor] = {}
+        self._reach: Any = None  # once it is asked for
 
     def text(self) -> Attend:
         """Takes the keys and values of the texts, all T positions of each."""
         return _Text(self)
 
-    def blocks(self, window: int, causal: bool) -> Attend:
-        """The attention of blocks; arguments as in `BlockConfig`."""
-        return _Blocks(self, window, causal)
+    def blocks(self, window: int, causal: bool, kv_heads: int) -> Attend:
+        """The attention of blocks with so many heads of keys; window, causal: as in `BlockConfig`."""
+        return _Blocks(self, window, causal, kv_heads)
 
-    def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        shape = (self._anchors.shape[0], self._length)
-        self._text[layer] = k.unflatten(0, shape).transpose(1, 2), v.unflatten(0, shape).transpose(1, 2)
+    def keep(self, layer: int, kv: Tensor) -> None:
+        """kv [B * T, 2 * kv_heads, head_dim]: keys, rotated, and values"""
+        self._text[layer] = kv.unflatten(0, (len(self._anchors), self._length))
 
     def attend(self, kind: tuple[int, bool], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B * A * rows, heads, head_dim], k, v with kv_heads -> [B * A * rows, heads * head_dim]"""
         # Rotary tables are in float32 while a product under autocast is not: the kernels want one dtype.
         q, k, v = (x.to(v.dtype).unflatten(0, (self._anchors.shape[0], -1)).transpose(1, 2) for x in (q, k, v))
-        text_k, text_v = (x.to(v.dtype) for x in self._text.pop(layer))
-        if takes_blocks(q, *kind):
-            limits = self._anchors.repeat_interleave(self._rows, 1).to(torch.int32)  # [B, A * rows]
-            out: Tensor = Joined.apply(q, text_k, text_v, k, v, limits, self._rows)
-            return out.transpose(1, 2).flatten(2).flatten(0, 1)
+        text_k, text_v = self._text.pop(layer).to(v.dtype).transpose(1, 2).chunk(2, 1)
         k, v = torch.cat((text_k, k), 2), torch.cat((text_v, v), 2)
         group = q.shape[1] // k.shape[1]
         if group > 1:  # the kernels that take a mask want a key for each head
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(kind, q.dtype))
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def attend_by_kernels(self, layer: int, qkv: Tensor) -> Tensor:
+        """The same of q, k and v beside each other, for what `takes_blocks`; all text is seen before the anchor."""
+        from draftwing.train.kernels.block_attention import reach
+
+        if self._reach is None:
+            limits = self._anchors.repeat_interleave(self._rows, 1).to(torch.int32)  # [B, A * rows]
+            self._reach = reach(limits, self._length, self._rows)
+        qkv = qkv.unflatten(0, (len(self._anchors), -1))
+        out: Tensor = ToTextAndBlocks.apply(qkv, self._text.pop(layer).to(qkv.dtype), self._reach)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, kind: tuple[int, bool], dtype: torch.dtype) -> Tensor:
@@ -80,84 +88,89 @@ class BlockAttention:
 
 
 def takes_blocks(q: Tensor, window: int, causal: bool) -> bool:
-    """Whether `Joined` does what such queries see: kernels for half types, a whole text and a whole block."""
+    """Whether `ToTextAndBlocks` does what such queries see: kernels for half types, a whole text and a whole block."""
     return kernels_take(q) and q.dtype != torch.float32 and not window and not causal
 
 
-class Joined(torch.autograd.Function):
-    """Attention to the text up to each query's limit and to the query's own block.
-
-    Written by hand, as `train.chain_attention` is: given the joint output and the joint log-sum-exp, the backward pass
-    of each part gives its share of the joint gradient (Liu et al. 2023, arXiv 2310.01889).
-    """
+class ToTextAndBlocks(torch.autograd.Function):
+    """Attention to the text up to each query's limit and to the query's own block, by `train.kernels.block_attention`.
+    What comes beside each other has its gradients beside each other."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, text_k: Tensor, text_v: Tensor, k: Tensor, v: Tensor, limits: Tensor, rows: int
-    ) -> Tensor:
-        """q [B, heads, A * rows, head_dim], text_k, text_v [B, kv_heads, T, head_dim], k, v [B, kv_heads, A * rows,
-        head_dim], limits [B, A * rows] int32 ascending -> like q"""
-        from draftwing.train.kernels.prefix_attention import prefix_attention
+    def forward(ctx: Any, qkv: Tensor, text: Tensor, far: Any) -> Tensor:
+        """qkv [B, A * rows, heads + 2 * kv_heads, head_dim], text [B, T, 2 * kv_heads, head_dim], far: a `Reach` ->
+        [B, heads, A * rows, head_dim]"""
+        from draftwing.train.kernels.block_attention import block_attention
 
-        part, part_lse = prefix_attention(q, text_k, text_v, limits)
-        scores = _own_scores(q, k, rows)  # [B, kv_heads, group, A, rows, rows]
-        shape = scores.shape[:-1]
-        joint = torch.logaddexp(part_lse.reshape(shape), scores.logsumexp(-1))
-        own = torch.einsum("bngars,bnasd->bngard", (scores - joint.unsqueeze(-1)).exp().to(v.dtype), _cut(v, rows))
-        share = (part_lse.reshape(shape) - joint).exp().unsqueeze(-1)
-        out = torch.addcmul(own.to(share.dtype), part.reshape(own.shape).to(share.dtype), share)
-        out = out.to(q.dtype).reshape(q.shape)
-        ctx.save_for_backward(q, text_k, text_v, k, v, limits, out, joint)
-        ctx.rows = rows
+        out, lse = block_attention(_views(qkv, text), far)
+        ctx.save_for_backward(qkv, text, out, lse)
+        ctx.far = far
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from draftwing.train.kernels.prefix_attention import prefix_gradients
+        from draftwing.train.kernels.block_attention import block_gradients
 
-        q, text_k, text_v, k, v, limits, out, joint = ctx.saved_tensors
-        grad, rows, scale = grads[0].contiguous(), ctx.rows, default_scale(q.shape[-1])
-        inner = (grad.float() * out.float()).sum(-1)  # [B, heads, A * rows]
-        flat = joint.reshape(inner.shape).contiguous()
-        to_q, to_text_k, to_text_v = prefix_gradients(grad, q, text_k, text_v, flat, inner, limits)
-        mine, query = (_grouped(x, k.shape[1], rows) for x in (grad, q))
-        prob = (_own_scores(q, k, rows) - joint.unsqueeze(-1)).exp()  # [B, kv_heads, group, A, rows, rows]
-        by_v = torch.einsum("bngard,bnasd->bngars", mine, _cut(v, rows)).float()
-        slope = (prob * (by_v - inner.reshape(joint.shape).unsqueeze(-1)) * scale).to(q.dtype)
-        to_q = to_q + torch.einsum("bngars,bnasd->bngard", slope, _cut(k, rows)).reshape(q.shape)
-        to_k = torch.einsum("bngars,bngard->bnasd", slope, query).reshape(k.shape)
-        to_v = torch.einsum("bngars,bngard->bnasd", prob.to(v.dtype), mine).reshape(v.shape)
-        return to_q, to_text_k, to_text_v, to_k, to_v, None, None
+        qkv, text, out, lse = ctx.saved_tensors
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        to_qkv, to_text = torch.empty_like(qkv), torch.empty_like(text)
+        block_gradients(grad, out, lse, _views(qkv, text), ctx.far, _views(to_qkv, to_text))
+        return to_qkv, to_text, None
 
 
-def _cut(x: Tensor, rows: int) -> Tensor:
-    """[B, kv_heads, A * rows, head_dim] -> [B, kv_heads, A, rows, head_dim]"""
-    return x.unflatten(2, (-1, rows))
+def _views(qkv: Tensor, text: Tensor) -> Any:
+    from draftwing.train.kernels.block_attention import Inputs
 
-
-def _grouped(x: Tensor, kv_heads: int, rows: int) -> Tensor:
-    """[B, heads, A * rows, head_dim] -> [B, kv_heads, group, A, rows, head_dim]"""
-    return x.unflatten(1, (kv_heads, -1)).unflatten(3, (-1, rows))
-
-
-def _own_scores(q: Tensor, k: Tensor, rows: int) -> Tensor:
-    """The scores of blocks' rows for those of their own block, float32 [B, kv_heads, group, A, rows, rows]."""
-    scores = torch.einsum("bngard,bnasd->bngars", _grouped(q, k.shape[1], rows), _cut(k, rows))
-    return scores.float() * default_scale(q.shape[-1])
+    kv_heads = text.shape[2] // 2
+    q, k, v = qkv.transpose(1, 2).split([qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    return Inputs(q, *text.transpose(1, 2).split(kv_heads, 1), k, v)
 
 
 class _Text(Attend):
+    norms_heads = True
+
     def __init__(self, owner: BlockAttention) -> None:
         self._owner = owner
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._owner.keep(layer, k, v)
+        self._owner.keep(layer, torch.cat((k.to(v.dtype), v), 1))
+
+    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
+        if not kernels_take(qkv):
+            return False
+        from draftwing.train.kernels.rope_backward import turn
+
+        assert qkv.shape[1] % 2 == 0, "keys and values alone"
+        self._owner.keep(layer, turn(qkv, cos, sin, qkv.shape[1] // 2, 0, norms))
+        return True
 
 
 class _Blocks(Attend):
-    def __init__(self, owner: BlockAttention, window: int, causal: bool) -> None:
-        self._owner, self._kind = owner, (window, causal)
+    norms_heads = True
+
+    def __init__(self, owner: BlockAttention, window: int, causal: bool, kv_heads: int) -> None:
+        self._owner, self._kind, self._kv_heads = owner, (window, causal), kv_heads
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         assert kind.is_full, "draft heads say themselves how far they see"
         return self._owner.attend(self._kind, layer, q, k, v)
+
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
+        if not kernels_take(qkv):
+            return None
+        from draftwing.train.kernels.rope_backward import turn
+
+        kv = self._kv_heads
+        queries = qkv.shape[1] - 2 * kv
+        qkv = turn(qkv, cos, sin, queries + kv, queries, norms)
+        if takes_blocks(qkv, *self._kind):
+            return self._owner.attend_by_kernels(layer, qkv)
+        return self(layer, *qkv.split([queries, kv, kv], 1), kind)

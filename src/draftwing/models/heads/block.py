@@ -79,8 +79,8 @@ class BlockHead(FeatureHead):
         else:
             made = self.text_kv(features)
         parts = made.view(len(features), len(layers), -1, self.config.head_dim)
-        for i, attention in enumerate(layers):
-            attention.write_heads(parts[:, i], cos, sin, attend)
+        for attention, part in zip(layers, parts.unbind(1), strict=True):
+            attention.write_heads(part, cos, sin, attend)
 
     def _attentions(self) -> list[Attention]:
         return [layer.attention for layer in self.layers]  # type: ignore[misc]

@@ -6,28 +6,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.train.block_attention import Joined
+from draftwing.train.block_attention import ToTextAndBlocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mended_interpreter")]
 
-pytest.importorskip("draftwing.train.kernels.prefix_attention")
+kernels = pytest.importorskip("draftwing.train.kernels.block_attention")
 HEADS, KV_HEADS, DIM, ROWS = 4, 2, 16, 3
-ANCHORS = [[0, 0, 5, 64, 69], [1, 63, 64, 65, 70]]  # the first sees nothing; two are on both sides of a tile's border
+# The first sees nothing; two are on both sides of a tile's border, and so is the block of the queries 63 to 65.
+ANCHORS = [[0, 0, 5, 64, *range(66, 71), *[70] * 13], [1, *range(50, 70), 70]]
 LENGTH = 71
 
 
 def tensors(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """q, k and v of the blocks beside each other, and keys and values of the text, as the layers give them."""
     generator = torch.Generator().manual_seed(0)
-    batch, queries = len(ANCHORS), len(ANCHORS[0]) * ROWS
-    shapes = [(HEADS, queries), (KV_HEADS, LENGTH), (KV_HEADS, LENGTH), (KV_HEADS, queries), (KV_HEADS, queries)]
-    # They lie as the layers give them: [B, T, heads, head_dim], seen from the side.
-    return [torch.randn(batch, n, heads, DIM, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_()
-            for heads, n in shapes]  # fmt: skip
+    shapes = (len(ANCHORS[0]) * ROWS, HEADS + 2 * KV_HEADS), (LENGTH, 2 * KV_HEADS)
+    return [torch.randn(len(ANCHORS), *shape, DIM, generator=generator).to(device, dtype).requires_grad_()
+            for shape in shapes]  # fmt: skip
 
 
-def reference(q: Tensor, text_k: Tensor, text_v: Tensor, k: Tensor, v: Tensor, limits: Tensor) -> Tensor:
-    keys, values = (torch.cat(pair, 2).repeat_interleave(HEADS // KV_HEADS, 1)
-                    for pair in ((text_k, k), (text_v, v)))  # fmt: skip
+def reference(qkv: Tensor, text: Tensor, limits: Tensor) -> Tensor:
+    q, k, v = qkv.transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], 1)
+    pairs = zip(text.transpose(1, 2).chunk(2, 1), (k, v), strict=True)
+    keys, values = (torch.cat(pair, 2).repeat_interleave(HEADS // KV_HEADS, 1) for pair in pairs)
     block = torch.arange(q.shape[2]) // ROWS
     own = (block[:, None] == block[None, :]).expand(len(q), -1, -1)
     seen = torch.cat((torch.arange(LENGTH) < limits.cpu()[:, :, None], own), 2).unsqueeze(1).to(q.device)
@@ -42,10 +43,10 @@ def test_outputs_and_gradients(dtype: torch.dtype, device: torch.device) -> None
     given = tensors(dtype, device)
     limits = torch.tensor(ANCHORS, dtype=torch.int32, device=device).repeat_interleave(ROWS, 1)
     exact = [x.detach().double().requires_grad_() for x in given]
-    grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     expected = reference(*exact, limits)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     expected.backward(grad.double())
-    found = Joined.apply(*given, limits, ROWS)
+    found = ToTextAndBlocks.apply(*given, kernels.reach(limits, LENGTH, ROWS))
     found.backward(grad)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(found.double(), expected, **close)
