@@ -19,8 +19,8 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.train import cross_entropy
-from draftwing.train.batches import collate
+from draftwing.train import block_attention, block_loss, cross_entropy, objectives
+from draftwing.train.batches import collate, to_device
 from draftwing.train.block_loss import BlockLoss
 from draftwing.train.blocks import STATS, BlockObjective, unused_token
 from draftwing.train.heads import TargetHead, trainable
@@ -187,6 +187,32 @@ def test_all_blocks_at_once_are_each_block_as_served(name: str, tmp_path: Path, 
     share = reference.stats[:, 6] / reference.stats[:, 5]
     assert metrics["accept_length"] == pytest.approx(1 + share.sum().item())
     assert metrics["overlap"] == pytest.approx((reference.stats[:, 2].sum() / sum(rows)).item())
+
+
+def test_kernels_do_what_torch_does(tmp_path: Path, monkeypatch: Any, mended_interpreter: None) -> None:
+    """All of a training step in half precision, with the GPU's kernels in their interpreter and without: the same loss,
+    and gradients in the same direction."""
+    pytest.importorskip("draftwing.train.kernels.layer_ops")
+    case, device = CASES["dspark, gated, lk_hybrid"], "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_model(TARGET.write(tmp_path / "target"), torch.bfloat16, device)
+    folder = case.make().write(tmp_path / "head")
+    found = [one._replace(aux_hidden=one.aux_hidden.bfloat16(), final=one.final.bfloat16()) for one in samples()]
+    results = []
+    for kernels in (False, True):
+        head = trainable(load_draft_head(folder, target, "DSPARK", torch.float32, device))
+        for module in (block_attention, block_loss, objectives):
+            monkeypatch.setattr(module, "kernels_take", lambda x, kernels=kernels: kernels and x.dtype != torch.float64)
+        objective = make_objective(head, TargetHead(target), case.loss, max(LENGTHS))
+        with torch.autocast(device, torch.bfloat16):
+            total, stats = objective(to_device(collate(found, 64), torch.device(device), None))
+        total.backward()
+        results.append((total.detach(), stats, {name: one.grad for name, one in head.named_parameters()}))
+    (loss, counts, grads), (by_kernels, counted, made) = results
+    torch.testing.assert_close(by_kernels, loss, rtol=0.02, atol=0)
+    assert torch.equal(counted[:, 0], counts[:, 0])
+    for name, grad in grads.items():
+        assert F.cosine_similarity(grad.flatten(), made[name].flatten(), 0) > 0.98, name
+        assert made[name].norm().item() == pytest.approx(grad.norm().item(), rel=0.1), name
 
 
 def test_some_anchors_stand_for_all(tmp_path: Path) -> None:

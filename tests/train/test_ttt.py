@@ -305,7 +305,7 @@ def watched(kernel: Any, given: list[tuple[torch.Size, torch.Size]]) -> Any:
     return run
 
 
-def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch):
+def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interpreter):
     pytest.importorskip("draftwing.train.kernels.rope_backward")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)

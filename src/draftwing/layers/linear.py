@@ -52,6 +52,10 @@ class Linear(nn.Module):
             if self.joined is not None:
                 self.op = self.joined(self.op, ops)
 
+    def use(self, ops: LayerOps) -> None:
+        """Lets `ops` do what is done to the result; the weight stays as it is, and may be trained."""
+        self._ops = ops
+
     def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """x [M, in_features], residual [M, out_features] -> [M, out_features].
 

@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
         self._ops = PLAIN
 
     def pack(self, ops: LayerOps) -> None:
-        """Lets the device's kernel do it from now on; without gradients."""
+        """Lets a kernel of `ops` do it from now on, with gradients where that has them."""
         self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:

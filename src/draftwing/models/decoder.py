@@ -62,6 +62,10 @@ class DecoderLayer(nn.Module):
         """Lets the device do the layer in one call where it can; when the parts are packed."""
         self._ops, self._whole = ops, whole_layers(ops, [self.weights()])
 
+    def use(self, ops: LayerOps) -> None:
+        """Lets the device add residuals as it does it best; without packing."""
+        self._ops = ops
+
     def linears(self) -> list[Linear]:
         """All but experts', in the order of their calls."""
         of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
@@ -296,6 +300,16 @@ def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Seq
     """`LayerOps.whole_layers`, where all of them can be told to it."""
     told = [layer for layer in layers if layer is not None]
     return ops.whole_layers(told, kept) if len(told) == len(layers) else None
+
+
+def use_between(module: nn.Module, ops: LayerOps) -> None:
+    """Lets `ops` do norms and activations of a model or head that is not packed. Weights stay as they are, and may be
+    trained where what `ops` does is differentiable."""
+    for part in module.modules():
+        if isinstance(part, Linear | DecoderLayer):
+            part.use(ops)
+        elif isinstance(part, RMSNorm):
+            part.pack(ops)
 
 
 def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear | None = None) -> None:

@@ -7,6 +7,7 @@ rounding of another order of summation.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from tqdm import tqdm
 
 from draftwing.config.drafters import training
 from draftwing.engine.device import Device, pick_device, pick_dtype
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
-from draftwing.ops.attention import FULL, Attend, AttentionKind, FunctionAttend
+from draftwing.ops import make_ops
+from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
+from draftwing.train.kernels import kernels_take
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
 
 logger = logging.getLogger(__name__)
@@ -62,8 +65,10 @@ class FeatureModel:
     """A frozen target that gives features of whole sequences."""
 
     def __init__(self, model: DecoderModel, aux_layers: tuple[int, ...], device: Device) -> None:
-        """model: not packed."""
+        """model: not packed. A GPU's kernels do what lies between its GEMMs, as in serving."""
         self.model, self.aux_layers, self.device = model.requires_grad_(False), aux_layers, device
+        if kernels_take(model.norm.weight) and model.config.experts is None:
+            use_between(model, make_ops(device.device))
 
     @classmethod
     def load(
@@ -94,30 +99,54 @@ class FeatureModel:
             row[: len(ids)] = ids
         positions = torch.arange(longest, device=self.device.device).repeat(count)
         final, aux_hidden = self.model(
-            padded.flatten().to(self.device.device, non_blocking=True), positions, causal(count, longest),
-            self.aux_layers
+            padded.flatten().to(self.device.device, non_blocking=True), positions,
+            causal(count, longest, self.model.config.num_kv_heads), self.aux_layers
         )  # fmt: skip
         assert aux_hidden is not None
         final, aux_hidden = final.view(count, longest, -1), aux_hidden.view(count, longest, -1)
         return [(aux_hidden[i, : len(ids)], final[i, : len(ids)]) for i, ids in enumerate(sequences)]
 
 
-def causal(count: int, length: int) -> Attend:
+def causal(count: int, length: int, kv_heads: int = 0) -> Attend:
     """Returns attention of `count` sequences of `length` tokens each, one after the other, every token to those before
-    it."""
+    it. kv_heads: of keys, for kernels that turn queries and keys; 0: torch turns them."""
+    return _Causal(count, length, kv_heads)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        # [count * length, heads, head_dim] -> [count, heads, length, head_dim]
-        q, k, v = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+
+class _Causal(Attend):
+    norms_heads = True
+
+    def __init__(self, count: int, length: int, kv_heads: int) -> None:
+        self._shape, self._kv_heads = (count, length), kv_heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        length = self._shape[1]
+        q, k, v = (x.unflatten(0, self._shape).transpose(1, 2) for x in (q, k, v))  # [count, heads, length, head_dim]
         mask = None if kind.is_full else _mask(kind, length, q)
         if kind.sinks is not None:  # the last key has no value, and its score is that of the mask
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=kind.scale(q.shape[3]), enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out.transpose(1, 2).reshape(count * length, -1)
+        return out.transpose(1, 2).reshape(math.prod(self._shape), -1)
 
-    return FunctionAttend(attend)
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
+        if not self._kv_heads or not kernels_take(qkv):
+            return None
+        from draftwing.train.kernels.rope_backward import turn
+
+        kv_heads = self._kv_heads
+        queries = qkv.shape[1] - 2 * kv_heads
+        q, k, v = turn(qkv, cos, sin, queries + kv_heads, queries, norms).split([queries, kv_heads, kv_heads], 1)
+        return self(layer, q, k, v, kind)
 
 
 def _mask(kind: AttentionKind, length: int, q: Tensor) -> Tensor:
