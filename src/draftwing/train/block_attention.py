@@ -123,7 +123,8 @@ def _views(qkv: Tensor, text: Tensor) -> Any:
 
     kv_heads = text.shape[2] // 2
     q, k, v = qkv.transpose(1, 2).split([qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 1)
-    return Inputs(q, *text.transpose(1, 2).split(kv_heads, 1), k, v)
+    text_k, text_v = text.transpose(1, 2).split(kv_heads, 1)
+    return Inputs(q, text_k, text_v, k, v)
 
 
 class _Text(Attend):
@@ -173,4 +174,5 @@ class _Blocks(Attend):
         qkv = turn(qkv, cos, sin, queries + kv, queries, norms)
         if takes_blocks(qkv, *self._kind):
             return self._owner.attend_by_kernels(layer, qkv)
-        return self(layer, *qkv.split([queries, kv, kv], 1), kind)
+        q, k, v = qkv.split([queries, kv, kv], 1)
+        return self(layer, q, k, v, kind)

@@ -19,7 +19,7 @@ class StackedMuon(torch.optim.Muon):
     a few shapes and several matrices of each, which are too small to fill a GPU one by one."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         for group in self.param_groups:
             params: list[Tensor] = []

@@ -54,7 +54,13 @@ def test_turned_and_back(heads: int, turned: int, dim: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("queries", "keys", "values", "dim"), [(9, 3, 3, 64), (0, 3, 3, 20)])
 def test_heads_normed_and_turned_and_back(
-    queries: int, keys: int, values: int, dim: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    queries: int,
+    keys: int,
+    values: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernel, "_PROGRAMS", 3)  # fewer than rows: each sums over several
     generator, heads, eps = torch.Generator().manual_seed(dim), queries + keys + values, 1e-5

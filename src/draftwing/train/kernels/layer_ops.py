@@ -48,9 +48,7 @@ def _norm_back_kernel(
 
 
 @triton.jit
-def _silu_back_kernel(
-    out, grad, x, x_stride, grad_stride, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _silu_back_kernel(out, grad, x, x_stride, grad_stride, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (rows, blocks of columns)"""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -95,7 +93,7 @@ class _SiluMul(torch.autograd.Function):
         return layers.silu_mul(gate_up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,), grad = ctx.saved_tensors, grads[0]
         rows, ffn = grad.shape
         grad = grad if grad.stride(1) == 1 else grad.contiguous()

@@ -1,9 +1,9 @@
-"""Rotary embedding of q and k in training, forwards and backwards, and the norms of their heads where they have any; the
-reference is `layers.rope.rotate` behind `LayerOps.rms_norm`.
+"""Rotary embedding of q and k in training, forwards and backwards, and the norms of their heads where they have any.
+The reference is `layers.rope.rotate` behind `LayerOps.rms_norm`.
 
 With x = (a, b) in halves, y = (a c + b s, b c' + a s'), c, c' and s, s' being halves of the tables' rows. So the
-gradient is the same with s and s' exchanged: (ga c + gb s', gb c' + ga s). A norm is x r w with r = 1 / sqrt(mean(x^2) +
-eps); of a gradient g it makes r (g w - x r^2 mean(g w x)), and g x r for w.
+gradient is the same with s and s' exchanged: (ga c + gb s', gb c' + ga s). A norm is x r w with
+r = 1 / sqrt(mean(x^2) + eps); of a gradient g it makes r (g w - x r^2 mean(g w x)), and g x r for w.
 """
 
 # mypy: allow-untyped-defs
@@ -160,7 +160,7 @@ class _Turn(torch.autograd.Function):
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, queries: int = 0, norms: HeadNorms | None = None) -> Tensor:
     """x [M, heads, head_dim] in float32 or half precision, cos, sin [M, 1, head_dim] of a `rope_table`
-    -> the same in x's dtype, contiguous, its first `turned` heads turned. Differentiable by x and by the norms' weights.
+    -> the same in x's dtype, contiguous, its first `turned` heads turned. Differentiable by x and the norms' weights.
 
     norms: of those heads before that, of which the first `queries` are queries and the others keys.
     """
