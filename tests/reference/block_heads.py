@@ -79,9 +79,10 @@ def dspark_head(target: Checkpoint, seed: int = 400, confidence: bool = True, **
 
 
 def speculators_head(
-    target: Checkpoint, kind: str = "dspark", rows: int = 8, seed: int = 500, **changes: Any
+    target: Checkpoint, kind: str = "dspark", rows: int = 8, seed: int = 500, tied: bool = False, **changes: Any
 ) -> Checkpoint:
-    """The speculators library's layout: the layers' config apart, a vocabulary of its own, ids of boundaries."""
+    """The speculators library's layout: the layers' config apart, a vocabulary of its own, ids of boundaries. tied: the
+    lm_head is left out, where its rows are the target's."""
     layers = _config(target, num_hidden_layers=2)
     outer = {
         "architectures": [f"{kind.title()}DraftModel"], "speculators_model_type": kind, "block_size": 5,
@@ -91,6 +92,8 @@ def speculators_head(
     make, vocab, hidden = Maker(seed), layers["vocab_size"], layers["hidden_size"]
     body = _body(make, layers, target, len(IDS))
     body |= {"embed_tokens.weight": make.matrix(vocab, hidden), "lm_head.weight": make.matrix(rows, hidden, 3.0)}
+    if tied:
+        del body["lm_head.weight"]
     body |= dict(zip(("d2t", "t2d"), draft_vocabulary(vocab, rows, seed), strict=True))
     if kind == "dspark":
         outer |= {"markov_rank": 8, "markov_head_type": "vanilla"}

@@ -55,6 +55,9 @@ CASES = {
         lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True,
         BlockLoss("lk_hybrid", decay=0.7, confidence=0.5, anchors=1.0),
     ),
+    "dspark, rows of the target's lm_head": Case(
+        lambda: speculators_head(TARGET, sample_from_anchor=True, tied=True), 5, True, BlockLoss("kl", anchors=1.0)
+    ),
     "dspark, recurrent, own vocabulary": Case(
         lambda: recurrent(speculators_head(TARGET, sample_from_anchor=True)), 5, True,
         BlockLoss("tv", anchors=1.0, temperature=0.5),
@@ -98,8 +101,9 @@ class Reference:
         t = cast(TARGET.tensors, torch.float64)
         self.embed, self.target_head = t["model.embed_tokens.weight"], t["lm_head.weight"]
         own = "d2t" in self.w
-        self.lm_head = self.w["lm_head.weight"] if own else self.target_head
-        self.kept = torch.arange(len(self.lm_head)) + (self.w["d2t"] if own else 0)
+        self.kept = torch.arange(len(self.w["d2t"])) + self.w["d2t"] if own else torch.arange(len(self.target_head))
+        trained = own and "lm_head.weight" in self.w
+        self.lm_head = self.w["lm_head.weight"] if trained else self.target_head[self.kept]
         self.stats = torch.zeros(case.rows - (not case.from_anchor), len(STATS), dtype=torch.float64)
 
     def of(self, found: list[Sample]) -> Tensor:

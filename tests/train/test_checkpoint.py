@@ -139,12 +139,13 @@ def test_an_mtp_layer_has_mimos_names(family, tmp_path):
 
 
 @pytest.mark.parametrize("markov", ["", "vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("kept", [None, KEPT])
-def test_a_block_head_is_stored_as_published(markov, kept, tmp_path):
-    """z-lab's layout without a Markov head, DeepSpec's with one; what is loaded again is the same head."""
+@pytest.mark.parametrize(("kept", "tied"), [(None, False), (KEPT, False), (KEPT, True)])
+def test_a_block_head_is_stored_as_published(markov, kept, tied, tmp_path):
+    """z-lab's layout without a Markov head, DeepSpec's with one; what is loaded again is the same head. Rows of the
+    target's lm_head are not stored."""
     target = target_of("llama", tmp_path)
     rank, confidence = (8, "markov") if markov else (0, "")
-    block = BlockConfig((2, 4, 5), 6, 60, bool(markov), (), (), 0, markov, rank, confidence)
+    block = BlockConfig((2, 4, 5), 6, 60, bool(markov), (), (), 0, markov, rank, confidence, tied)
     head = new_block_head(target, block, kept, layers=2, ffn_size=FFN)
     folder = save_head(head, tmp_path / "head")
     norms = ("input_layernorm", "post_attention_layernorm")
@@ -160,7 +161,7 @@ def test_a_block_head_is_stored_as_published(markov, kept, tmp_path):
         shapes |= {"markov_head.gate_proj.weight": [8, HIDDEN + 8], "markov_head.gate_proj.bias": [8]}
     if markov == "rnn":
         shapes |= {"markov_head.joint_proj.weight": [24, HIDDEN + 16], "markov_head.joint_proj.bias": [24]}
-    expected = half(shapes | ({} if kept is None else {"lm_head.weight": [rows, HIDDEN]}))
+    expected = half(shapes | ({} if kept is None or tied else {"lm_head.weight": [rows, HIDDEN]}))
     maps = {} if kept is None else {"d2t": ("I64", [rows]), "t2d": ("BOOL", [V])}
     assert stored(folder) == expected | maps
     config = json.loads((folder / "config.json").read_text())
@@ -171,7 +172,10 @@ def test_a_block_head_is_stored_as_published(markov, kept, tmp_path):
     assert loaded.config_of_block == head.config_of_block and loaded.config.ffn_size == FFN
     assert loaded.target_ids is None if kept is None else torch.equal(loaded.target_ids, kept)
     for a, b in zip(loaded.parameters(), head.parameters(), strict=True):
-        assert torch.equal(a, b.bfloat16().float()) and a.requires_grad
+        frozen = a is getattr(loaded.head_rows, "weight", None)
+        assert torch.equal(a, b if frozen else b.bfloat16().float()) and a.requires_grad != frozen
+    if tied:
+        assert torch.equal(loaded.readout(torch.zeros(1, HIDDEN))[1], target.lm_head.dense_weight()[kept])
 
 
 @pytest.mark.parametrize("changes", [SLIDING, {**SLIDING, "is_causal": False}, {"dflash_config": {"causal": True}}])
@@ -263,17 +267,18 @@ def served_target(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("served") / "target")
 
 
-@pytest.mark.parametrize("markov", ["", "vanilla", "rnn"])
-def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, served_target, tmp_path):
+@pytest.mark.parametrize(("markov", "tied"), [("", False), ("vanilla", True), ("rnn", False)])
+def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served_target, tmp_path):
     """Of a chain: each draft's logits are those of training, where the text goes on as it was drafted."""
     target, prompt = load_model(served_target, torch.float32, "cpu"), [7, 130, 4, 99, 250]
-    block = BlockConfig((2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0)
+    block = BlockConfig((2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0, tied=tied)
     head = new_block_head(target, block, torch.arange(0, VOCAB, 2), layers=2, seed=5)
     with torch.no_grad():
         for i, param in enumerate(head.parameters()):
             if param.dim() == 1:
                 param.add_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
     folder = save_head(head, tmp_path / "head", torch.float32)
+    assert ("lm_head.weight" in stored(folder)) != tied
     served: list[torch.Tensor] = []
     with LLM(str(served_target), **ENGINE, **drafting("DSPARK", folder, 4)) as llm:
         drafter = llm.engine.parts.executor.drafter

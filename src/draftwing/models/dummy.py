@@ -81,7 +81,7 @@ def draft_weights(
 
     vocab = target.vocab_size
     if kind in ("dflash", "dspark"):
-        return _block_weights(raw, kind == "dspark", hidden, layers, target, meta)
+        return _block_weights(raw, kind == "dspark", hidden, layers, target, meta, path)
     eagle3 = kind == "eagle3"
     first = "midlayer" if eagle3 and layers == 1 else "layers.0"
     weights = {f"{first}.self_attn.q_proj.weight": meta(1, 2 * hidden if eagle3 else hidden)}
@@ -100,19 +100,28 @@ def draft_weights(
     rows = raw.get("draft_vocab_size") or vocab
     weights["lm_head.weight"] = meta(rows, hidden)
     if rows != vocab:
-        if rows > vocab:
-            raise CheckpointError(f"draft model {path}: draft_vocab_size {rows} exceeds the target's {vocab}")
-        place = torch.arange(rows)
-        weights["d2t"] = place * vocab // rows - place  # spread over the target's vocabulary
+        weights["d2t"] = _spread(rows, vocab, path)
     return weights
 
 
+def _spread(rows: int, vocab: int, path: Path) -> Tensor:
+    """The map of draft tokens that lie evenly in the target's vocabulary."""
+    if rows > vocab:
+        raise CheckpointError(f"draft model {path}: draft_vocab_size {rows} exceeds the target's {vocab}")
+    place = torch.arange(rows)
+    return place * vocab // rows - place
+
+
 def _block_weights(
-    raw: Mapping[str, Any], markov: bool, hidden: int, layers: int, target: ModelConfig, meta: Callable[..., Tensor]
+    raw: Mapping[str, Any], markov: bool, hidden: int, layers: int, target: ModelConfig, meta: Callable[..., Tensor],
+    path: Path,
 ) -> dict[str, Tensor]:
     count = len(raw.get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids") or range(layers))
     weights = {"fc.weight": meta(hidden, count * target.hidden_size), "hidden_norm.weight": meta(hidden)}
     weights |= {f"layers.{i}.self_attn.q_norm.weight": meta(1) for i in range(layers)}
+    rows = raw.get("draft_vocab_size") or target.vocab_size
+    if rows != target.vocab_size:
+        weights["d2t"] = _spread(rows, target.vocab_size, path)
     if markov:
         rank = raw.get("markov_rank") or 256
         weights |= {f"markov_head.markov_w{i}.weight": meta(target.vocab_size, rank) for i in (1, 2)}

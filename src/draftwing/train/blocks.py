@@ -164,6 +164,7 @@ def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterabl
         markov=cast(Markov, settings.markov_head) if spark else "",
         rank=settings.markov_rank if spark else 0,
         confidence="markov" if spark else "",
+        tied=settings.draft_lm_head == "target",
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.layers.embedding import Embedding
+from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.rope import RopeConfig
@@ -124,7 +125,7 @@ def new_block_head(
     published ones have them.
 
     block: its windows and causal layers are made to be as many as there are layers, and its draft_vocab that of
-    target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
+    target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all, where nothing is tied.
 
     Its final norm starts as the target's, and so does an lm_head of its own. Raises ConfigError for ids that are no
     ascending ids of the target.
@@ -134,11 +135,12 @@ def new_block_head(
     if target_ids is not None:
         _check_ids(target_ids, config.vocab_size)
         rows = len(target_ids)
-    block = replace(block, windows=(0,) * layers, causal=(False,) * layers, draft_vocab=rows)
+    tied = block.tied and rows > 0
+    block = replace(block, windows=(0,) * layers, causal=(False,) * layers, draft_vocab=rows, tied=tied)
     device = target.embed.weight.device
     head = BlockHead(config, block, target, TRAINED, device)
-    head.target_ids = None if target_ids is None else target_ids.to(device)
     _initialise(head, seed)
+    head.draft_only(target_ids)
     with torch.no_grad():
         head.norm.weight.copy_(target.norm.weight)
         if head.lm_head is not None:
@@ -219,13 +221,13 @@ def _traits(head: FeatureHead) -> dict[str, Any]:
 
 
 def trainable(head: Head) -> Head:
-    """Lets gradients into all parameters but an embedding, which is never trained."""
+    """Lets gradients into all parameters but an embedding and rows of the target's lm_head, which are never trained."""
     if isinstance(head, MTPHead) and head.config.num_layers != 1:
         raise ConfigError(f"training takes one prediction layer, the head has {head.config.num_layers}")
     head.requires_grad_(True)
-    embed = getattr(head, "embed", None)
-    if isinstance(embed, Embedding):
-        embed.requires_grad_(False)
+    for part in (getattr(head, "embed", None), head.head_rows):
+        if isinstance(part, Embedding | Linear):
+            part.requires_grad_(False)
     return head.train()
 
 

@@ -26,11 +26,11 @@ _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.block_config.MARKOV`
 BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.block_loss.Kind`
 _OF_BLOCKS = (
-    "draft_layers", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
+    "draft_layers", "draft_lm_head", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
 )  # fmt: skip
 _OF_DSPARK = ("markov_head", "markov_rank")
 # What a head is made like; one that is loaded is like that already.
-_OF_FRESH = ("draft_layers", "block_steps", *_OF_DSPARK, "mask_token")
+_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, "mask_token")
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 
@@ -93,6 +93,10 @@ class Settings:
     block_steps: int = option(
         0, FIT, "tokens that DFLASH and DSPARK draft at once (default: 7)", minimum=0, maximum=63, fixed=False
     )
+    draft_lm_head: str = option(
+        "own", FIT, "lm_head of DFLASH and DSPARK over --draft-vocab-size tokens: one that is trained, or these rows of "
+        "the target's, which is not stored", choices=("own", "target"), fixed=False,
+    )  # fmt: skip
     markov_head: str = option(
         "vanilla", FIT, "what corrects DSPARK's tokens by those above them", choices=MARKOV_HEADS, fixed=False
     )

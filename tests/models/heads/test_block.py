@@ -51,6 +51,15 @@ def test_a_vocabulary_of_its_own(target: DecoderModel, tmp_path: Path) -> None:
     assert head.aux_layers == (2, 4), "its ids count boundaries"
 
 
+def test_rows_of_the_targets_lm_head(target: DecoderModel, tmp_path: Path) -> None:
+    stored = speculators_head(TARGET, rows=8, tied=True)
+    head = load(tmp_path, stored, target)
+    ids = torch.arange(8) + stored.tensors["d2t"]
+    assert head.vocab == 8 and torch.equal(head.target_ids, ids) and head.config_of_block.tied
+    hidden = torch.randn(3, head.width, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(head.logits(hidden), hidden @ TARGET.tensors["lm_head.weight"][ids].t())
+
+
 def test_layers_where_the_config_names_none(target: DecoderModel, tmp_path: Path) -> None:
     head = load(tmp_path, dflash_head(TARGET, dflash_config={"target_layer_ids": None}, read=3), target)
     assert head.aux_layers == (2, 3, 3), "outputs of 1, round(1.5) and 2"
@@ -59,6 +68,8 @@ def test_layers_where_the_config_names_none(target: DecoderModel, tmp_path: Path
 def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> None:
     head = load(tmp_path, dspark_head(TARGET), target, dummy=True)
     assert head.markov is not None and head.config_of_block.rank == 8 and head.config_of_block.steps == 5
+    head = load(tmp_path, dspark_head(TARGET, draft_vocab_size=6), target, dummy=True)
+    assert head.vocab == 6 and head.target_ids is not None and head.target_ids.tolist() == [0, 2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +85,7 @@ def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> N
         (lambda: dflash_head(TARGET, dflash_config={"output_multiplier": 2}), r"output_multiplier = 2 is not supp"),
         (lambda: with_tensor(dflash_head(TARGET), "prefix_gru.weight_ih_l0"), r"not served: prefix_gru.weight_ih_l0"),
         (lambda: dspark_head(TARGET, markov_head_type="lstm"), r"expected vanilla, gated, rnn, found 'lstm'"),
+        (lambda: dflash_head(TARGET, draft_vocab_size=8), r"missing from the checkpoint: lm_head.weight, or d2t, the 8"),
         (lambda: dflash_head(llama_target(1, hidden_size=48, vocab_size=12)), r"hidden_size of the target"),
     ],
 )  # fmt: skip

@@ -93,6 +93,11 @@ class FeatureHead(nn.Module):
             head.weight.data.copy_(rows)
         self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
 
+    @property
+    def head_rows(self) -> Linear | None:
+        """The rows of the target's head that `restrict` took, a copy."""
+        return self._head_rows
+
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
         """What `logits` is made of: perhaps a norm, and the target's head or the rows that were chosen of it."""
         return None, self.target.lm_head if self._head_rows is None else self._head_rows

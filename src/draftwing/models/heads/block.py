@@ -57,13 +57,20 @@ class BlockHead(FeatureHead):
         self.norm = RMSNorm(hidden, eps, dtype, device)
         self.text_kv: Linear | None = None  # once packed: `_kv_rows`
         self.lm_head: Linear | None = None
-        if block.draft_vocab:
+        self.vocab = block.draft_vocab or self.vocab  # rows of a tied lm_head come with `draft_only`
+        if block.draft_vocab and not block.tied:
             share = self.ranks.share(block.draft_vocab)
             lm_head = Linear(hidden, share.size, False, dtype, device, config.vocab_format)
             self.lm_head = vocab_parallel(lm_head, self.ranks, block.draft_vocab)
-            self.vocab = block.draft_vocab
         self.markov = MarkovHead(config, block, self.vocab, dtype, device) if block.markov else None
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
+
+    def draft_only(self, ids: Tensor | None) -> None:
+        """Says which of the target's tokens are drafted, [vocab] int64, None: all. Takes their rows of the target's
+        lm_head where the head has none of its own."""
+        if ids is not None and self.config_of_block.tied:
+            self.restrict(ids)
+        self.target_ids = None if ids is None else ids.to(self.norm.weight.device)
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]: what keys and values are made of"""
@@ -137,7 +144,7 @@ class BlockHead(FeatureHead):
         table = named(config.weight_format, "fc", "fc", 0, hidden)
         for norm in ("hidden_norm.weight", "norm.weight"):
             table[norm] = ParamSlice(norm, 0, hidden)
-        if block.draft_vocab:
+        if self.lm_head is not None:
             share = self.ranks.share(block.draft_vocab)
             table |= named(config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
         if self.markov is not None:

@@ -37,10 +37,10 @@ class BlockConfig:
     newest token; else the token at it, and row 0 predicts nothing.
     windows: of each layer, how far back it attends from the newest token, which counts; 0: to everything.  causal: of
     each layer, whether rows of a block do without those after them.
-    draft_vocab: rows of the head's own lm_head, 0 where it shares the target's.
+    draft_vocab: tokens that the head may draft, 0 where these are all of the target's, whose lm_head it then shares.
     markov: how the tokens above a node correct the node's logits, "" where they do not.  rank: of that product.
     confidence: what a head that estimates acceptance reads, the row's state alone or the embedding of the token above,
-    too; "" where there is none.
+    too; "" where there is none.  tied: of a draft_vocab, whether its lm_head is so many rows of the target's.
     """
 
     aux_layers: tuple[int, ...]
@@ -53,6 +53,7 @@ class BlockConfig:
     markov: Markov = ""
     rank: int = 0
     confidence: Confidence = ""
+    tied: bool = False
 
     @property
     def steps(self) -> int:
@@ -71,9 +72,13 @@ def block_config(
     markov = _markov(raw, weights)
     anchored = from_anchor(raw)
     windows, causal = _reach(fields, raw, config.num_layers)
-    lm_head, rows = weights.get("lm_head.weight"), raw.get("draft_vocab_size") or vocab
-    if rows != vocab and lm_head is None:
-        raise CheckpointError("tensors missing from the checkpoint: lm_head.weight")
+    lm_head, d2t = (weights.get(name) for name in ("lm_head.weight", "d2t"))
+    rows = raw.get("draft_vocab_size") or (vocab if d2t is None else len(d2t))
+    if rows != vocab and lm_head is None and d2t is None:
+        raise CheckpointError(
+            f"tensors missing from the checkpoint: lm_head.weight, or d2t, the {rows} tokens whose rows of the target's "
+            "it drafts with"
+        )
     return BlockConfig(
         aux_layers=_aux_layers(raw, weights, target.config),
         rows=fields.whole("block_size", 1 if anchored else 2, MOST_ROWS),
@@ -82,6 +87,7 @@ def block_config(
         windows=windows,
         causal=causal,
         draft_vocab=rows if rows != vocab else 0,
+        tied=rows != vocab and lm_head is None,
         markov=markov,
         rank=weights["markov_head.markov_w1.weight"].shape[1] if markov else 0,
         confidence=_confidence(weights, config.hidden_size, bool(markov)),

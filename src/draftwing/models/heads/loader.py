@@ -265,13 +265,13 @@ def _block(
     head = BlockHead(config, block, target, dtype, "meta")
     tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in weights.items()}
     offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    shared = {"embed_tokens.weight"} if block.draft_vocab else {"embed_tokens.weight", "lm_head.weight"}
+    own = block.draft_vocab and not block.tied
+    shared = {"embed_tokens.weight"} if own else {"embed_tokens.weight", "lm_head.weight"}
     strange = [name for name in set(tensors) - set(head.names()) - shared if not name.endswith("rotary_emb.inv_freq")]
     if strange:
         raise CheckpointError(f"tensors of a part that is not served: {', '.join(sorted(strange)[:4])}")
     _fill(head, _without_shared(tensors, *shared), device, dummy)
-    ids = _target_ids(offsets, kept, head.vocab, target.config.vocab_size)
-    head.target_ids = None if ids is None else ids.to(device)
+    head.draft_only(_target_ids(offsets, kept, head.vocab, target.config.vocab_size))
     return head
 
 
