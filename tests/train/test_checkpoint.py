@@ -271,7 +271,9 @@ def served_target(tmp_path_factory):
 def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served_target, tmp_path):
     """Of a chain: each draft's logits are those of training, where the text goes on as it was drafted."""
     target, prompt = load_model(served_target, torch.float32, "cpu"), [7, 130, 4, 99, 250]
-    block = BlockConfig((2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0, tied=tied)
+    block = BlockConfig(
+        (2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0, tied=tied
+    )
     head = new_block_head(target, block, torch.arange(0, VOCAB, 2), layers=2, seed=5)
     with torch.no_grad():
         for i, param in enumerate(head.parameters()):

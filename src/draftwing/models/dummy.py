@@ -113,7 +113,12 @@ def _spread(rows: int, vocab: int, path: Path) -> Tensor:
 
 
 def _block_weights(
-    raw: Mapping[str, Any], markov: bool, hidden: int, layers: int, target: ModelConfig, meta: Callable[..., Tensor],
+    raw: Mapping[str, Any],
+    markov: bool,
+    hidden: int,
+    layers: int,
+    target: ModelConfig,
+    meta: Callable[..., Tensor],
     path: Path,
 ) -> dict[str, Tensor]:
     count = len(raw.get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids") or range(layers))

@@ -94,8 +94,8 @@ class Settings:
         0, FIT, "tokens that DFLASH and DSPARK draft at once (default: 7)", minimum=0, maximum=63, fixed=False
     )
     draft_lm_head: str = option(
-        "own", FIT, "lm_head of DFLASH and DSPARK over --draft-vocab-size tokens: one that is trained, or these rows of "
-        "the target's, which is not stored", choices=("own", "target"), fixed=False,
+        "own", FIT, "lm_head of DFLASH and DSPARK over --draft-vocab-size tokens: one that is trained, or these rows "
+        "of the target's, which is not stored", choices=("own", "target"), fixed=False,
     )  # fmt: skip
     markov_head: str = option(
         "vanilla", FIT, "what corrects DSPARK's tokens by those above them", choices=MARKOV_HEADS, fixed=False

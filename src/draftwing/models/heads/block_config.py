@@ -76,8 +76,8 @@ def block_config(
     rows = raw.get("draft_vocab_size") or (vocab if d2t is None else len(d2t))
     if rows != vocab and lm_head is None and d2t is None:
         raise CheckpointError(
-            f"tensors missing from the checkpoint: lm_head.weight, or d2t, the {rows} tokens whose rows of the target's "
-            "it drafts with"
+            f"tensors missing from the checkpoint: lm_head.weight, or d2t, the {rows} tokens that are drafted with "
+            "rows of the target's"
         )
     return BlockConfig(
         aux_layers=_aux_layers(raw, weights, target.config),
