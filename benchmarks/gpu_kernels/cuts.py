@@ -1,8 +1,8 @@
 """Ways to cut the GEMMs of few rows: many shapes of each kernel, their bits and their times, the best of each.
 
-    python benchmarks/gpu_kernels/cuts.py [share] [seconds]    # try this share of all, and no more from then on
+    python benchmarks/gpu_kernels/cuts.py [share] [seconds] [32b]    # try this share of all, and no more from then on
 
-Shapes are those of an 8B Llama model (quantised.py). A shape whose bits differ from those of the kernels that are there
+Shapes are those of quantised.py. A shape whose bits differ from those of the kernels that are there
 is said to be WRONG and is not taken. The last tables are those of quantised.py with the best. With $OUT, all results
 are written to `cuts.json` there.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from quantised import PRODUCTS, READ_RATE, WIDTHS, Product, call, check, each_us, inputs, table, weights_of
+from quantised import MODELS, PRODUCTS, READ_RATE, WIDTHS, Product, call, check, each_us, inputs, table, weights_of
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_groups
@@ -230,7 +230,8 @@ SHAPES = {
 
 if __name__ == "__main__":
     start = time.monotonic()
-    share, seconds = [*map(float, sys.argv[1:]), *(1.0, 1e9)[len(sys.argv) - 1 :]]
+    given = [float(word) for word in sys.argv[1:] if word not in MODELS]
+    share, seconds = [*given, *(1.0, 1e9)[len(given) :]]
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
         best = sweep(workers, share, start + seconds)
         merged = {bits: SHAPES[bits] | shapes for bits, shapes in best.items()}

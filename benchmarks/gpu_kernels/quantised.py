@@ -4,8 +4,9 @@
     python benchmarks/gpu_kernels/quantised.py steps      # and whole steps of the engine, random weights
     python benchmarks/gpu_kernels/quantised.py prompts    # and where multiplying the matrix out begins to be worth it
 
-Shapes are those of an 8B Llama model. Weights are not in cache: each product runs over so many different ones. The
-floor of a product is the time to read its weight, scales included, at `READ_RATE`. cuts.py tries other shapes.
+Shapes are those of an 8B Llama model; with `32b`, here and in cuts.py and tall.py, of Qwen2.5-32B (whole steps are
+those of 8B). Weights are not in cache: each product runs over so many different ones. The floor of a product is the
+time to read its weight, scales included, at `READ_RATE`. cuts.py tries other shapes.
 """
 
 from __future__ import annotations
@@ -41,12 +42,17 @@ class Product(NamedTuple):
     kind: str  # of kernel
 
 
-PRODUCTS = (
-    Product("qkv", 6144, 4096, "plain"),
-    Product("o", 4096, 4096, "add"),
-    Product("gate_up", 28672, 4096, "silu"),
-    Product("down", 4096, 14336, "add_long"),
-)
+def products(hidden: int, qkv: int, ffn: int) -> tuple[Product, ...]:
+    return (
+        Product("qkv", qkv, hidden, "plain"),
+        Product("o", hidden, hidden, "add"),
+        Product("gate_up", 2 * ffn, hidden, "silu"),
+        Product("down", hidden, ffn, "add_long"),
+    )
+
+
+MODELS = {"8b": products(4096, 6144, 14336), "32b": products(5120, 7168, 27648)}
+PRODUCTS = MODELS[next((word for word in sys.argv[1:] if word in MODELS), "8b")]
 WIDTHS = {
     "fp8": Width(8, False, WHOLE, True),
     "int4": Width(4, False, 1),

@@ -1,8 +1,8 @@
 """GEMMs of many rows with quantised weights: shapes of gemm_tall.cu, what they compute and their times.
 
-    python benchmarks/gpu_kernels/tall.py [seconds]    # measure no more from then on
+    python benchmarks/gpu_kernels/tall.py [seconds] [32b]    # measure no more from then on
 
-Products are those of an 8B Llama model (quantised.py), beside the matrix multiplied out for cuBLAS, and cuBLAS with
+Products are those of quantised.py, beside the matrix multiplied out for cuBLAS, and cuBLAS with
 bfloat16 weights; those of gate.up are without the activation, which is part of the kernels here. What differs from a
 float64 product by more than bfloat16 does is said to be WRONG and is not taken. The last thing is gemm_tall.py's table
 with the best shapes.
@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
-from quantised import PRODUCTS, WIDTHS, Product, copies, each_us, inputs, mm, packed, unpack_first
+from quantised import MODELS, PRODUCTS, WIDTHS, Product, copies, each_us, inputs, mm, packed, unpack_first
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm_groups import group_gemm
@@ -233,4 +233,4 @@ def main(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 75.0)
+    main(next((float(word) for word in sys.argv[1:] if word not in MODELS), 75.0))
