@@ -59,9 +59,12 @@ def work(target: Path, algorithm: str, head: Path, steps: int, topk: int, nodes:
     return texts, drafts
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "tied"), [("DSPARK", True), ("DSPARK", False), ("DFLASH", False), ("EAGLE3", False)]
-)
+CASES = [
+    ("DSPARK", True), pytest.param("DSPARK", False, marks=pytest.mark.exhaustive), ("DFLASH", False), ("EAGLE3", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algorithm", "tied"), CASES)
 def test_the_same_text_and_drafts(algorithm: str, tied: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
     small, large = pair
     target = load_model(small, torch.float32, "cpu")

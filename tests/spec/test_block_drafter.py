@@ -170,6 +170,8 @@ def test_trees_of_kernels_for_a_gpu(tmp_path: Path, name: str) -> None:
     from draftwing.ops.triton.ops import TritonOps
 
     compare(CASES[name], tmp_path, TritonOps(CPU), TreeShape(4, 2, 8))
+    if name.startswith("dspark"):
+        compare_grades(tmp_path, "dspark", TritonOps(CPU))
 
 
 def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
@@ -204,6 +206,10 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
 @pytest.mark.parametrize("name", ["dspark", "dspark, recurrent"])
 def test_grades_are_moved_by_the_confidence_head(tmp_path: Path, name: str, ops: Any) -> None:
     """Those of siblings alike, by a third of what it says beyond the best of them, in steps of log odds."""
+    compare_grades(tmp_path, name, ops)
+
+
+def compare_grades(tmp_path: Path, name: str, ops: Any) -> None:
     case, known, shape = CASES[name], texts(4), TreeShape(4, 3, 14)
     rig = Rig(case, tmp_path, ops, known, shape.topk)
     rows, none = torch.tensor([3, 1]), torch.zeros(0, dtype=torch.int64)

@@ -65,7 +65,11 @@ class BlockDrafter(Drafter):
             above = expansion.level().ids.flatten()  # [B * K]
             lanes = topk if head.markov is not None else 1  # else all nodes of a level go on alike
             here = slice(level * size, (level + 1) * size)
-            logits, states = (ops.repeat_rows(x[here], lanes) for x in (base, hidden))
+            logits, states = base[here], hidden[here]
+            if lanes > 1:
+                logits = ops.repeat_rows(logits, lanes)
+            if head.markov is not None and head.markov.reads_rows:
+                states = ops.repeat_rows(states, lanes)
             handed = expansion.level_feature() if head.state_width else None
             logits, handed = head.given(logits, states, above, handed)
             following = ops.continuations(logits, table, rows, level + 1, topk, head.target_ids, noisy)

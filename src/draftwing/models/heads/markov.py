@@ -36,6 +36,11 @@ class MarkovHead(nn.Module):
         self.gate = Linear(hidden + rank, rank, True, dtype, device) if block.markov == "gated" else None
         self.joint = Linear(2 * rank + hidden, 3 * rank, True, dtype, device) if block.markov == "rnn" else None
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether `mix` looks at the states of the rows."""
+        return self.gate is not None or self.joint is not None
+
     def mix(self, hidden: Tensor, above: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """hidden [M, H] of the rows that predict M nodes, above [M] int64: the tokens above them, state [M, width] of
         these -> what `out` is fed [M, rank], and the nodes' own states [M, width]; None where they have none."""

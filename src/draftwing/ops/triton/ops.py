@@ -9,6 +9,7 @@ from draftwing.ops.even import even
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.triton.assign import TritonAssignOps
 from draftwing.ops.triton.attention_backend import PagedAttention
+from draftwing.ops.triton.blocks import TritonBlockOps
 from draftwing.ops.triton.common import launch_options
 from draftwing.ops.triton.draft_extend import TritonExpansionOps
 from draftwing.ops.triton.layer_ops import TritonLayerOps
@@ -26,6 +27,7 @@ class TritonOps(
     TritonAssignOps,
     TritonMergeOps,
     TritonExpansionOps,
+    TritonBlockOps,
     TritonSamplingOps,
     TritonNGramOps,
     TritonSuffixOps,
