@@ -16,7 +16,6 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import QuantizedRows
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -232,19 +231,3 @@ def test_kernels_of_many_rows(deterministic: bool) -> None:
         torch.testing.assert_close(added, right.linear(x, part.dense(BF16), None, residual), rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(gated, right.gated(x, part.dense(BF16), None), rtol=2e-2, atol=2e-2)
     assert ops.gemm.rows == [128, 128] and ops.tall.rows == ([] if deterministic else [200, 200])
-
-
-def test_what_no_kernel_of_many_rows_gates_is_multiplied_out() -> None:
-    """Not given to the kernel that leaves the activation to another."""
-
-    class Tall(TorchTallGemm):
-        def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None:  # type: ignore[override]
-            return None
-
-    for order in (None, 5):
-        part, ops = int4(64, order=order), GroupTorchOps(CPU)
-        ops.tall = Tall()
-        layer, x = made(ops, part), inputs(200)
-        gated = layer.gated(x)
-        torch.testing.assert_close(gated, RowByRow().gated(x, part.dense(BF16), None), rtol=2e-2, atol=2e-2)
-        assert ops.tall.rows == [] and ops.gemm.rows == []

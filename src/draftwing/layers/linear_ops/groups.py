@@ -137,7 +137,6 @@ class PackedLinear(LinearOp):
         self._gemm = ops.group_gemm(weight)
         self._exact = ops.small_m_gemm(weight.scales.new_empty(1, weight.columns)) if mode.deterministic else None
         self._tall = None if mode.deterministic else ops.tall_gemm(weight)
-        self._silu_mul = ops.silu_mul
         self._side = ops.side_work()
         self._later: Sequence[PackedLinear] = ()
         self._ahead: tuple[Tensor, Any] | None = None  # the matrix, and what to join before it is there
@@ -152,10 +151,6 @@ class PackedLinear(LinearOp):
             return self._gemm.linear(x, self._weight, bias, residual)
         if self._tall is not None and (y := self._tall.linear(x, self._weight, bias, residual)) is not None:
             return y
-        return self._multiplied_out(x, bias, residual, overwrite)
-
-    def _multiplied_out(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, overwrite: bool) -> Tensor:
-        """x in the weight's order."""
         y = self._with_matrix(self._matrix(), x, bias, residual, overwrite)
         if x.shape[0] > _MANY:
             for op in self._later:
@@ -179,11 +174,8 @@ class PackedLinear(LinearOp):
         x = self._ordered(x)
         if few:
             return self._gemm.gated(x, self._weight, bias)
-        if self._tall is not None:
-            # Where none of these gates, the one that does not is no faster: it is there for narrower matrices.
-            y = self._tall.gated(x, self._weight, bias)
-            return self._silu_mul(self._multiplied_out(x, bias, None, False)) if y is None else y
-        assert self._exact is not None
+        if self._exact is None:
+            return None if self._tall is None else self._tall.gated(x, self._weight, bias)
         return self._exact.gated(x, self._matrix(), bias, fresh=True)
 
     def begin_behind(self, later: Sequence[PackedLinear]) -> None:
