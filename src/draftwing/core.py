@@ -152,12 +152,14 @@ class Deferral(NamedTuple):
     places: positions of all prompts of which the target's auxiliary hidden states are kept; 0: it sees every chunk at
     once.  most: positions of one pass.  from_tokens: the drafter needs a text's tokens alone, so nothing is kept, and
     there may be prompts that it does not see.  lag: about as many positions of an answer it may lack then.
+    by_slot: what it needs is kept beside each KV slot, so it sees nothing at all while nothing is drafted.
     """
 
     places: int = 0
     most: int = 0
     from_tokens: bool = False
     lag: int = TEXT_LAG
+    by_slot: bool = False
 
 
 AT_ONCE = Deferral()
@@ -182,6 +184,7 @@ class CatchUp(NamedTuple):
     max_kv_len: int  # upper bound of their kv_len
     texts: tuple[Deferred, ...] = ()  # of prompts of rows that have been released, and of answers
     passes: int = 1  # in which it sees all this
+    late: bool = False  # after the plan's uploads: all rows are the plan's, and their slots may change with it
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ class Plan:
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
-    catch_up: CatchUp | None = None  # comes before everything else of the plan, `admits` and `new_slots` included
+    catch_up: CatchUp | None = None  # comes before `admits`, `new_slots` and all else of the plan, unless it is `late`
     shown: tuple[Deferred, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
 
     @cached_property

@@ -15,7 +15,7 @@ from thread_ranks import lead, shares_of
 from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
 from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
-from draftwing.engine.lag import ROOM
+from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
@@ -97,7 +97,7 @@ class OracleDrafter:
 
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
         self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
-        self.initial_confidence, self.fixed_confidence = MAX_CONFIDENCE, False
+        self.initial_confidence, self.fixed_confidence, self.from_tokens = MAX_CONFIDENCE, False, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
 
@@ -192,10 +192,10 @@ class Rig:
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
         book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
-        deferral=AT_ONCE,
+        deferral=None,
     ):  # fmt: skip
         """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
-        pool, where it is not the model's."""
+        pool, where it is not the model's. deferral: of prompts, where it is not what an engine on a CPU has."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
@@ -207,6 +207,8 @@ class Rig:
         elif drafter == "suffix":
             drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, secret=1)  # one on all ranks
         self.drafter = drafter
+        if deferral is None:
+            deferral = AT_ONCE if dev.is_cuda or fake_device else Lag.deferral(drafter, dev, chunk)
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)
         backend = attn(self.pool)

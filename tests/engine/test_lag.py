@@ -19,7 +19,7 @@ from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.sched.policy import ShapePolicy
+from draftwing.sched.policy import FixedShape, ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
@@ -107,6 +107,54 @@ def test_text_that_the_host_knows_is_seen_as_a_prompt_is(harness: Any, lag: int,
         torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
     assert max(map(len, passes)) >= 2 and max(map(max, passes)) >= deferral.lag // 16, "rows together"
     assert max(map(sum, passes)) <= deferral.most
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+def test_hidden_states_that_lie_with_the_slots(harness: Any, kind: str, lag: int, monkeypatch: Any) -> None:
+    """A drafter that saw neither prompts nor answers while nothing was drafted is where one is that saw all."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    monkeypatch.setattr("draftwing.sched.lag.RESTED", -1)
+    expected = drafts_of(harness, kind, False, lag, dtype=torch.float32)
+    passes, see = [], Lag._see
+    monkeypatch.setattr(
+        Lag, "_see", lambda self, parts: (passes.append([part.length for part in parts]), see(self, parts))
+    )
+    found = drafts_of(harness, kind, True, lag, Deferral(0, 50, by_slot=True), torch.float32)
+    assert len(found) == len(expected) >= 40
+    for pair in zip(found, expected, strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-5)
+    assert max(map(len, passes)) >= 2 and max(map(max, passes)) > LAG and max(map(sum, passes)) <= 50
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_head_that_rests_does_not_run(harness: Any, lag: int) -> None:
+    """Neither for prompts nor for answers nor for the cache, and who goes on from there has it see what it needs."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    ops, model, policy = make_ops(torch.device("cpu")), harness.tiny_model(), FixedShape(TREE)
+    head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
+    drafter = make_model_drafter(head, 7, TREE.topk, torch.float32, ops)
+    rig = harness.Rig(model, drafter=drafter, policy=policy, lag=lag, chunk=16)
+    ran: list[int] = []
+    features = head.features
+    head.features = lambda hidden: (ran.append(len(hidden)), features(hidden))[1]
+    policy.choose = lambda load: PLAIN  # type: ignore[method-assign]
+    prompts, params = harness.prompts_for(6, longest=40), [harness.greedy(45)] * 6
+    whole = harness.plain_answers(model, prompts, params).tokens
+    for part in (slice(0, 1), slice(1, 6)):
+        ran.clear()
+        for i in range(6)[part]:
+            rig.submit(str(i), prompts[i], params[i])
+        assert rig.run().tokens == {str(i): whole[str(i)] for i in range(6)[part]}
+    assert not ran, "not even once"
+    policy.choose = lambda load: TREE  # type: ignore[method-assign]
+    text = prompts[3] + whole["3"][:30]
+    req = rig.submit("3", text, harness.greedy(15))
+    assert rig.run().tokens["3"] == whole["3"][30:] and req.cached_tokens == len(text) - 1
+    pieces = -(-(len(text) - 1) // 16)  # as long as a prefill
+    assert sum(ran[:pieces]) == len(text) - 1 and max(ran) == 16
 
 
 class Watcher:
@@ -231,14 +279,15 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
 
 
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
-def test_a_prompt_that_is_seen_in_one_pass(harness: Any, kind: str) -> None:
+def test_a_prompt_that_is_seen_in_one_pass(harness: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its KV is that of a prompt that is seen chunk by chunk, whatever was aborted and found in the cache."""
     if harness.device != "cpu":
         pytest.skip("for the CPU")
     expected, parts = kv_of_prompts(harness, kind, AT_ONCE)
     assert max(span.length for span in parts if not span.final) == 5
-    more = [Deferral(0, 22, True)] if kind == "STANDALONE" else []
-    for deferral in (Deferral(200, 100), Deferral(22, 22), *more):
+    monkeypatch.setattr("draftwing.sched.lag.RESTED", -1)
+    more = Deferral(0, 22, kind == "STANDALONE", by_slot=kind == "EAGLE3")
+    for deferral in (Deferral(200, 100), Deferral(22, 22), more):
         found, passes = kv_of_prompts(harness, kind, deferral)
         assert len(passes) < len(parts) / 2 and max(span.length for span in passes) >= 20
         for one, other in zip(found, expected, strict=True):

@@ -93,8 +93,8 @@ def steady_step(harness, shape, drafter):
         (None, PLAIN, 6, 10),
         ("ngram", PLAIN, 6, 13),
         ("ngram", TREE, 15, 13),
-        ("EAGLE3", PLAIN, 6, 12),
-        ("EAGLE3", TREE, 103, 47),
+        ("EAGLE3", PLAIN, 7, 12),
+        ("EAGLE3", TREE, 104, 47),
     ],
     ids=["none", "ngram plain", "ngram tree", "eagle3 plain", "eagle3 tree"],
 )

@@ -238,6 +238,16 @@ def test_fuse_inputs_of_rows_that_were_looked_up(dtype: torch.dtype, ops: TorchO
             assert torch.equal(ops.fuse_inputs(None, table[here], feature[:rows], *more), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_put_rows(rows: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    index = torch.randperm(50, generator=torch.Generator().manual_seed(rows))[:rows].to(ops.device)
+    source, before = made(ops, dtype, rows, 2 * 6, seed=1)[:, :6], made(ops, dtype, 50, 6, seed=2)
+    target = before.clone()
+    ops.put_rows(target, index, source)
+    at = {int(one): i for i, one in enumerate(index)}
+    assert all(torch.equal(target[i], source[at[i]] if i in at else before[i]) for i in range(50))
+
+
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4)])
 def test_take_rows(shape: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) -> None:
     index = torch.tensor([6, 0, 0, 3], device=ops.device)

@@ -11,7 +11,7 @@ import pytest
 from draftwing.core import LAG, PLAIN, TEXT_LAG, Deferral, Deferred, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.lag import ROWS, CatchUps
+from draftwing.sched.lag import RESTED, ROWS, CatchUps
 from draftwing.sched.req import Req
 
 TREE, LOOKUP = TreeShape(3, 2, 6), TreeShape(5, 1, 6)
@@ -167,6 +167,78 @@ def text_alone() -> CatchUps:
 @pytest.mark.parametrize("tokens", [100, 256, TEXT_LAG])
 def test_a_drafter_that_needs_tokens_alone_does_not_run_where_nothing_is_drafted(tokens: int) -> None:
     assert not any(closed_loop(text_alone(), 2 * tokens, tokens)), "answers end before"
+
+
+def beside_slots(most: int = 50, slots: int = 128 * 3000) -> CatchUps:
+    return CatchUps([PLAIN], deferral=Deferral(0, most, by_slot=True), slots=slots)
+
+
+@pytest.mark.parametrize("tokens", [100, 2 * TEXT_LAG])
+def test_nor_does_one_whose_hidden_states_lie_beside_the_slots(tokens: int) -> None:
+    assert not any(closed_loop(beside_slots(), 2 * tokens, tokens))
+
+
+def rested() -> CatchUps:
+    catch_ups = beside_slots(slots=1000)
+    for step in range(RESTED + 1):
+        catch_ups.plan(step, PLAIN, [])
+    return catch_ups
+
+
+def admit(catch_ups: CatchUps, row: int, slots: np.ndarray, sent: int = 0) -> tuple[Req, int | None]:
+    """A request whose prompt is prefilled, `sent` tokens of it from the cache, and whether it is seen at once."""
+    one = prompt(row, len(slots), sent)
+    one.slots = np.concatenate((slots, np.arange(900, 1000)))
+    kept = catch_ups.prefill(one, len(slots) - sent, True)
+    one.sent = one.kv = one.bound = len(slots)
+    return one, kept
+
+
+def test_what_lies_beside_the_slots_is_seen_before_a_step_that_drafts() -> None:
+    catch_ups = rested()
+    first, kept = admit(catch_ups, 0, np.arange(120))
+    assert (kept, first.behind, catch_ups.passes([first])) == (0, 120, (4, 120))
+    catch_ups.plan(20, PLAIN, [first])
+    first.bound += 1  # its result has not come
+    catch_ups.plan(21, TREE, [first])
+    plan: Any = catch_ups.take()
+    assert plan.texts == (Deferred(0, 0, 50, 0), Deferred(0, 50, 50, 0), Deferred(0, 100, 19, 0)) and plan.late
+    assert plan.rows.tolist() == [0] and plan.behind == 2 and not first.behind
+    assert catch_ups.take_shown() == ()
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_what_others_left_unseen_in_the_cache_is_seen_first(drafting: bool) -> None:
+    catch_ups = rested()
+    first, _ = admit(catch_ups, 0, np.arange(60))
+    catch_ups.plan(20, PLAIN, [first])
+    first.kv = first.bound = 61
+    catch_ups.release(first, cached=True)
+    assert catch_ups.take() is None, "nor does it see anything for the cache"
+    if drafting:
+        catch_ups.plan(21, TREE, [])
+    second, kept = admit(catch_ups, 1, np.arange(90), sent=40)
+    assert kept == (None if drafting else 0) and second.behind == (0 if drafting else 90)
+    assert catch_ups.take_shown() == ((Deferred(1, 0, 40, 0),) if drafting else ())
+    catch_ups.plan(22, TREE, [second])
+    plan: Any = catch_ups.take()
+    if drafting:
+        assert plan is None
+    else:
+        assert plan.texts == (Deferred(1, 0, 50, 0), Deferred(1, 50, 39, 0)) and plan.behind == 1
+    _, kept = admit(catch_ups, 2, np.arange(95), sent=90)
+    assert kept is None and catch_ups.take_shown() == (), "all that is seen now"
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_row_that_moves_to_slots_which_are_unseen_lacks_what_they_lack(behind: int) -> None:
+    catch_ups = beside_slots(slots=1000)
+    one, _ = admit(catch_ups, 0, np.arange(60))
+    one.behind, one.bound = behind, 60 + behind
+    one.slots[20:40] = np.arange(200, 220)  # another's, who was prefilled meanwhile
+    catch_ups.share(one)
+    assert one.behind == (40 + behind if behind else 0)
+    assert catch_ups.take_shown() == (() if behind else (Deferred(0, 20, 40, 0),))
 
 
 def test_one_that_needs_more_does_for_the_cache() -> None:

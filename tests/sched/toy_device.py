@@ -16,7 +16,7 @@ from collections.abc import Collection
 import numpy as np
 from step_marks import marks_of
 
-from draftwing.core import LAG, CatchUp, Chunk, Deferred, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.core import AT_ONCE, LAG, CatchUp, Chunk, Deferral, Deferred, Plan, StepResult, TokenLogprobs, TreeShape
 
 VOCAB = 8
 
@@ -75,7 +75,7 @@ class Tree:
 class ToyDevice:
     def __init__(
         self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (), lag: int = LAG,
-        from_tokens: bool = False,
+        deferral: Deferral = AT_ONCE,
     ) -> None:  # fmt: skip
         """entries: of a page-table row; lagging: shapes after which the drafter has something to catch up with."""
         self.lookahead, self.tail, self.lagging, self.lag = lookahead, tail, lagging, lag
@@ -89,7 +89,8 @@ class ToyDevice:
         self.kept_of_one = [0] * rows  # positions of the last chunk that was kept
         self._behind = [0] * rows  # positions that the drafter has not seen
         self._kept = [[-1] * lag for _ in range(rows)]  # those whose hidden states are kept
-        self._from_tokens, self._skipped = from_tokens, [False] * rows
+        self._from_tokens, self._skipped = deferral.from_tokens, [False] * rows
+        self._by_slot = deferral.by_slot  # then hidden states lie where the KV does
         self._places: dict[int, tuple[int, int]] = {}  # the same of prompts: row and position
 
     def launch(self, plan: Plan) -> None:
@@ -98,7 +99,9 @@ class ToyDevice:
     def wait(self) -> StepResult:
         """Runs the oldest plan."""
         plan: Plan = pickle.loads(self._queue.pop(0))
-        if plan.catch_up is not None:
+        late = plan.catch_up is not None and plan.catch_up.late
+        assert plan.catch_up is None or late == self._by_slot
+        if plan.catch_up is not None and not late:
             self._catch_up(plan.catch_up)
         for admission in plan.admits:
             row, cached = admission.row, len(admission.slots)
@@ -112,6 +115,8 @@ class ToyDevice:
         assert len(set(rows)) == len(rows), "a row runs twice"
         for part in plan.shown:
             self._see(part)
+        if plan.catch_up is not None and late:
+            self._catch_up(plan.catch_up)
         if plan.kind == "prefill":
             final = [chunk.final for chunk in plan.chunks]
             assert all(final[: sum(final)]), "those who draw come first"
@@ -176,7 +181,9 @@ class ToyDevice:
             n, behind = self._kv_len[row], self._behind[row]
             assert 0 < behind <= who.behind <= self.lag and n <= who.max_kv_len, "further behind than the host believes"
             start = n - behind
-            if not self._from_tokens:
+            if self._by_slot:
+                self._read(row, n)
+            elif not self._from_tokens:
                 assert [self._kept[row][p % self.lag] for p in range(start, n)] == [*range(start, n)], "kept too long"
             self._check_drafter(row, max(min(start, start + 1 - self.lookahead), 0))
             self._observe(row, start, n, start + 1)
@@ -186,7 +193,9 @@ class ToyDevice:
     def _see(self, part: Deferred) -> None:
         row, start, length, at = part
         here = [(row, p) for p in range(start, start + length)]
-        if not self._from_tokens:
+        if self._by_slot:
+            self._read(row, start + length)
+        elif not self._from_tokens:
             assert here and [self._places[at + i] for i in range(length)] == here, "not what was kept there"
         assert start + length <= self._kv_len[row], "the target has not run over it"
         self._check_drafter(row, start)
@@ -206,6 +215,14 @@ class ToyDevice:
         self._kv_len[row] = end
         self._read(row, end)
         self._behind[row] = 0
+        if self._by_slot and chunk.kept is not None:
+            self._leave_unseen(row, chunk.start, end)
+            self.seen["prompts at rest"] += 1
+            if chunk.final:
+                assert end == known
+                self._behind[row] = 1
+                tokens.append(next_token(tokens, self._seed[row]))
+            return tokens[known:], [0], [0]
         if self._from_tokens and chunk.kept is not None:
             self._leave_unseen(row, chunk.start, end)
         self._skipped[row] = chunk.final and chunk.kept is not None
@@ -253,7 +270,7 @@ class ToyDevice:
             pass
         elif lags:
             self._behind[row] += len(path)
-            if self._from_tokens:
+            if self._from_tokens or self._by_slot:
                 self._leave_unseen(row, n, n + len(path))
             for p in range(n, n + plan.shape.max_commit):
                 self._kept[row][p % self.lag] = p if p < n + len(path) else -1

@@ -84,11 +84,14 @@ class CommitStage:
             target = self._simulation(self._ops, draft, tree, target, step.rows, prefix_len)
         drafter, lags = self._drafter, self._drafter is not None and self._drafter.lags(step.shape)
         with_path = drafter is not None and bool(drafter.kv_layers or drafter.aux_layers)
-        with_path &= not lags or step.shape.depth > 0  # else it is the root alone
+        if lags:  # else it is the root alone, or lies with the slots
+            with_path &= step.shape.depth > 0 and self._lag is not None and not self._lag.by_slot
         done = self._ops.commit(
             self._table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
             None if mark is None else self._calibration,
         )  # fmt: skip
+        if self._lag is not None:
+            self._lag.keep_by_slot(batch.write_slots, verified.aux_hidden)
         if drafter is not None:
             self._show(drafter, lags, step, done, prefix_len, verified.aux_hidden, place)
         if drafter is not None and not drafter.fixed_confidence:
@@ -139,7 +142,12 @@ class CommitStage:
             drafter.extend(self._table, batch.first(shown), seen, next_ids, None, noisy)
         if self._lag is not None:
             self._lag.defer(plan.chunks, aux_hidden)
+            self._lag.keep_by_slot(batch.write_slots, aux_hidden)
             self._lag.reset(upload.rows)
+            if self._lag.by_slot and not shown:
+                next_ids = self._table.tokens[upload.token_rows, upload.positions + 1]
+                drafter.watch(self._table, batch, next_ids, None, upload.drawing.noisy)
+                self._lag.reset(upload.rows, 1)  # a pass over the row sees the newest position last
 
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.core import AT_ONCE, PLAIN, Deferral, IntArray, Plan, StepResult, TreeShape
+from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.device import Device
@@ -78,7 +78,9 @@ class Executor:
         self._lag: Lag | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
-            self._lag = Lag(drafter, table, self.ops, width, model.dtype, deferral, batch_sizes(graph_size))
+            self._lag = Lag(
+                drafter, table, self.ops, width, model.dtype, deferral, batch_sizes(graph_size), attn.pool.slots
+            )
         self._tail = drafter.tail if drafter is not None else 0
         self._batches = Batches(table, device.ops)
         self.calibration = new_calibration(device.device)
@@ -106,11 +108,8 @@ class Executor:
         """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
         guidance = self.mirror.step(plan, guidance)
         started = begun = self.device.mark()
-        if plan.catch_up is not None:
-            assert self._lag is not None
-            proposes = plan.kind == "tree" and not self._lag.lags(plan.shape)
-            self._lag.catch_up(plan.catch_up, plan.rows[plan.noisy], proposes)
-            begun = self.device.mark()
+        if plan.catch_up is not None and not plan.catch_up.late:
+            begun = self._catch_up(plan, plan.catch_up)
         self._special.admit(plan)
         if plan.kind == "prefill":
             return self._launch_prefill(plan, started, begun, guidance)
@@ -286,11 +285,21 @@ class Executor:
         return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
 
     def _show(self, plan: Plan, begun: Any) -> Any:
-        """Shows the drafter what the plan says of prompts -> the mark of when the step itself begins."""
-        if not plan.shown:
-            return begun
+        """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself
+        begins."""
+        if plan.shown:
+            assert self._lag is not None
+            self._lag.see(plan.shown)
+            begun = self.device.mark()
+        if plan.catch_up is not None and plan.catch_up.late:
+            begun = self._catch_up(plan, plan.catch_up)
+        return begun
+
+    def _catch_up(self, plan: Plan, who: CatchUp) -> Any:
+        """-> the mark of when that has ended"""
         assert self._lag is not None
-        self._lag.see(plan.shown)
+        proposes = plan.kind == "tree" and not self._lag.lags(plan.shape)
+        self._lag.catch_up(who, plan.rows[plan.noisy], proposes)
         return self.device.mark()
 
     # -- prefill ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,10 @@ seen of several rows, as over an accepted path (`catch_up`). The host knows boun
 Of the chunks of a prompt the same is kept (`defer`), of as many positions as there are places for, which the host gives
 out. Their lengths the host knows: they are shown as a prefill is. So is any text that the host knows to a drafter which
 needs tokens alone.
+
+On a CPU hidden states are kept as KV is, of every token that the target has run over, in the slot that it was written
+to (`keep_by_slot`). They move with the slot: into a row's accepted path, into the radix tree and to whoever goes on
+from there. So the drafter can be shown any text there, too.
 """
 
 from __future__ import annotations
@@ -48,17 +52,20 @@ class Lag:
         dtype: torch.dtype,
         deferral: Deferral = AT_ONCE,
         sizes: Sequence[int] = (),
+        slots: int = 0,
     ) -> None:
         """width: of the target's auxiliary hidden states, 0 for none; dtype: of them.  deferral: of prompts.  sizes:
         numbers of rows that are tried before the first request, ascending; for others libraries would load kernels
-        while somebody waits."""
+        while somebody waits.  slots: of the pool."""
         assert drafter.kv_layers
         self._drafter, self._table, self._ops = drafter, table, ops
         rows, device = table.rows + 1, table.kv_len.device
+        self.by_slot = deferral.by_slot
+        self._slots = zeros_as_written((slots + 1, width), dtype, device) if self.by_slot and width else None  # [S, T]
         self._unseen = Unseen(
             behind=torch.zeros(rows, dtype=torch.int64, device=device),
             hidden=zeros_as_written((rows, LAG, width), dtype, device)
-            if width
+            if width and not self.by_slot
             else table.floats.new_empty(rows, LAG, 0),
         )
         self._deferral, places, self._sizes = deferral, deferral.places, sizes
@@ -74,12 +81,15 @@ class Lag:
         is memory.
 
         A GPU reads the drafter's weights once for each pass, launches it, and has hardly more to do for a chunk than
-        for a token. A CPU has no such cheap positions, so there the drafter sees each chunk while it is in the
-        caches."""
-        if drafter is None or not drafter.kv_layers or not device.has_own_memory:
+        for a token. A CPU has no such cheap positions. There a drafter sees each chunk while it is in the caches, or,
+        where nothing is drafted, none: memory for hidden states is cheap, work is not."""
+        if drafter is None or not drafter.kv_layers:
             return AT_ONCE
         if not drafter.from_tokens:  # a small model is launched for longer than it needs for a thousand positions
             most = min(most, max(DEFERRED // len(drafter.kv_layers), LEAST))
+        if not device.has_own_memory:
+            # With more layers than one to look ahead, what it knows of a text lies with the row, too.
+            return Deferral(0, most, by_slot=True) if drafter.aux_layers and drafter.lookahead <= 1 else AT_ONCE
         return Deferral(PROMPTS * most, most, drafter.from_tokens)
 
     @staticmethod
@@ -87,9 +97,17 @@ class Lag:
         """Returns the bytes that it takes; rows: of the row table, its dummy included."""
         return rows * (LAG * width * dtype.itemsize + 8) + places * width * dtype.itemsize
 
+    def keep_by_slot(self, slots: Tensor, hidden: Tensor | None) -> None:
+        """The target has run over queries with these write slots [M]; hidden [M, T]: of them."""
+        if self._slots is not None:
+            assert hidden is not None
+            self._ops.put_rows(self._slots, slots, hidden)
+
     def keep(self, rows: Tensor, before: Tensor, count: Tensor, hidden: Tensor | None, nodes: Tensor | None) -> None:
         """A step that the drafter does not see has committed count [B] positions of rows [B], from before [B] on.
         hidden [M, T]: of the step's queries; nodes [B * Q]: the query of each position, None where Q = 1 and M = B."""
+        if self._slots is not None:
+            hidden = nodes = None
         self._ops.keep_unseen(self._unseen, rows, before, count, hidden, nodes)
 
     def defer(self, chunks: Sequence[Chunk], hidden: Tensor | None) -> None:
@@ -101,9 +119,9 @@ class Lag:
             if chunk.kept is not None:
                 self._prompts[chunk.kept : chunk.kept + span.length] = hidden[span.offset : span.offset + span.length]
 
-    def reset(self, rows: Tensor) -> None:
-        """The drafter has seen all of these rows [B]."""
-        self._unseen.behind.index_fill_(0, rows, 0)
+    def reset(self, rows: Tensor, behind: int = 0) -> None:
+        """The drafter has seen all of these rows [B] but the newest positions, so many."""
+        self._unseen.behind.index_fill_(0, rows, behind)
 
     def catch_up(self, who: CatchUp, noisy: IntArray, drafts: bool) -> None:
         """Shows the drafter what it has not seen. noisy: rows with a temperature.  drafts: whether it proposes next."""
@@ -161,6 +179,8 @@ class Lag:
             bound=int((starts + lengths).max()),
         )  # fmt: skip
         aux_hidden = None if kept is None else torch.cat([kept[part.at : part.at + part.length] for part in parts])
+        if self._slots is not None:
+            aux_hidden = self._ops.take_rows(self._slots, batch.write_slots)
         self._drafter.catch_up(table, batch, aux_hidden, table.tokens[row_of, at + 1], None, rows[:0], False)
         # What comes after the parts is all that it has not seen of these rows.
         after = table.kv_len.index_select(0, rows) - (prefix_len + upload(lengths))
@@ -177,10 +197,11 @@ class Lag:
         entries = table.page_table[column, past]
         table.page_table.index_put_((column, past), torch.zeros_like(entries))
         at = start.unsqueeze(1) + table.steps[:width]  # [B, Q]
-        aux_hidden = None
-        if hidden.shape[2]:
+        chain, aux_hidden = self._ops.chain(table, rows, start, width), None
+        if self._slots is not None:
+            aux_hidden = self._ops.take_rows(self._slots, chain.write_slots)
+        elif hidden.shape[2]:
             aux_hidden = self._ops.take_rows(hidden.flatten(0, 1), (column * LAG + at % LAG).flatten())
-        chain = self._ops.chain(table, rows, start, width)
         batch = Batch(
             rows, chain.ids, chain.positions, chain.write_slots, table.page_table, start, chain.path, chain.path_len,
             window=width, bound=min(bound + width + 1, table.length),

@@ -198,6 +198,7 @@ class Batch(NamedTuple):
 class Pool(Protocol):
     """Keys and values of all layers (`kv.pool.KVPool`)."""
 
+    slots: int  # that requests may have
     kv: list[Tensor]  # of each layer [slots + 1, kv_heads, 2, head_dim]: keys and values, slot 0 a dummy
     scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
     dtype: torch.dtype

@@ -6,22 +6,27 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from draftwing.core import Chunk, Plan, StepResult, TreeShape
+from draftwing.core import AT_ONCE, Chunk, Deferral, Plan, StepResult, TreeShape
 from draftwing.sched.pace import Pace
 from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.prices import PricedSteps
 from draftwing.sched.prompts import PromptWorth
 from draftwing.sched.req import Req
 
+TELLING = 64  # positions of texts that tell a CPU, where all cost the same, what one takes
+LASTING = 128  # most steps that a text is taken to go on for: most answers end before their limit
+
 
 class ShapeChoice:
     """Asks the policy for what the requests of a step and the pace of others allow, and tells it of results."""
 
-    def __init__(self, policy: ShapePolicy, pace: Pace, draws_alike: bool, text_pass: int = 0) -> None:
-        """draws_alike: see `SchedulerConfig`.  text_pass: positions of a pass over prompts, 0 for a drafter that sees
-        all of them."""
+    def __init__(self, policy: ShapePolicy, pace: Pace, draws_alike: bool, deferral: Deferral = AT_ONCE) -> None:
+        """draws_alike: see `SchedulerConfig`.  deferral: of prompts and texts."""
         self.policy, self._pace, self._draws_alike = policy, pace, draws_alike
-        self._text_pass, self._worth = text_pass, PromptWorth(text_pass) if text_pass else None
+        self._worth = PromptWorth(deferral.most) if deferral.from_tokens else None
+        self._by_slot = deferral.by_slot
+        # Positions of texts, seen at once, that tell what one takes; 0: none do.
+        self._telling_positions = deferral.most if deferral.from_tokens else TELLING if deferral.by_slot else 0
         self._priced = PricedSteps()
         self._promised: dict[int, list[int]] = {}  # by number of a step in flight: see `_telling`
 
@@ -73,7 +78,11 @@ class ShapeChoice:
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
-        return Load(confidences, _context(ready), longer, whole, newest, *behind)
+        lasting = 1.0
+        if self._by_slot and behind[1]:
+            left = sum(req.max_total - len(req.tokens) for req in ready)
+            lasting = max(min(left / len(ready), LASTING), lasting)
+        return Load(confidences, _context(ready), longer, whole, newest, *behind, lasting)
 
     def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
         """The tree step of this number is planned for these requests, right behind a prefill or not."""
@@ -94,7 +103,8 @@ class ShapeChoice:
             self._pace.record_step(result.seconds)
             promised = zip(live, self._promised.pop(plan.step), strict=True)
             confidences = [0 if req is None else confidence for req, confidence in promised]
-            known = positions if self._text_pass and positions >= self._text_pass else 0  # others cost their launches
+            enough = 0 < self._telling_positions <= positions  # fewer cost their launches
+            known = positions if enough else 0
             context = _context(req for req in live if req is not None)
             load = Load(confidences, context, passes=max(passes, 1), positions=known)
             self.policy.record(plan.shape, load, result, self._priced.take(plan))

@@ -10,6 +10,9 @@ host knows of a text as it sees prompts, many rows in one pass, and what steps i
 
 Of a prompt that is prefilled in chunks it sees all but the last in few passes, at the latest right before the last. A
 pass takes a GPU hardly longer for a thousand positions than for a hundred.
+
+Where hidden states lie beside the KV slots (`Deferral.by_slot`) a drafter that needs them can see any text at any time,
+too. While nothing is drafted it sees nothing, neither prompts nor answers.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from draftwing.core import AT_ONCE, LAG, CatchUp, Deferral, Deferred, IntArray, 
 from draftwing.sched.req import Req
 
 ROWS = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
+RESTED = 8  # steps in a row without drafts after which a drafter sees no prompts either, if it can see them later
 
 
 class CatchUps:
@@ -34,13 +38,18 @@ class CatchUps:
         assert all(shape.max_commit <= most for shape in lagging)
         self._lagging, self._most, self._pass = frozenset(lagging), most, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
-        self._prompts: Prompts = FromTokens(deferral, slots) if deferral.from_tokens else FromStates(deferral)
+        self._prompts: Prompts
+        if deferral.by_slot:
+            self._prompts = FromSlots(deferral, slots, most)
+        else:
+            self._prompts = FromTokens(deferral, slots) if deferral.from_tokens else FromStates(deferral)
 
     def plan(self, step: int, shape: TreeShape, reqs: Sequence[Req]) -> None:
         """A tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
         if not self._lagging:
             return
         lags, reqs = shape in self._lagging, [req for req in reqs if not req.skipped]
+        self._prompts.stepped(lags)
         if lags:
             for req in self._prompts.far(reqs, shape.max_commit):
                 self._prompts.show(req)
@@ -89,7 +98,8 @@ class CatchUps:
         rows, behind, bound = np.asarray(self._next, np.int64).reshape(-1, 3).T.copy()
         self._next = []
         passes = self._passes(part.length for part in texts) + (len(rows) > 0)
-        return CatchUp(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes)
+        late = self._prompts.late
+        return CatchUp(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes, late)
 
     def clear(self) -> None:
         """Nobody will use what has been released."""
@@ -103,7 +113,9 @@ class CatchUps:
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
         some begin early, so that they do not all have to at once."""
-        if self._prompts.sees_later:  # it can be shown all but what steps in flight commit
+        if self._prompts.late:  # one step is in flight at most, and it can be shown all but what that commits
+            return [req for req in reqs if req.behind and commit >= self._most]
+        if self._prompts.sees_later:
             return [req for req in reqs if min(req.behind, req.bound - req.kv + 1) + commit > self._most]
         near = max(commit, self._most // 4)
         must = sum(req.behind + commit > self._most for req in reqs)
@@ -111,7 +123,7 @@ class CatchUps:
         return far[: max(must, ROWS)] if must or self._next or len(far) > ROWS else []
 
     def _add(self, req: Req) -> None:
-        if req.behind > self._most:
+        if req.behind > self._most or (req.behind and self._prompts.late):
             self._prompts.show(req)
         if req.behind:
             assert req.behind <= self._most
@@ -123,6 +135,11 @@ class Prompts(Protocol):
     """Chunks that the drafter has not seen."""
 
     sees_later: bool = False  # whether it can be shown any text at any time
+    late: bool = False  # whether its catch-ups are `CatchUp.late`
+
+    def stepped(self, lags: bool) -> None:
+        """A tree step is planned that the drafter does not see (`lags`), or for which it has seen all."""
+        return None
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
         """As `CatchUps.prefill`."""
@@ -275,3 +292,56 @@ class FromTokens(Prompts):
     def _parts(self, row: int, start: int, end: int) -> list[Deferred]:
         """Positions [start, end), as many at once as a pass has."""
         return [Deferred(row, at, min(self._most, end - at), 0) for at in range(start, end, self._most)]
+
+
+class FromSlots(FromTokens):
+    """Of a drafter that needs the target's hidden states, which lie beside the slots of the KV pool. While nothing is
+    drafted it sees nothing: `Req.behind` counts all that it lacks, of the prompt, too. Before a step that drafts it
+    sees what the host knows of that, as it sees prompts. While something is drafted it sees each chunk of a prompt at
+    once, after whatever it lacks before it."""
+
+    late = True
+
+    def __init__(self, deferral: Deferral, slots: int, most: int) -> None:
+        """most: as of `CatchUps`."""
+        super().__init__(deferral, slots)
+        self._row_pass, self._rested = most, 0
+
+    def stepped(self, lags: bool) -> None:
+        self._rested = self._rested + 1 if lags else 0
+
+    def plan(self, req: Req, length: int, final: bool) -> int | None:
+        begin, end = req.sent, req.sent + length
+        first, rests = self._first(req, begin), self._rested > RESTED
+        self._seen[req.slots[begin:end]] = not rests
+        if rests:
+            req.behind = end - first
+            return 0
+        if first < begin:
+            self._due[req.row] = req.slots[:begin], first
+        req.behind = 0
+        return None
+
+    def share(self, req: Req) -> None:
+        first = self._first(req, req.kv)
+        if first == req.kv:
+            return
+        if req.behind:
+            req.behind = max(req.behind, req.bound - first)
+        else:
+            self._due[req.row] = req.slots[: req.kv], first
+
+    def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
+        return []
+
+    def show(self, req: Req) -> None:
+        """Of what it lacks, all but what a pass over the row sees anyway: the newest position that the host knows, and
+        what steps in flight commit."""
+        end, first = max(req.kv, req.sent), self._first(req, req.sent)
+        if first == req.sent and req.behind <= self._row_pass:
+            return
+        start = first if first < req.sent else max(req.bound - req.behind, first)
+        self._seen[req.slots[start:end]] = True
+        if start < end - 1:
+            self._texts += self._parts(req.row, start, end - 1)
+        req.behind = min(req.behind, req.bound - end + 1)

@@ -26,6 +26,7 @@ class Load(NamedTuple):
     newest: number of the last admission among the rows; larger than before where a request is new.
     passes: of a drafter over what it has not seen of these rows, before it can draft.
     positions: in all of them but one; of a step that has ended, 0 where they are too few to tell what one takes.
+    lasting: steps that it will go on for, once it has seen these: what is seen of a text stays so.
     """
 
     confidences: Sequence[int]
@@ -35,6 +36,7 @@ class Load(NamedTuple):
     newest: int = 0
     passes: int = 1
     positions: int = 0
+    lasting: float = 1.0
 
 
 class ShapePolicy(Protocol):
@@ -279,9 +281,9 @@ class MostTokens:
         )
         return max(load.passes * a_pass, load.positions * position)
 
-    def _shared_by(self) -> float:
+    def _shared_by(self, load: Load) -> float:
         """Steps that drafting goes on for once it has begun: as many as lie between two that have no time for it."""
-        return min(max(1 / max(self._hurried, 1e-9) - 1, 1.0), self.ENTRY)
+        return max(min(1 / max(self._hurried, 1e-9) - 1, self.ENTRY), load.lasting)
 
     def _lags(self, index: int) -> bool:
         """Whether a drafter with a model may not see the steps of an option."""
@@ -301,7 +303,7 @@ class MostTokens:
         del counts[0]
         rates, prices, tokens = {}, {}, {}
         plain = self.prices.seconds(PLAIN, batch, context) or math.inf
-        longest, begin = plain + load.longer, entry / self._shared_by()
+        longest, begin = plain + load.longer, entry / self._shared_by(load)
         for i, shape in enumerate(self.menu):
             if not shape.depth:
                 price, brings = plain, float(batch)
@@ -324,7 +326,7 @@ class MostTokens:
     ) -> int | None:
         """An option of which too little is known, if trying it is within the allowance: the one that looks best."""
         found, loss, urgency, bucket = None, 0.0, (False, 0.0), len(load.confidences).bit_length()
-        confidences, entry = {c for c in load.confidences if c}, self._entry(load) * (1 - 1 / self._shared_by())
+        confidences, entry = {c for c in load.confidences if c}, self._entry(load) * (1 - 1 / self._shared_by(load))
         stale = max(self.STALE, self._pause)
         for i in rates:
             if i == best or i in self._tries:

@@ -88,8 +88,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._pace = Pace()
-        text_pass = config.deferral.most if config.deferral.from_tokens else 0
-        self.choice = ShapeChoice(policy, self._pace, config.draws_alike, text_pass)
+        self.choice = ShapeChoice(policy, self._pace, config.draws_alike, config.deferral)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._told = PromptsTold()
         self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral, config.slots)

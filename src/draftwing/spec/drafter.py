@@ -162,8 +162,11 @@ class Drafter(ABC):
             aux_hidden = F.pad(aux_hidden, (0, 0, 0, size - count))
         return batch.padded(size, table.rows), aux_hidden, F.pad(next_ids, (0, size - count))
 
-    def watch(self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor, noisy: Tensor) -> None:  # noqa: B027
-        """Called in place of `extend` after a step of a shape that `lags`, as of drafters without KV layers."""
+    def watch(  # noqa: B027
+        self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor | None, noisy: Tensor
+    ) -> None:
+        """Called in place of `extend`, as of drafters without KV layers: after a step of a shape that `lags`, and after
+        a prefill, without a count, of which it sees the hidden states when it catches up."""
 
     def catch_up(
         self,

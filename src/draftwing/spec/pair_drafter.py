@@ -92,8 +92,8 @@ class PairDrafter(Drafter):
         self.lookup.extend(table, batch, None, next_ids, count, noisy)
         self.model.extend(table, batch, aux_hidden, next_ids, count, noisy)
 
-    def watch(self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor, noisy: Tensor) -> None:
-        """The lookup sees every step."""
+    def watch(self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor | None, noisy: Tensor) -> None:
+        """The lookup sees every step and every prompt."""
         self.lookup.extend(table, batch, None, next_ids, count, noisy)
 
     def catch_up(

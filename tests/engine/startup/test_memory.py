@@ -41,6 +41,16 @@ def test_a_pass_over_a_prompt_is_no_longer_than_a_prefill(rig, layers, from_toke
         assert chosen.most == min(chunk, most) and chosen.from_tokens == from_tokens
 
 
+@pytest.mark.parametrize(("aux", "lookahead", "kept"), [((1, 2), 1, 2), ((2,), 0, 1), ((2,), 2, 0), ((), 0, 0)])
+def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeypatch, aux, lookahead, kept):
+    """On a CPU, for a drafter that can be shown any text with them."""
+    rig.drafter.kv_layers, rig.drafter.aux_layers, rig.drafter.lookahead = rig.layers[1:], aux, lookahead
+    monkeypatch.setattr(type(rig.device), "free_memory", lambda self: 4 * GB)
+    slot = 2 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
+    assert sizing.size_pool(options(), rig, 10**6, 0) == GB // slot
+    assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
+
+
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
     ran = []
 

@@ -55,7 +55,7 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
     """Tokens that the KV pool holds; length: of a row of the row table."""
     if options.max_total_tokens:
         return options.max_total_tokens
-    slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.kv_dtype)
+    slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig)
     if rig.device.has_own_memory:
         budget = cuda_budget(options, rig, length, graph_size)
     else:
@@ -126,6 +126,13 @@ def deferral_of(options: Options, rig: Rig) -> Deferral:
     assert options.chunked_prefill_size
     most = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
     return Lag.deferral(rig.drafter, rig.device, most)
+
+
+def hidden_bytes(options: Options, rig: Rig) -> int:
+    """Bytes of the hidden states that are kept for a drafter beside each slot of the pool."""
+    if rig.drafter is None or not deferral_of(options, rig).by_slot:
+        return 0
+    return len(rig.drafter.aux_layers) * rig.model.config.hidden_size * rig.model.dtype.itemsize
 
 
 def unseen_bytes(rows: int, rig: Rig, deferral: Deferral) -> int:

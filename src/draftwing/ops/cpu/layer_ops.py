@@ -17,7 +17,8 @@ from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, quantize
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
-from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps, LayerWeights
+from draftwing.ops.cpu.tree import with_rows
+from draftwing.ops.torch.layer_ops import FEW_ROWS, FewRowsGemm, LayerOps, LayerWeights
 from draftwing.ops.types import BlockRows
 
 
@@ -29,6 +30,12 @@ def _steps(most: int) -> Tensor:
 def _counted(rows: int) -> Tensor:
     """0, 1, ..: a view of what is kept, for what is recorded makes no such tensor again."""
     return _steps(1 << rows.bit_length())[:rows]
+
+
+@functools.cache
+def _ones(count: int) -> Tensor:
+    """Kept for the same reason."""
+    return torch.ones(count, dtype=torch.int64)
 
 
 class CpuLayerOps(LayerOps):
@@ -104,6 +111,21 @@ class CpuLayerOps(LayerOps):
         size = math.prod(source.shape[1:]) * source.element_size()  # a row alone may have any stride
         self.raw.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
         return out
+
+    def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
+        """Few, which steps that are recorded have, by the call that keeps the newest query of each row, of one."""
+        count, width = source.shape
+        if count > FEW_ROWS or type(target) is not Tensor or type(source) is not Tensor or not target.is_contiguous():
+            super().put_rows(target, index, source)
+            return
+        source, index = with_rows(source), index.contiguous()
+        assert index.dtype == torch.int64 and index.shape[0] == count
+        assert target.shape[1] == width and target.dtype == source.dtype
+        copy, size = source.new_empty(count, width), source.element_size()
+        self.raw.newest(
+            copy.data_ptr(), source.data_ptr(), source.stride(0) * size, width * size, _ones(count).data_ptr(), 1, 1,
+            index.data_ptr(), count, target.data_ptr(),
+        )  # fmt: skip
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """A logit's bits depend on its row of `hidden` and its id alone."""

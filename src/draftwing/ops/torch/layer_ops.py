@@ -256,6 +256,10 @@ class LayerOps(ExpertOps):
         """source [R, ...], index [M] int64 -> source[index], [M, ...]"""
         return source.index_select(0, index)
 
+    def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
+        """target [R, T], index [M] int64, source [M, T]: target[index] = source"""
+        target.index_copy_(0, index, source)
+
     def share_rows(self, source: Tensor, index: Tensor, begin: int) -> Tensor:
         """source [R, size], the rows [begin, begin + R) of a whole, index [M] int64 into the whole -> [M, size], 0
         where the row is not in `source`."""
