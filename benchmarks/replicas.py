@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import itertools
 import json
-import queue
+import multiprocessing
+import os
 import random
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -101,46 +102,55 @@ def read_counts(urls: Sequence[str]) -> Counts:
     return Counts(sum(one.queries for one in each), sum(one.hits for one in each))
 
 
+def ask_all(
+    url: str, tokens: int, key: str | None, conversations: Sequence[list[dict[str, str]]], at_once: int
+) -> tuple[int, int]:
+    """Returns how many tokens came of these conversations, so many at once, and how many failed."""
+
+    def answer(messages: list[dict[str, str]]) -> tuple[int, int]:
+        try:
+            return ask(url, messages, tokens, key), 0
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            print(f"# a request failed: {error!r}", flush=True)
+            return 0, 1
+
+    model_of(url)
+    with ThreadPoolExecutor(at_once) as threads:
+        found = list(threads.map(answer, conversations))
+    return sum(came for came, _ in found), sum(failed for _, failed in found)
+
+
 def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """All requests through `url`, so many at once. replicas: the servers that answer."""
+    """All requests through `url`, so many at once. replicas: the servers that answer.
+
+    A server that is not full with so many answers hardly more where there are two of them: ask for as many as all
+    replicas together can run.
+    """
     for one in replicas:
         urllib.request.urlopen(urllib.request.Request(f"{one}/flush_cache?timeout=60", method="POST")).close()
     model_of(url)
     each = args.requests // args.groups
-    waiting: queue.SimpleQueue[list[dict[str, str]]] = queue.SimpleQueue()
-    for number, messages in enumerate(prompts(args.groups, each, args.prefix_words, random.Random(args.seed))):
-        if number < args.groups:
-            ask(url, messages, 1, args.api_key)
-        else:
-            waiting.put(messages)
-    tokens, failed = [0] * args.concurrency, itertools.count()
+    every = prompts(args.groups, each, args.prefix_words, random.Random(args.seed))
+    for messages in every[: args.groups]:
+        ask(url, messages, 1, args.api_key)
+    clients = max(min(args.processes, args.concurrency), 1)
+    shares = [every[args.groups + i :: clients] for i in range(clients)]
+    at_once = [len(range(i, args.concurrency, clients)) for i in range(clients)]
 
-    def work(worker: int) -> None:
-        while True:
-            try:
-                messages = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                tokens[worker] += ask(url, messages, args.max_tokens, args.api_key)
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                print(f"# request {next(failed)} failed: {error!r}")
-
-    before, start = read_counts(replicas), time.perf_counter()
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(args.concurrency)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds, after = time.perf_counter() - start, read_counts(replicas)
+    # Streams are read in processes: one has a thread at a time, and then the client is what is measured.
+    with ProcessPoolExecutor(clients, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(abs, range(clients)))  # they are there before the clock begins
+        before, start = read_counts(replicas), time.perf_counter()
+        told = list(pool.map(partial(ask_all, url, args.max_tokens, args.api_key), shares, at_once))
+        seconds, after = time.perf_counter() - start, read_counts(replicas)
     queries, hits = after.queries - before.queries, after.hits - before.hits
     return {
         "run": name,
         "replicas": len(replicas),
         "requests": each * args.groups,
-        "failed": next(failed),
+        "failed": sum(failed for _, failed in told),
         "seconds": round(seconds, 2),
-        "tokens_per_s": round(sum(tokens) / seconds, 1),
+        "tokens_per_s": round(sum(tokens for tokens, _ in told) / seconds, 1),
         "prompt_tokens": int(queries),
         "hit_rate": round(hits / queries, 4) if queries else 0.0,
     }
@@ -166,7 +176,8 @@ def main() -> None:
     parser.add_argument("--one", required=True, help="of one server, asked alone")
     parser.add_argument("--replicas", nargs="+", required=True, help="of the servers behind the balancer")
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=128, help="requests at a time, of all replicas together")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 8), help="of the client")
     parser.add_argument("--groups", type=int, default=16, help="system prompts")
     parser.add_argument("--prefix-words", type=int, default=400, help="of a system prompt")
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -1,11 +1,12 @@
 """A step of the 8B Llama shape, stage by stage: microseconds of a replay of each graph, and of its kernels.
 
-    python benchmarks/gpu_kernels/step.py [--profile SIZE] [--sizes 1,16] [--tiny] [option=value ...]
+    python benchmarks/gpu_kernels/step.py [--profile SIZE] [--sizes 1,16] [--tiny] [--draft JSON] [option=value ...]
 
 Random weights, from configs that are written here; `--config` names the config.json of another target. Options are
-those of the engine; `speculative_algorithm=EAGLE3` and `STANDALONE` get a draft model of their usual size. The rows'
-contexts are empty. Of a mixture of experts they choose independently of each other. The floor of a step is the time to
-read what the target reads of its weights, at `READ_RATE`.
+those of the engine; `speculative_algorithm=EAGLE3`, `DSPARK`, `DFLASH` and `STANDALONE` get a draft model of their
+usual size, of which `--draft` changes keys. The rows' contexts are empty. Of a mixture of experts they choose
+independently of each other. The floor of a step is the time to read what the target reads of its weights, at
+`READ_RATE`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,27 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 2048,
 }  # fmt: skip
+BLOCK = {
+    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 3, "block_size": 7,
+    "mask_token_id": 10, "target_layer_ids": [1, 8, 15, 22, 29], "sample_from_anchor": True, "draft_vocab_size": 32000,
+}  # fmt: skip
+MARKOV = {
+    "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
 READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 REPLAYS = 20
 MOST_SHOWN = 60  # kernels of a layer
 
 
-def build(folder: Path, given: dict[str, Any], tiny: bool, config_file: Path | None = None) -> Any:
+def build(
+    folder: Path,
+    given: dict[str, Any],
+    tiny: bool,
+    config_file: Path | None = None,
+    changes: dict[str, Any] | None = None,
+) -> Any:
+    """changes: of the draft model's config."""
     from draftwing.config.options import Options
     from draftwing.engine.build import build as build_engine
 
@@ -51,7 +67,14 @@ def build(folder: Path, given: dict[str, Any], tiny: bool, config_file: Path | N
     draft = {**of_draft, "num_hidden_layers": 1, "draft_vocab_size": 500 if tiny else 32000}
     if given.get("speculative_algorithm") == "STANDALONE":
         draft = {**target, **({} if tiny else SMALL)}
-    if given.get("speculative_algorithm") in ("EAGLE", "EAGLE3", "STANDALONE"):
+    if given.get("speculative_algorithm") in ("DSPARK", "DFLASH"):
+        layers = [1, 2] if tiny else BLOCK["target_layer_ids"]
+        markov = MARKOV if given["speculative_algorithm"] == "DSPARK" else {}
+        head_dim = target["hidden_size"] // target["num_attention_heads"]
+        own_keys = {"target_layer_ids": layers, "draft_vocab_size": draft["draft_vocab_size"], "head_dim": head_dim}
+        draft = {**draft, **BLOCK, **markov, **own_keys}
+    draft |= changes or {}
+    if given.get("speculative_algorithm") in ("EAGLE", "EAGLE3", "DSPARK", "DFLASH", "STANDALONE"):
         own["speculative_draft_model_path"] = str(folder / "draft")
     for name, config in (("target", target), ("draft", draft)):
         (folder / name).mkdir()
@@ -185,6 +208,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, metavar="SIZE", help="of which batch size to show the kernels")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of the target, in place of Llama's")
+    parser.add_argument("--draft", type=json.loads, metavar="JSON", help="keys of the draft model's config")
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
     from draftwing.engine.startup.prices import experts_at_random
@@ -198,7 +222,7 @@ def main() -> None:
             given[name] = value
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        parts = build(Path(folder), given, args.tiny, args.config)
+        parts = build(Path(folder), given, args.tiny, args.config, args.draft)
     graphs = parts.executor.graphs
     print(f"built in {time.monotonic() - begin:.1f} s, {len(graphs)} graphs, {parts.pool_tokens} tokens in the pool")
     totals: dict[Any, float] = defaultdict(float)

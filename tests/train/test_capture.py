@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference.checkpoints import eagle2_head, eagle3_head, llama_target
+from reference.checkpoints import eagle2_head, eagle3_head, llama_target, qwen2_target
 from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint, write_tokenizer
 
@@ -21,6 +21,7 @@ from draftwing import files as files_module
 from draftwing.errors import ConfigError
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttentionKind
+from draftwing.train import capture as capture_module
 from draftwing.train import store as store_module
 from draftwing.train.capture import FeatureModel, batches, capture, causal, eagle3_aux_layers, online, target_aux_layers
 from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
@@ -105,6 +106,27 @@ def test_targets_with_windows_and_sinks(window: int, sinks: bool) -> None:
             every = torch.cat((scores, kind.sinks[head, None].double())) if kind.sinks is not None else scores
             expected = every.softmax(0)[: len(scores)] @ v[seen, head // 2].double()
             torch.testing.assert_close(found.view(-1, 4, 8)[row, head].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_features_by_the_kernels_of_a_gpu(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended_interpreter: None
+) -> None:
+    """Which do norms, rotations and activations."""
+    triton_ops = pytest.importorskip("draftwing.ops.triton.ops")
+    if torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted where there is a GPU")
+    checkpoint = {"llama": llama_target, "qwen2": qwen2_target}[family](0, num_hidden_layers=3)
+    folder = checkpoint.write(tmp_path / "tiny")
+    expected = FeatureModel.load(folder, "EAGLE3", "cpu", "float32")
+    monkeypatch.setattr(capture_module, "kernels_take", lambda x: True)
+    monkeypatch.setattr(capture_module, "make_ops", triton_ops.TritonOps)
+    found = FeatureModel.load(folder, "EAGLE3", "cpu", "float32")
+    texts = [torch.from_numpy(one.ids) for one in sequences([9, 5])]
+    texts = [ids % 60 for ids in texts]
+    for one, other in zip(found.batch(texts), expected.batch(texts), strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_final_gives_the_target_s_own_choices(model: Path, target: FeatureModel) -> None:
