@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from draftwing.engine.device import has_native_bfloat16
+
 OptimizerName = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "muon")
 _TABLES = ("lm_head", "markov.above", "markov.out", "confidence")  # in names of matrices whose rows are no directions
@@ -45,10 +47,11 @@ class StackedMuon(torch.optim.Muon):
 
 
 def _orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """[n, rows, columns] -> of each matrix about its nearest orthogonal one, by Newton and Schulz's iteration in
-    bfloat16 (Jordan et al. 2024)."""
+    """[n, rows, columns] -> of each matrix about its nearest orthogonal one, by Newton and Schulz's iteration
+    (Jordan et al. 2024): in bfloat16 as there, but where that is slower than float32."""
     a, b, c = coefficients
-    x, tall = stack.bfloat16(), stack.shape[1] > stack.shape[2]
+    native = stack.device.type == "cuda" or has_native_bfloat16()
+    x, tall = stack.bfloat16() if native else stack, stack.shape[1] > stack.shape[2]
     if tall:
         x = x.mT
     x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
