@@ -33,9 +33,9 @@ def _counted(rows: int) -> Tensor:
 
 
 @functools.cache
-def _ones(count: int) -> Tensor:
-    """Kept for the same reason."""
-    return torch.ones(count, dtype=torch.int64)
+def _of_few(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For `put_rows`: how many queries each row has, and a place for what nobody reads. Kept for the same reason."""
+    return torch.ones(FEW_ROWS, dtype=torch.int64), torch.empty(FEW_ROWS, width, dtype=dtype)
 
 
 class CpuLayerOps(LayerOps):
@@ -121,9 +121,9 @@ class CpuLayerOps(LayerOps):
         source, index = with_rows(source), index.contiguous()
         assert index.dtype == torch.int64 and index.shape[0] == count
         assert target.shape[1] == width and target.dtype == source.dtype
-        copy, size = source.new_empty(count, width), source.element_size()
+        (ones, nowhere), size = _of_few(width, source.dtype), source.element_size()
         self.raw.newest(
-            copy.data_ptr(), source.data_ptr(), source.stride(0) * size, width * size, _ones(count).data_ptr(), 1, 1,
+            nowhere.data_ptr(), source.data_ptr(), source.stride(0) * size, width * size, ones.data_ptr(), 1, 1,
             index.data_ptr(), count, target.data_ptr(),
         )  # fmt: skip
 
