@@ -230,15 +230,31 @@ def test_what_others_left_unseen_in_the_cache_is_seen_first(drafting: bool) -> N
     assert kept is None and catch_ups.take_shown() == (), "all that is seen now"
 
 
-@pytest.mark.parametrize("behind", [0, 3])
-def test_a_row_that_moves_to_slots_which_are_unseen_lacks_what_they_lack(behind: int) -> None:
+@pytest.mark.parametrize("behind", [0, 3, 62])
+def test_a_row_that_moves_to_slots_which_are_unseen_is_shown_them_if_it_had_seen_its_own(behind: int) -> None:
     catch_ups = beside_slots(slots=1000)
     one, _ = admit(catch_ups, 0, np.arange(60))
-    one.behind, one.bound = behind, 60 + behind
+    one.behind, one.bound = behind, 63
     one.slots[20:40] = np.arange(200, 220)  # another's, who was prefilled meanwhile
     catch_ups.share(one)
-    assert one.behind == (40 + behind if behind else 0)
-    assert catch_ups.take_shown() == (() if behind else (Deferred(0, 20, 40, 0),))
+    assert one.behind == behind
+    assert catch_ups.take_shown() == (() if behind > 3 else (Deferred(0, 20, 40, 0),))
+
+
+def test_what_is_taken_for_seen_has_been_shown() -> None:
+    """The row was drafting when it moved, a step was in flight."""
+    catch_ups = beside_slots(slots=1000)
+    one, _ = admit(catch_ups, 0, np.arange(60))
+    catch_ups.take_shown()
+    catch_ups.plan(1, PLAIN, [one])
+    one.bound += 1
+    one.slots[20:60] = np.arange(200, 240)
+    catch_ups.share(one)
+    assert catch_ups.take_shown() == (Deferred(0, 20, 40, 0),)
+    catch_ups.plan(2, TREE, [one])
+    plan: Any = catch_ups.take()
+    assert plan.behind == 1 and plan.texts == () and admit(catch_ups, 1, one.slots[:60], 40)[1] is None
+    assert catch_ups.take_shown() == (), "all that is seen now"
 
 
 def test_one_that_needs_more_does_for_the_cache() -> None:

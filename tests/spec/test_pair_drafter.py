@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.core import BOTH, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.core import BOTH, LAG, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.ops import TorchOps
@@ -116,6 +116,10 @@ def test_the_menu_is_both_parts(pair: PairDrafter) -> None:
 def test_only_the_model_lags(pair: PairDrafter) -> None:
     shapes = (PLAIN, GROWN, DEEP._replace(by=LOOKUP_ALONE), GROWN._replace(by=MODEL_ALONE))
     assert [pair.lags(shape) for shape in shapes] == [True, False, True, False]
+    longest = [TreeShape(depth, 1, depth + 1, by=LOOKUP_ALONE) for depth in (LAG - 2, LAG - 1)]
+    assert [pair.lags(shape) for shape in longest] == [True, False], (
+        "as many tokens as it sees in one pass are too many"
+    )
     given: list[Any] = ["table", "batch", "ids", "count", "noisy"]
     pair.watch(*given)
     pair.catch_up(*given[:2], "hidden", *given[2:], True)

@@ -35,7 +35,7 @@ class CatchUps:
     ) -> None:
         """lagging: shapes whose steps the drafter does not see; most: positions of a row that it may see in a pass over
         rows, and lack if it needs more than tokens.  slots: of the pool."""
-        assert all(shape.max_commit <= most for shape in lagging)
+        assert all(shape.max_commit + deferral.by_slot <= most for shape in lagging)
         self._lagging, self._most, self._pass = frozenset(lagging), most, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
         self._prompts: Prompts
@@ -326,7 +326,7 @@ class FromSlots(FromTokens):
         first = self._first(req, req.kv)
         if first == req.kv:
             return
-        if req.behind:
+        if req.bound - req.behind < req.kv:  # it had not seen the row's own prompt either
             req.behind = max(req.behind, req.bound - first)
         else:
             self._due[req.row] = req.slots[: req.kv], first

@@ -55,7 +55,8 @@ class PairDrafter(Drafter):
         return max(grown, self.lookup.span(shape), shape.max_commit + self.tail)
 
     def lags(self, shape: TreeShape) -> bool:
-        return super().lags(shape) or (shape.by == LOOKUP_ALONE and shape.max_commit <= LAG)
+        # A pass over a row sees a position that the host knows, besides what a step in flight commits.
+        return super().lags(shape) or (shape.by == LOOKUP_ALONE and shape.max_commit < LAG)
 
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         """Where both propose, the lookup may do so for deeper trees than the model grows."""
