@@ -11,7 +11,7 @@ import pytest
 from draftwing.core import LAG, PLAIN, TEXT_LAG, Deferral, Deferred, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.lag import RESTED, ROWS, CatchUps
+from draftwing.sched.lag import RESTED, ROWS, UNSEEN, CatchUps
 from draftwing.sched.req import Req
 
 TREE, LOOKUP = TreeShape(3, 2, 6), TreeShape(5, 1, 6)
@@ -173,9 +173,18 @@ def beside_slots(most: int = 50, slots: int = 128 * 3000) -> CatchUps:
     return CatchUps([PLAIN], deferral=Deferral(0, most, by_slot=True), slots=slots)
 
 
-@pytest.mark.parametrize("tokens", [100, 2 * TEXT_LAG])
+@pytest.mark.parametrize("tokens", [100, UNSEEN])
 def test_nor_does_one_whose_hidden_states_lie_beside_the_slots(tokens: int) -> None:
     assert not any(closed_loop(beside_slots(), 2 * tokens, tokens))
+
+
+def test_of_long_texts_it_lacks_no_more_than_others_may_wait_for() -> None:
+    passes = closed_loop(beside_slots(), 3000, 2000)
+    assert any(passes) and max(map(sum, passes)) <= 2 * UNSEEN + 128, "one of 128 rows at a time"
+    _, kept = admit(rested(), 0, np.arange(UNSEEN))
+    assert kept == 0
+    long, kept = admit(rested(), 0, np.arange(UNSEEN + 1))
+    assert kept is None and not long.behind
 
 
 def rested() -> CatchUps:

@@ -27,6 +27,7 @@ from draftwing.sched.req import Req
 
 ROWS = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
 RESTED = 8  # steps in a row without drafts after which a drafter sees no prompts either, if it can see them later
+UNSEEN = 512  # positions of a prompt that it may lack then: it sees them all before a step, which others wait for
 
 
 class CatchUps:
@@ -296,9 +297,9 @@ class FromTokens(Prompts):
 
 class FromSlots(FromTokens):
     """Of a drafter that needs the target's hidden states, which lie beside the slots of the KV pool. While nothing is
-    drafted it sees nothing: `Req.behind` counts all that it lacks, of the prompt, too. Before a step that drafts it
-    sees what the host knows of that, as it sees prompts. While something is drafted it sees each chunk of a prompt at
-    once, after whatever it lacks before it."""
+    drafted it sees nothing but what is longer than `UNSEEN` of a prompt, or twice that of a row: `Req.behind` counts
+    all that it lacks, of the prompt, too. Before a step that drafts it sees what the host knows of that, as it sees
+    prompts. While something is drafted it sees each chunk of a prompt at once, after whatever it lacks before it."""
 
     late = True
 
@@ -312,7 +313,8 @@ class FromSlots(FromTokens):
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
         begin, end = req.sent, req.sent + length
-        first, rests = self._first(req, begin), self._rested > RESTED
+        first = self._first(req, begin)
+        rests = self._rested > RESTED and end - first <= UNSEEN
         self._seen[req.slots[begin:end]] = not rests
         if rests:
             req.behind = end - first
@@ -332,7 +334,8 @@ class FromSlots(FromTokens):
             self._due[req.row] = req.slots[: req.kv], first
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        return []
+        """One with a long answer, if there is any."""
+        return [req for req in reqs if req.behind > 2 * UNSEEN][:1]
 
     def show(self, req: Req) -> None:
         """Of what it lacks, all but what a pass over the row sees anyway: the newest position that the host knows, and
