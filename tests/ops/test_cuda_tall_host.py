@@ -12,7 +12,8 @@ import torch
 from gemm_inputs import compiled, pointer, quantized, random
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.cuda.gemm_groups import Width, kernel_lines
+from draftwing.ops.cuda.gemm_groups import shapes_for as few_row_shapes
 from draftwing.ops.cuda.gemm_tall import TallShape, read_source
 from draftwing.ops.groups import CHUNK, WHOLE, PackedGroups, pack, unpacked
 
@@ -28,7 +29,10 @@ CUTS = (
     TallShape(192, groups=2, row_tiles=1, stages=3, ahead=1),
     TallShape(256, groups=2, row_tiles=1, stages=3, ahead=2, cluster=2),
     TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
+    TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, cluster=8),
+    TallShape(32, groups=2, row_tiles=1, stages=3, ahead=3, in_shares=True),
 )
+FEW = {key: shape for key, shape in few_row_shapes(4, (8, 0)).items() if key[1] == 8}  # kernels that have the bits
 SHAPES = {(kind, most): shape for most, shape in enumerate(CUTS) for kind in ("plain", "add", "silu")}
 EVERY = [width for width in LAYOUTS if width in (Width(4, True, -1), Width(8, False, WHOLE, True))]
 pytestmark = [
@@ -47,22 +51,34 @@ class Host:
         _, begin, source = read_source(width, shapes_of(width)).partition("enum { PLAIN")
         before, _, rest = source.partition("#if TYPE_BF16")
         source = begin + before + rest[rest.index("// Weights as these are") :]
+        source += "".join(f"GROUP_KERNEL(few_{line})\n" for line in kernel_lines(FEW))
         assert source.count("extern __shared__ float sums[];") == 6
         self._library = compiled(folder, source, "-DGROUPS", "-DTALL")
 
     def __call__(
         self, key: tuple[str, int], x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None, early: int
     ) -> Tensor:
-        (kind, most), shape, (rows, depth) = key, SHAPES[key], x.shape
-        panels = self.ordered(shape, x)
+        (kind, most), shape = key, SHAPES[key]
         width = w.rows // (2 if kind == "silu" else 1)
+        cut = (*shape.grid(kind, len(x), width), shape.threads, shape.cluster, shape.shared_bytes(self.width.part))
+        return self._run(f"{kind}_{most}", *cut, self.ordered(shape, x), len(x), width, w, bias, extra, early)
+
+    def few(self, kind: str, x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None) -> Tensor:
+        """By the kernel of gemm.cu for up to eight rows."""
+        shape, width = FEW[kind, 8], w.rows // (2 if kind == "silu" else 1)
+        cut = (*shape.grid(kind, len(x), width, 1), shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part))
+        return self._run(f"few_{kind}_8", *cut, x, len(x), width, w, bias, extra, LATE)
+
+    def _run(
+        self, name: str, across: int, down: int, threads: int, cluster: int, shared: int, x: Tensor, rows: int,
+        width: int, w: PackedGroups, bias: Tensor | None, extra: Tensor | None, early: int,
+    ) -> Tensor:  # fmt: skip
         out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(pointer(w.scales), pointer(w.zeros), 1)
-        kernel = ctypes.cast(getattr(self._library, f"{kind}_{most}"), ctypes.c_void_p)
-        pointers = map(pointer, (panels, w.codes, bias, extra if kind == "add" else None, out))
-        sizes = (rows, width, depth, *shape.grid(kind, rows, width))
-        cut = (shape.threads, shape.cluster, shape.shared_bytes(self.width.part))
-        assert self._library.run(kernel, *cut, *pointers, *sizes, early), "more shared memory than was asked for"
+        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        pointers = map(pointer, (x, w.codes, bias, extra if "add" in name else None, out))
+        sizes = (rows, width, w.columns, across, down)
+        assert self._library.run(kernel, threads, cluster, shared, *pointers, *sizes, early), "shared memory"
         return out
 
     def ordered(self, shape: TallShape, x: Tensor) -> Tensor:
@@ -123,5 +139,7 @@ def test_against_float64(run: Host, key: tuple[str, int]) -> None:
         for early in (LATE, EARLY, COPIES_EARLY):
             got = run(key, x, packed, bias, extra, early)
             torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=1e-3)
+            if shape.exact:
+                assert torch.equal(got, run.few(kind, x, packed, bias, extra))
             first = got if first is None else first
             assert torch.equal(got, first), early

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_SHARES, _CHUNK = 8, 64  # of gemm.cu: K comes in chunks, of which each share has every eighth
+SHARES, _CHUNK = 8, 64  # of gemm.cu: K comes in chunks, of which each share has every eighth
 _SMALL = (8, 16, 32, 64)  # rows of x that a block takes
 _LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
 PART = 4 * 512  # bytes of weights that a warp has of 16 features and a chunk
@@ -64,7 +64,7 @@ Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block take
 def few_rows(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
     features = row_tiles * 16
     call = f"gemm, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
-    return Shape(tokens, features, _SHARES, blocks, _BLOCKS, _SHARES * _sums(tokens, features), call)
+    return Shape(tokens, features, SHARES, blocks, _BLOCKS, SHARES * _sums(tokens, features), call)
 
 
 def shared(
@@ -82,9 +82,9 @@ def ring(tokens: int, row_tiles: int, ahead: int, blocks: int, room: int | None 
     """room: None: for the blocks of the next kernel, too, as far as there is any."""
     features = row_tiles * 16
     call = f"ring_gemm, {tokens}, {row_tiles}, {ahead}"
-    shared = 2 * _SHARES * _sums(max(tokens, 8), features) + _SHARES * ahead * tokens * _CHUNK * 2
-    parts = _SHARES * ahead * row_tiles
-    return Shape(tokens, features, _SHARES, blocks, room or 2 * blocks, shared, call, parts=parts, stays=True)
+    shared = 2 * SHARES * _sums(max(tokens, 8), features) + SHARES * ahead * tokens * _CHUNK * 2
+    parts = SHARES * ahead * row_tiles
+    return Shape(tokens, features, SHARES, blocks, room or 2 * blocks, shared, call, parts=parts, stays=True)
 
 
 def wide(

@@ -1,8 +1,8 @@
 // Follows gemm_groups.cu: the GEMM of more than 64 rows with weights in 4 or 8 bits (wgmma, compute capability 9.0 alone).
 //
 // As in gemm_wide.cu weights become an instruction's first operand in registers, and x is read from shared memory. But
-// here all of K has one sum, whose bits are not those of the other kernels. `order_x` first writes x as shared memory is
-// to have it: panels of TOKENS rows and a chunk, one after the other along K, each the matrices of 8 rows and 8 columns
+// here a block has one sum of all its chunks, so that bits are not those of the other kernels, unless a cluster has as many
+// blocks as they have shares, or IN_SHARES says so. `order_x` first writes x as shared memory is to have it: panels of TOKENS rows and a chunk, one after the other along K, each the matrices of 8 rows and 8 columns
 // that `wide_mma` reads. So a panel comes by one bulk copy.
 //
 // One thread asks for panels. A stage has two barriers: `full` opens when its panel is there, `empty` when all warps have
@@ -112,8 +112,10 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
 
 // WARP_GROUPS warp groups, each with ROW_TILES * 64 features and TOKEN_TILES * 8 rows of x, AHEAD chunks of weights and STAGES
 // of x in flight or read. CLUSTER blocks have the same features and rows, and each every so many chunks. Blocks side by
-// side have the same weights. N, of a gate or of all: a multiple of 16.
-template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER, int KIND>
+// side have the same weights. N, of a gate or of all: a multiple of 16. IN_SHARES: a block, without others, sums one share
+// after the other, chunks 0, 8, 16, ..., then 1, 9, 17, ...
+template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER,
+          bool IN_SHARES, int KIND>
 __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
                                           u16* __restrict__ y, int M, int N, int K) {
@@ -121,6 +123,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     constexpr int STAGE = TOKENS * CHUNK;  // of x, u16
     constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
     static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
+    static_assert(!IN_SHARES || CLUSTER == 1, "a block of a cluster has every so many chunks");
     constexpr int PARTS = WARPS * AHEAD * ROW_TILES, USED = STAGES * STAGE * 2 + PARTS * (UNITS * 2 + WORDS * 4);
     constexpr int BARRIERS = USED > TOKENS * PITCH * 4 ? USED : TOKENS * PITCH * 4;  // bytes before them
     extern __shared__ float sums[];  // first [STAGES][STAGE] of u16 and rings, then [TOKENS][PITCH]; behind both, barriers
@@ -133,6 +136,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), rank = blockIdx.x % CLUSTER;
     const int token_block = blockIdx.x / CLUSTER, row0 = blockIdx.y * (KIND == SILU_MUL ? ROWS / 2 : ROWS);
     const int chunks = K / CHUNK, count = (chunks - rank + CLUSTER - 1) / CLUSTER;
+    auto after = [&](int c) { return !IN_SHARES ? c + CLUSTER : c + SHARES < chunks ? c + SHARES : c % SHARES + 1; };
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             init_barrier(full + s, 1);
@@ -147,14 +151,14 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, (tile + r * 4) * 16, 0, N, K);
-    int asked = 0, slot = 0, unit = first_unit, word = first_word;
+    int asked = 0, weights_ahead = rank, slot = 0, unit = first_unit, word = first_word;
     auto copy_weights = [&] {
-        if (asked < count)
+        if (asked++ < count)
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r)
-                rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, rank + asked * CLUSTER);
+                rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, weights_ahead);
         end_copies();
-        ++asked;
+        weights_ahead = after(weights_ahead);
         const bool more = ++slot < AHEAD;
         slot = more ? slot : 0;
         unit = more ? unit + ROW_TILES * UNITS : first_unit;
@@ -164,21 +168,25 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     for (int s = 0; s < AHEAD; ++s) copy_weights();
 
     wait_for_earlier_kernels();
-    const u16* const panels = x + ((size_t)token_block * chunks + rank) * STAGE;
-    auto copy_x = [&](int i, int s) {
-        copy_bulk(stages + s * STAGE, panels + (size_t)i * (CLUSTER * STAGE), STAGE * 2, full + s);
+    const u16* const panels = x + (size_t)token_block * chunks * STAGE;
+    int x_ahead = rank;
+    auto copy_x = [&](int s) {
+        if (lane == 0) copy_bulk(stages + s * STAGE, panels + (size_t)x_ahead * STAGE, STAGE * 2, full + s);
+        x_ahead = after(x_ahead);
     };
-    if (threadIdx.x == 0)
-        for (int s = 0; s < min(STAGES, count); ++s) copy_x(s, s);
+    if (warp == 0)
+        for (int s = 0; s < min(STAGES, count); ++s) copy_x(s);
     __syncthreads();  // barriers are there for all
 
-    float d[ROW_TILES][TOKEN_TILES][4];
+    float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];  // the latter: of shares
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
     u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
-    int stage = 0, parity = 0, before = 0, free = 0, free_parity = 0;
+    int c = rank, stage = 0, parity = 0, before = 0, free = 0, free_parity = 0;
     for (int i = 0; i < count; ++i) {
         wait_for_copies<AHEAD - 1>();
         typename WEIGHTS::Part a[ROW_TILES];
@@ -205,11 +213,24 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
         copy_weights();
         if (warp == 0 && i >= LATE && i - LATE + STAGES < count) {
             wait_barrier(empty + free, free_parity);
-            if (lane == 0) copy_x(i - LATE + STAGES, free);
+            copy_x(free);
             const bool more = ++free < STAGES;
             free_parity = more ? free_parity : free_parity ^ 1;
             free = more ? free : 0;
         }
+        if (IN_SHARES && c + SHARES >= chunks) {  // a share ends here
+            wait_wide<0>();
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        sum[r][m][k] += d[r][m][k];
+                        d[r][m][k] = 0.f;
+                    }
+        }
+        c = after(c);
         before = stage;
         const bool more = ++stage < STAGES;
         parity = more ? parity : parity ^ 1;
@@ -227,7 +248,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
             for (int i = 0; i < 4; ++i) {
                 const int its = tile + r * 4;  // even tiles are gates: 8 of them, and 8 of their ups
                 const int row = KIND == SILU_MUL ? its / 2 * 32 + its % 2 * 8 + (i >> 1) * 16 : its * 16 + (i >> 1) * 8;
-                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = d[r][m][i];
+                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = IN_SHARES ? sum[r][m][i] : d[r][m][i];
             }
     if constexpr (CLUSTER > 1) sync_cluster();
     else __syncthreads();

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import FILES, KINDS, LONG, WARP_GROUPS, read_files
+from draftwing.ops.cuda.gemm import FILES, KINDS, LONG, SHARES, WARP_GROUPS, read_files
 from draftwing.ops.cuda.gemm_groups import Width, weights_line
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.groups import CHUNK, PackedGroups
@@ -31,6 +31,12 @@ class TallShape:
     ahead: int  # chunks of weights
     cluster: int = 1  # blocks, each for a part of K
     blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
+    in_shares: bool = False  # a block sums K in the shares of few-row kernels, one after the other
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums have the bits of few-row kernels."""
+        return self.in_shares or self.cluster == SHARES
 
     @property
     def features(self) -> int:
@@ -44,7 +50,7 @@ class TallShape:
     @property
     def call(self) -> str:
         """The template of gemm_tall.cu and what it is called with, up to the kind."""
-        cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster
+        cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
         return f"tall_gemm, {', '.join(map(str, cut))}"
 
     def grid(self, kind: str, rows: int, width: int) -> tuple[int, int]:
