@@ -66,7 +66,12 @@ class Host:
     def few(self, kind: str, x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None) -> Tensor:
         """By the kernel of gemm.cu for up to eight rows."""
         shape, width = FEW[kind, 8], w.rows // (2 if kind == "silu" else 1)
-        cut = (*shape.grid(kind, len(x), width, 1), shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part))
+        cut = (
+            *shape.grid(kind, len(x), width, 1),
+            shape.warps * 32,
+            shape.cluster,
+            shape.shared_bytes(self.width.part),
+        )
         return self._run(f"few_{kind}_8", *cut, x, len(x), width, w, bias, extra, LATE)
 
     def _run(
