@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import small_m_gemm
+from draftwing.ops.cuda.gemm import TallShape, key_of, small_m_gemm
 from draftwing.ops.cuda.gemm_groups import TILES, GroupGemm, Width, group_gemm, shapes_for, tile_of
 from draftwing.ops.groups import WHOLE, pack, unpacked
 from draftwing.ops.types import QuantizedRows
@@ -87,3 +87,16 @@ def test_bits(width: Width, dtype: torch.dtype, features: int, depth: int, wide:
             expected = plain.linear(x[part], matrix, bias, extra[part])
             assert torch.equal(ours.linear(x[part], weight, bias, extra[part]), expected), rows
             assert torch.equal(ours.gated(x[part], weight, bias), plain.gated(x[part], matrix, bias)), rows
+
+
+def test_narrow_widths_may_be_cut_otherwise() -> None:
+    kernels = {("plain", 8), ("plain_narrow", 8), ("plain", 64), ("silu", 8)}
+    assert key_of(kernels, "plain", 8, 32 * 132, 132) == ("plain_narrow", 8)
+    assert key_of(kernels, "plain", 8, 32 * 132 + 16, 132) == ("plain", 8)
+    assert key_of(kernels, "plain", 64, 64, 132) == ("plain", 64) and key_of(kernels, "silu", 8, 64, 132) == ("silu", 8)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shapes_of_panels_have_the_bits(bits: int) -> None:
+    shapes = [shape for shape in shapes_for(bits, (9, 0)).values() if isinstance(shape, TallShape)]
+    assert shapes and all(shape.exact for shape in shapes)

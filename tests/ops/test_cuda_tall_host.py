@@ -60,7 +60,7 @@ class Host:
     ) -> Tensor:
         (kind, most), shape = key, SHAPES[key]
         width = w.rows // (2 if kind == "silu" else 1)
-        cut = (*shape.grid(kind, len(x), width), shape.threads, shape.cluster, shape.shared_bytes(self.width.part))
+        cut = (*shape.grid(kind, len(x), width), shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part))
         return self._run(f"{kind}_{most}", *cut, self.ordered(shape, x), len(x), width, w, bias, extra, early)
 
     def few(self, kind: str, x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None) -> Tensor:

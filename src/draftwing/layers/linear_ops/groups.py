@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Up to this many rows weights are dequantised in registers, by a kernel that reads them once for 64 rows; beyond, they
-# are where the device has kernels for it (`tall_gemm`), or a matrix is multiplied out first and then has the GEMMs of a
-# dense one.
+# Up to this many rows weights are dequantised in registers, by kernels that give a row the same bits for each number of
+# them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is multiplied out first and then
+# has the GEMMs of a dense one.
 _FEW = 128
 _MANY = 2048  # more than kernels are for: all matrices of a layer are multiplied out
 

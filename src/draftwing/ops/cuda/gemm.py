@@ -6,7 +6,7 @@ A row's result has the same bits whatever other rows are in the batch, for any n
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -25,7 +25,10 @@ _BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the
 CLUSTERS = (9, 0)  # compute capability that has them
 WARP_GROUPS = 9  # major compute capability that alone has their instructions
 FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
-KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}  # and what gemm.cu calls them
+NARROW = 32  # features a multiprocessor, up to which a width is `narrow`, and may be cut otherwise
+# And what gemm.cu calls them.
+KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
+KINDS |= {f"{kind}_narrow": name for kind, name in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,54 @@ class Shape:
     def shared_bytes(self, part: int) -> int:
         """Of a block. part: bytes of one of `parts`."""
         return max(self.shared + self.parts * part, self.sums)
+
+
+@dataclass(frozen=True)
+class TallShape:
+    """How a kernel of gemm_tall.cu cuts its work. Such a one has x in panels, which another kernel writes."""
+
+    tokens: int  # rows of x that a block takes: 32, 64, 128, 192 or 256
+    groups: int  # warp groups of a block, which share them
+    row_tiles: int  # 64 features each, of a warp group
+    stages: int  # chunks of x in shared memory
+    ahead: int  # chunks of weights
+    cluster: int = 1  # blocks, each for a part of K
+    blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
+    in_shares: bool = False  # a block sums K in the shares of few-row kernels, one after the other
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums have the bits of few-row kernels."""
+        return self.in_shares or self.cluster == SHARES
+
+    @property
+    def features(self) -> int:
+        """Rows of the weight that a block takes."""
+        return self.groups * self.row_tiles * 64
+
+    @property
+    def warps(self) -> int:
+        return self.groups * 4
+
+    @property
+    def room(self) -> int:
+        return self.blocks
+
+    @property
+    def call(self) -> str:
+        """The template of gemm_tall.cu and what it is called with, up to the kind."""
+        cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
+        return f"tall_gemm, {', '.join(map(str, cut))}"
+
+    def grid(self, kind: str, rows: int, width: int, processors: int = 0) -> tuple[int, int]:
+        """Blocks. width: of the result."""
+        outputs = self.features // (2 if kind == "silu" else 1)
+        return -(-rows // self.tokens) * self.cluster, -(-width // outputs)
+
+    def shared_bytes(self, part: int) -> int:
+        """Of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
+        pipeline = self.stages * self.tokens * _CHUNK * 2 + self.warps * self.row_tiles * self.ahead * part
+        return max(pipeline, self.tokens * (self.features + 4) * 4) + self.stages * 16
 
 
 Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block takes
@@ -119,7 +170,10 @@ def _sums(tokens: int, features: int) -> int:
 # place of it, or is there beside it, where there are clusters.
 _ANYWHERE = {
     ("plain", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("plain_narrow", 8): few_rows(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
     ("add", 8): few_rows(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
+    ("add_long", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("add_long_narrow", 8): few_rows(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
     ("silu", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
     ("plain", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
     ("add", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
@@ -135,7 +189,8 @@ _ANYWHERE = {
     ("silu", 128): _tiled_gemm(),
 }
 _WITH_CLUSTERS = _ANYWHERE | {
-    ("add_long", 16): shared(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
+    ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2, cluster=8),
+    ("add_long_narrow", 16): shared(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
     ("silu", 16): shared(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
     ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
     ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
@@ -159,6 +214,12 @@ def tile_of(rows: int, features: int, processors: int) -> int:
         return next(tile for tile in _SMALL if tile >= rows)
     # The largest needs a lot of work to be faster: blocks for half of the processors.
     return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
+
+
+def key_of(kernels: Container[tuple[str, int]], kind: str, tile: int, width: int, processors: int) -> tuple[str, int]:
+    """Which of the kernels takes a product of this kind. width: of the result."""
+    narrow = f"{kind}_narrow", tile
+    return narrow if width <= NARROW * processors and narrow in kernels else (kind, tile)
 
 
 class SmallMGemm:
@@ -202,7 +263,8 @@ class SmallMGemm:
         x = x.contiguous()
         rows, depth = x.shape
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
-        kernel, shape = self._kernels[self.only or (kind, tile_of(rows, weight.shape[0], self._processors))]
+        tile = tile_of(rows, weight.shape[0], self._processors)
+        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors)]
         out = x.new_empty(rows, width)
         grid = shape.grid(kind, rows, width, self._processors)
         kernel(grid, x, weight, bias, residual, out, rows, width, depth, overlap=not fresh)
@@ -231,7 +293,7 @@ def read_files(names: Sequence[str]) -> list[str]:
     return [folder.joinpath(name).read_text(encoding="utf-8") for name in names]
 
 
-def kernel_lines(shapes: Shapes) -> list[str]:
+def kernel_lines(shapes: Mapping[tuple[str, int], Shape | TallShape]) -> list[str]:
     """What `KERNEL` of gemm.cu is given for each."""
     return [
         f"{kind}_{tile}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}, {KINDS[kind]}"
@@ -239,7 +301,7 @@ def kernel_lines(shapes: Shapes) -> list[str]:
     ]
 
 
-def kernel_of(module: Module, key: tuple[str, int], shape: Shape, part: int) -> Kernel:
+def kernel_of(module: Module, key: tuple[str, int], shape: Shape | TallShape, part: int) -> Kernel:
     """part: bytes of one of the shape's `parts`."""
     kind, tile = key
     return module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared_bytes(part), blocks=shape.room)

@@ -6,7 +6,7 @@ The bits of a result are those that `SmallMGemm` gives for the matrix that `dens
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,10 +18,11 @@ from draftwing.ops.cuda.gemm import (
     LONG,
     WARP_GROUPS,
     Shape,
-    Shapes,
+    TallShape,
     few_rows,
     kernel_lines,
     kernel_of,
+    key_of,
     read_files,
     ring,
     shared,
@@ -36,6 +37,11 @@ _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a 
 # beside them, whose block of a prompt takes two thirds of the registers.
 _UNPACK_BLOCKS, _UNPACK_ASIDE = 4, 1
 _ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
+
+
+_ORDER_CHUNKS = 4  # that a block of `order_x` takes
+
+Shapes = dict[tuple[str, int], Shape | TallShape]  # by kind and rows of x that a block takes
 
 
 class Width(NamedTuple):
@@ -113,31 +119,52 @@ _WITH_CLUSTERS: dict[int, Shapes] = {
     },
 }
 
-# With warp groups.
+# With warp groups: from 17 rows on x comes in panels, and a cluster has the eight shares.
+_EXACT: Shapes = {
+    ("plain_narrow", 32): TallShape(32, groups=1, row_tiles=2, stages=4, ahead=4, cluster=8, blocks=3),
+    ("add_long", 32): TallShape(32, groups=1, row_tiles=2, stages=4, ahead=4, cluster=8, blocks=3),
+    ("plain", 64): TallShape(64, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, blocks=3),
+    ("add", 64): TallShape(64, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, blocks=3),
+    ("plain", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
+    ("add", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
+    ("silu", 128): TallShape(128, groups=2, row_tiles=1, stages=6, ahead=6, in_shares=True),
+}
 _HOPPER: dict[int, Shapes] = {
     4: _WITH_CLUSTERS[4]
+    | _EXACT
     | {
         ("plain", 2): ring(2, row_tiles=2, ahead=3, blocks=2),
         ("silu", 2): ring(2, row_tiles=4, ahead=3, blocks=2),
-        ("add_long", 2): ring(2, row_tiles=2, ahead=10, blocks=1),
+        ("plain_narrow", 2): ring(2, row_tiles=2, ahead=10, blocks=1),
+        ("add_long", 2): ring(2, row_tiles=1, ahead=6, blocks=3),
+        ("add_long_narrow", 2): ring(2, row_tiles=2, ahead=10, blocks=1),
         ("plain", 8): ring(8, row_tiles=2, ahead=5, blocks=2),
         ("silu", 8): ring(8, row_tiles=4, ahead=4, blocks=1),
-        ("add_long", 16): ring(16, row_tiles=2, ahead=4, blocks=1),
-        ("plain", 64): wide(64, (8, 1), row_tiles=2, ahead=4, panel=2, blocks=1, cluster=8),
+        ("add_long", 8): shared(8, (1, 4), row_tiles=2, ahead=4, stages=4, blocks=3, cluster=2),
+        ("add_long_narrow", 8): shared(8, (2, 4), row_tiles=2, ahead=8, stages=4, blocks=1, cluster=2),
+        ("plain_narrow", 16): ring(16, row_tiles=2, ahead=3, blocks=1),
+        ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=3, cluster=8),
+        ("add_long_narrow", 16): ring(16, row_tiles=2, ahead=4, blocks=1),
         ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=5, panel=2, blocks=1),
-        ("plain", 128): wide(128, (8, 1), row_tiles=2, ahead=4, panel=2, blocks=1, cluster=8),
     },
     8: _WITH_CLUSTERS[8]
+    | _EXACT
     | {
         ("plain", 2): ring(2, row_tiles=2, ahead=2, blocks=2),
+        ("plain_narrow", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
         ("add", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
         ("silu", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
-        ("add_long", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
+        ("add_long", 2): ring(2, row_tiles=4, ahead=3, blocks=1),
+        ("add_long_narrow", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
+        ("plain_narrow", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
         ("add", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
         ("silu", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
-        ("add_long", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
+        ("add_long", 8): shared(8, (1, 4), row_tiles=2, ahead=4, stages=4, blocks=3, cluster=2),
+        ("add_long_narrow", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
+        ("plain_narrow", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+        ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=3, cluster=8),
+        ("add_long_narrow", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
         ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=5, panel=1, blocks=1),
-        ("plain", 128): wide(128, (8, 1), row_tiles=2, ahead=4, panel=1, blocks=1, cluster=8),
     },
 }
 
@@ -159,7 +186,8 @@ class GroupGemm:
         shapes = shapes_for(width.bits, capability, dtype) if shapes is None else shapes
         module = Module(read_source(width, shapes), _options(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
+        self._order = order_kernels(module, shapes.values())
+        self._kernels: dict[tuple[str, int], tuple[Kernel, Shape | TallShape]] = {
             key: (kernel_of(module, key, shape, width.part), shape) for key, shape in shapes.items()
         }
         self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
@@ -194,7 +222,10 @@ class GroupGemm:
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        kernel, shape = self._kernels[self.only or (kind, tile_of(rows, self._tiles[kind]))]
+        tile = tile_of(rows, self._tiles[kind])
+        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors)]
+        if isinstance(shape, TallShape):
+            x = ordered(self._order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)
         kernel(
             shape.grid(kind, rows, width, self._processors), x, weight.codes, weight.scales, weight.zeros, bias,
@@ -213,6 +244,29 @@ def tile_of(rows: int, tiles: Sequence[int]) -> int:
     return next((tile for tile in tiles if rows <= tile), tiles[-1])
 
 
+def order_kernels(module: Module, shapes: Iterable[Shape | TallShape]) -> dict[int, Kernel]:
+    """By the rows of a panel."""
+    return {tokens: module.kernel(f"order_{tokens}", 256) for tokens in _panels(shapes)}
+
+
+def ordered(kernel: Kernel, tokens: int, x: Tensor) -> Tensor:
+    """x [M, K] in panels of so many rows, as kernels of a `TallShape` have it."""
+    rows, depth = x.shape
+    blocks = -(-rows // tokens)
+    panels = x.new_empty(blocks * tokens, depth)
+    kernel((-(-depth // (CHUNK * _ORDER_CHUNKS)), blocks * tokens // 8), x, panels, rows, depth)
+    return panels
+
+
+def order_lines(shapes: Iterable[Shape | TallShape]) -> list[str]:
+    """Of the source: the kernels of `order_kernels`."""
+    return [f"ORDER_KERNEL(order_{tokens}, {tokens // 8})\n" for tokens in _panels(shapes)]
+
+
+def _panels(shapes: Iterable[Shape | TallShape]) -> list[int]:
+    return sorted({shape.tokens for shape in shapes if isinstance(shape, TallShape)})
+
+
 def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
     """Puts what `GroupGemm` compiles into the user's cache folder, for devices of this compute capability."""
     shapes = shapes_for(width.bits, capability, dtype) if shapes is None else shapes
@@ -221,8 +275,9 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 
 def read_source(width: Width, shapes: Shapes) -> str:
     """What is compiled."""
-    parts = read_files((*FILES, "gemm_groups.cu"))
-    parts.append(weights_line(width))
+    order = order_lines(shapes.values())
+    parts = read_files((*FILES, "gemm_groups.cu", *(["gemm_tall.cu"] if order else [])))
+    parts += [weights_line(width), *order]
     parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
     parts.append("UNPACK_KERNEL(unpack_all)\n")
     return "".join(parts)

@@ -6,63 +6,16 @@ Results are those of the matrix that `GroupGemm.dense` gives, in other sums: the
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import FILES, KINDS, LONG, SHARES, WARP_GROUPS, read_files
-from draftwing.ops.cuda.gemm_groups import Width, weights_line
+from draftwing.ops.cuda.gemm import FILES, LONG, WARP_GROUPS, TallShape, kernel_lines, kernel_of, read_files
+from draftwing.ops.cuda.gemm_groups import Width, order_kernels, order_lines, ordered, weights_line
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
-from draftwing.ops.groups import CHUNK, PackedGroups
+from draftwing.ops.groups import PackedGroups
 
-_ORDER_CHUNKS = 4  # that a block of `order_x` takes
 _OPTIONS = ["-DTYPE_BF16=1"]
-
-
-@dataclass(frozen=True)
-class TallShape:
-    """How a kernel cuts its work."""
-
-    tokens: int  # rows of x that a block takes: 64, 128, 192 or 256
-    groups: int  # warp groups of a block, which share them
-    row_tiles: int  # 64 features each, of a warp group
-    stages: int  # chunks of x in shared memory
-    ahead: int  # chunks of weights
-    cluster: int = 1  # blocks, each for a part of K
-    blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
-    in_shares: bool = False  # a block sums K in the shares of few-row kernels, one after the other
-
-    @property
-    def exact(self) -> bool:
-        """Whether sums have the bits of few-row kernels."""
-        return self.in_shares or self.cluster == SHARES
-
-    @property
-    def features(self) -> int:
-        """Rows of the weight that a block takes."""
-        return self.groups * self.row_tiles * 64
-
-    @property
-    def threads(self) -> int:
-        return self.groups * 128
-
-    @property
-    def call(self) -> str:
-        """The template of gemm_tall.cu and what it is called with, up to the kind."""
-        cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
-        return f"tall_gemm, {', '.join(map(str, cut))}"
-
-    def grid(self, kind: str, rows: int, width: int) -> tuple[int, int]:
-        """Blocks. width: of the result."""
-        outputs = self.features // (2 if kind == "silu" else 1)
-        return -(-rows // self.tokens) * self.cluster, -(-width // outputs)
-
-    def shared_bytes(self, part: int) -> int:
-        """Of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
-        rings = self.groups * 4 * self.row_tiles * self.ahead * part
-        pipeline = self.stages * self.tokens * CHUNK * 2 + rings
-        return max(pipeline, self.tokens * (self.features + 4) * 4) + self.stages * 16
 
 
 TallShapes = dict[tuple[str, int], TallShape]  # by kind, and the most rows of x that it is for
@@ -115,12 +68,9 @@ class TallGemm:
         module = Module(read_source(width, shapes), _OPTIONS, device)
         self._shapes = dict(sorted(shapes.items(), key=lambda item: item[0][1]))
         self._kernels: dict[tuple[str, int], Kernel] = {
-            (kind, most): module.kernel(
-                f"{kind}_{most}", shape.threads, shape.shared_bytes(width.part), blocks=shape.blocks
-            )
-            for (kind, most), shape in shapes.items()
+            key: kernel_of(module, key, shape, width.part) for key, shape in shapes.items()
         }
-        self._order = {tokens: module.kernel(f"order_{tokens}", 256) for tokens in _tokens(shapes)}
+        self._order = order_kernels(module, shapes.values())
 
     def linear(
         self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
@@ -144,9 +94,7 @@ class TallGemm:
         x = x.contiguous()
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
         shape = self._shapes[key]
-        blocks, tiles = -(-rows // shape.tokens), shape.tokens // 8
-        panels = x.new_empty(blocks * shape.tokens, depth)
-        self._order[shape.tokens]((-(-depth // (CHUNK * _ORDER_CHUNKS)), blocks * tiles), x, panels, rows, depth)
+        panels = ordered(self._order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)
         self._kernels[key](
             shape.grid(kind, rows, width), panels, weight.codes, weight.scales, weight.zeros, bias, residual, out,
@@ -162,12 +110,8 @@ class TallGemm:
 def read_source(width: Width, shapes: TallShapes) -> str:
     """What is compiled."""
     parts = [*read_files((*FILES, "gemm_groups.cu", "gemm_tall.cu")), weights_line(width)]
-    parts += [
-        f"GROUP_KERNEL({kind}_{most}, {shape.threads}, {shape.blocks}, {shape.cluster}, {shape.call}, {KINDS[kind]})\n"
-        for (kind, most), shape in shapes.items()
-    ]
-    parts += [f"ORDER_KERNEL(order_{tokens}, {tokens // 8})\n" for tokens in _tokens(shapes)]
-    return "".join(parts)
+    parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
+    return "".join([*parts, *order_lines(shapes.values())])
 
 
 def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int]) -> None:
@@ -187,7 +131,3 @@ def tall_gemm(device: torch.device, dtype: torch.dtype, width: Width) -> TallGem
     """Compiles on first use. None where there are no kernels. Raises OSError without NVRTC."""
     shapes = shapes_for(width.bits, torch.cuda.get_device_capability(device), dtype)
     return TallGemm(device, width, shapes) if shapes else None
-
-
-def _tokens(shapes: TallShapes) -> list[int]:
-    return sorted({shape.tokens for shape in shapes.values()})
