@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.kv_manager import KVManager
+from draftwing.sched.making import WORTH
 from draftwing.sched.req import Req, ReqState
 
 SLOTS, ROWS, ROOM = 64, 3, 4
@@ -61,6 +63,38 @@ def test_equal_prompts_wait_for_the_first() -> None:
     assert np.array_equal(first.slots[:9], second.slots[:9])
     alone = manager(cache=False)
     assert admit(alone, request("a", tokens.tolist())) and not alone.on_its_way(second, tokens)
+
+
+@pytest.mark.parametrize(
+    "common, own, waits",
+    [(WORTH, 4, True), (WORTH - 1, 4, False), (WORTH, WORTH, True), (WORTH, WORTH + 1, False), (200, 150, True)],
+)
+def test_who_begins_like_a_prompt_in_the_making_waits_where_it_is_worth_it(common: int, own: int, waits: bool) -> None:
+    """Until all of it is there; not for one of which more than twice as much is left as is saved."""
+    kv = KVManager(1000, ROWS, lookahead=0, cache=True, room=ROOM)
+    tokens = np.array([*range(common), 2000, 2001])
+    first, second = request("a", [*range(common), *range(3000, 3000 + own)]), request("b", tokens.tolist())
+    assert admit(kv, first) and kv.on_its_way(second, tokens) == waits
+    assert not kv.on_its_way(second, tokens, held={first})
+    prefill(kv, first)
+    assert not kv.on_its_way(second, tokens) and admit(kv, second) and second.kv == common
+    kv.check_integrity()
+
+
+def test_nobody_waits_for_what_is_cached_nor_for_others_who_may_get_less_time() -> None:
+    kv, tokens = KVManager(1000, ROWS, lookahead=0, cache=True, room=ROOM), np.arange(100)
+    cached = request("cached", list(range(90)))
+    assert admit(kv, cached)
+    prefill(kv, cached)
+    assert admit(kv, request("a", [*range(95), 3000]))  # five tokens more would be saved
+    assert not kv.on_its_way(request("b", tokens.tolist()), tokens)
+    kv, first = KVManager(1000, ROWS, lookahead=0, cache=True, room=ROOM), request("a", [*range(95), 3000])
+    assert admit(kv, first)
+    for change, waits in ({}, True), ({"priority": 1}, False), ({"priority": -1}, True), ({"client": "other"}, False):
+        asked = GenerationRequest("b", tokens.tolist(), SamplingParams(max_new_tokens=8), **change)
+        assert kv.on_its_way(Req(asked, 0, 108, frozenset()), tokens) == waits, change
+    kv.release(first)
+    assert not kv.on_its_way(request("b", tokens.tolist()), tokens)
 
 
 def test_who_does_not_fit_changes_nothing() -> None:

@@ -364,6 +364,22 @@ def test_equal_prompts_are_prefilled_once():
     assert cached == {"a": 0, "b": 29, "c": 29, "d": 0}
 
 
+def test_what_a_crowd_begins_with_is_prefilled_once():
+    """Twelve requests behind three system prompts of 100 tokens, all there at once."""
+    sched = make(slots=3000, rows=12, chunk=64)
+    for i in range(12):
+        first = 1000 * (i % 3)
+        prompt = [*range(first, first + 100), 5000 + i]
+        request = GenerationRequest(str(i), prompt, SamplingParams(max_new_tokens=3))
+        sched.submit(Req(request, 0, len(prompt) + 3, frozenset()))
+    prefilled = 0
+    while not sched.idle:
+        plan = turn(sched)
+        prefilled += sum(chunk.length for chunk in plan.chunks)
+        sched.check_integrity()
+    assert prefilled == 3 * 100 + 12
+
+
 def test_who_waits_for_a_prefill_that_is_aborted_goes_on_by_itself():
     sched = make(chunk=8)
     for uid in "ab":

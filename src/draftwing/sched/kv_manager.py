@@ -8,12 +8,13 @@ is safe, because whoever gets them next is launched later on the same stream.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
 from draftwing.core import Admission, IntArray
 from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.making import PATIENCE, WORTH, InTheMaking
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req
 
@@ -36,7 +37,7 @@ class KVManager:
         self._admissions = 0
         self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
-        self._first_of_prompt: dict[tuple[int, bytes], Req] = {}  # prompts that are being prefilled, by salt and tokens
+        self._making = InTheMaking()
         self._spoilt: list[IntArray] = []  # slots, see `take_spoilt`
 
     # -- to requests ------------------------------------------------------------------------------------------------
@@ -51,9 +52,20 @@ class KVManager:
         """Slots that are free or cached."""
         return self.pool.available + self.radix.evictable
 
-    def on_its_way(self, req: Req, tokens: IntArray) -> bool:
-        """Whether the KV of its tokens is being computed for another request, so that it should wait."""
-        return self.radix.enabled and (req.salt, tokens.tobytes()) in self._first_of_prompt
+    def on_its_way(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
+        """Whether the KV of its tokens, or of so many of them that it is worth it, is being computed for another
+        request, so that it should wait. held: who does not go on now."""
+        if not self.radix.enabled:
+            return False
+        if self._making.has(req, tokens):
+            return True
+        alike = [pair for pair in self._making.most_in_common(req, tokens, held) if pair[0] >= WORTH]
+        if not alike:
+            return False
+        most = self._may_reuse(req)
+        cached = len(self.radix.match(tokens, req.salt, most).slots)
+        saved = [(min(common, most) - cached, left) for common, left in alike]
+        return any(less >= WORTH and left <= PATIENCE * less for less, left in saved)
 
     def admit(self, req: Req, tokens: IntArray, reserve: int) -> bool:
         """Gives it a row and what is cached of its tokens; False, and nothing changes, where they would leave fewer
@@ -77,7 +89,7 @@ class KVManager:
             req.cached_tokens = cached
         self.by_row[req.row] = req
         if cached < most:
-            self._first_of_prompt[req.salt, tokens.tobytes()] = req
+            self._making.add(req, tokens)
         draft_salt = req.salt if req.draft_salt is None else req.draft_salt
         self._admits[req.row] = Admission(
             req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), draft_salt,
@@ -125,7 +137,7 @@ class KVManager:
         """The only function that takes what a request has: the committed prefix goes to the radix tree, all else that
         is owned back to the allocator, the row to the free rows."""
         assert req.running and req.node is not None
-        self._prompt_is_known(req)
+        self._making.drop(req)
         self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
         self.radix.unlock(req.node)
         self.pool.free(_owned(req))
@@ -139,11 +151,6 @@ class KVManager:
         """The tokens that its committed KV depends on."""
         return np.asarray(req.tokens[: req.kv + self._lookahead], np.int64)
 
-    def _prompt_is_known(self, req: Req) -> None:
-        """Nobody needs to wait for its prefill any more."""
-        for prompt in [prompt for prompt, first in self._first_of_prompt.items() if first is req]:
-            del self._first_of_prompt[prompt]
-
     def share(self, req: Req) -> None:
         """Gives the prompt to the radix tree at once, so that others can use it.
 
@@ -151,7 +158,7 @@ class KVManager:
         both pinned, a request could need twice its length. A step in flight still reads the old slots; whoever gets
         them is launched after it.
         """
-        self._prompt_is_known(req)
+        self._making.drop(req)
         node = self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
         assert req.node is not None
         self.radix.lock(node)

@@ -187,8 +187,8 @@ class Scheduler:
             if not self.kv.has_row and shares.who_yields(self.running, req) is None:
                 break
             tokens = np.asarray(req.tokens, np.int64)
-            if self.kv.on_its_way(req, tokens):
-                continue  # computed once for all who ask alike
+            if self.kv.on_its_way(req, tokens, self._held):
+                continue  # computed once for all who begin alike
             self._told.give(req, self.running)
             if not self._give_row(req, tokens, shares):
                 break  # whoever needs less must not pass for ever whoever needs more
