@@ -1,4 +1,4 @@
-"""GEMMs of more than 64 rows with a quantised weight on CUDA: the Python side of gemm_tall.cu.
+"""GEMMs of more than 128 rows with a quantised weight on CUDA: the Python side of gemm_tall.cu.
 
 Results are those of the matrix that `GroupGemm.dense` gives, in other sums: the bits of a row may depend on the batch.
 """
@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import FILES, LONG, WARP_GROUPS, TallShape, kernel_lines, kernel_of, read_files
+from draftwing.ops.cuda.gemm import FILES, LONG, WARP_GROUPS, TallShape, kernel_lines, kernel_of, key_of, read_files
 from draftwing.ops.cuda.gemm_groups import Width, order_kernels, order_lines, ordered, weights_line
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.groups import PackedGroups
@@ -23,33 +23,27 @@ TallShapes = dict[tuple[str, int], TallShape]  # by kind, and the most rows of x
 # By bits, as measured, for bfloat16 and devices with warp groups. Without an entry for as many rows there is no kernel.
 _HOPPER: dict[int, TallShapes] = {
     8: {
-        ("plain", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
         ("plain", 192): TallShape(192, 2, 1, 4, 4, 2, 1),
         ("plain", 256): TallShape(256, 2, 1, 4, 4, 2, 1),
         ("plain", 512): TallShape(256, 2, 1, 4, 4, 1, 1),
-        ("add", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
         ("add", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
         ("add", 512): TallShape(256, 2, 1, 4, 4, 2, 1),
-        ("silu", 128): TallShape(128, 2, 2, 5, 4, 1, 1),
         ("silu", 192): TallShape(192, 2, 1, 4, 4, 1, 1),
         ("silu", 1024): TallShape(256, 2, 1, 4, 4, 1, 1),
-        ("add_long", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
-        ("add_long", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("add_long", 256): TallShape(128, 2, 1, 4, 4, 8, 2),
+        ("add_long_narrow", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
         ("add_long", 1024): TallShape(256, 2, 1, 4, 4, 2, 1),
     },
     4: {
-        ("plain", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
         ("plain", 192): TallShape(192, 2, 1, 4, 4, 2, 1),
         ("plain", 256): TallShape(256, 2, 1, 4, 4, 2, 1),
         ("plain", 2048): TallShape(256, 2, 1, 4, 4, 1, 1),
-        ("add", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
         ("add", 192): TallShape(192, 2, 1, 4, 4, 2, 1),
         ("add", 512): TallShape(256, 2, 1, 4, 4, 2, 1),
-        ("silu", 128): TallShape(128, 2, 2, 5, 4, 2, 1),
         ("silu", 192): TallShape(192, 2, 1, 4, 4, 1, 1),
-        ("silu", 1024): TallShape(256, 2, 1, 4, 4, 1, 1),
-        ("add_long", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
-        ("add_long", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("silu", 512): TallShape(256, 2, 1, 4, 4, 1, 1),
+        ("add_long", 256): TallShape(128, 2, 1, 4, 4, 8, 2),
+        ("add_long_narrow", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
         ("add_long", 1024): TallShape(256, 2, 1, 4, 4, 2, 1),
     },
 }
@@ -66,6 +60,7 @@ class TallGemm:
     def __init__(self, device: torch.device, width: Width, shapes: TallShapes) -> None:
         self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         module = Module(read_source(width, shapes), _OPTIONS, device)
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._shapes = dict(sorted(shapes.items(), key=lambda item: item[0][1]))
         self._kernels: dict[tuple[str, int], Kernel] = {
             key: kernel_of(module, key, shape, width.part) for key, shape in shapes.items()
@@ -88,7 +83,7 @@ class TallGemm:
         self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
     ) -> Tensor | None:
         rows, depth = x.shape
-        key = self.only or self._key(kind, rows)
+        key = self.only or self._key(kind, rows, width)
         if key is None:
             return None
         x = x.contiguous()
@@ -102,9 +97,11 @@ class TallGemm:
         )  # fmt: skip
         return out
 
-    def _key(self, kind: str, rows: int) -> tuple[str, int] | None:
+    def _key(self, kind: str, rows: int, width: int) -> tuple[str, int] | None:
         key = next((key for key in self._shapes if key[0] == kind and rows <= key[1]), None)
-        return self._key("add", rows) if key is None and kind == "add_long" else key
+        if key is None:
+            return self._key("add", rows, width) if kind == "add_long" else None
+        return key_of(self._shapes, *key, width, self._processors)
 
 
 def read_source(width: Width, shapes: TallShapes) -> str:
