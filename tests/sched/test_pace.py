@@ -5,7 +5,7 @@ import random
 import pytest
 
 from draftwing.core import Chunk
-from draftwing.sched.pace import ALONE, BESIDE, LEAST, LONG, MOST, PRESSED, SHARE, STALL, Pace
+from draftwing.sched.pace import ALONE, BESIDE, CALM, LEAST, LONG, MOST, PRESSED, SHARE, STALL, Pace
 
 SIZES = [60, 600, 200, 250, 500] * 20
 
@@ -64,7 +64,13 @@ def test_a_prefill_is_short_beside_those_who_decode() -> None:
     assert pace.seconds(part(round(most / pace.price(0)))) == pytest.approx(STALL * 0.004, rel=0.02)
     assert pace.most([0.9 * most], True) == 0.9 * most
     assert pace.most([1.03 * most], True) == 1.03 * most  # no rest of a few tokens
-    assert pace.most([9.0], False) == pytest.approx((ALONE - 1) * 0.004)
+    assert pace.most([9.0], False) == pytest.approx(CALM - 0.004)
+
+
+def test_alone_it_is_so_many_steps_long_and_never_too_short_for_what_each_takes() -> None:
+    """Steps of quantised weights are short, and what each of their prefills takes at least is not."""
+    assert learnt(0.01, 2e-5, SIZES).most([9.0], False) == pytest.approx((ALONE - 1) * 0.01)
+    assert learnt(0.001, 2e-5, SIZES).most([9.0], False) == pytest.approx(CALM - 0.001)
 
 
 def test_alone_it_is_worth_what_each_takes_at_least() -> None:

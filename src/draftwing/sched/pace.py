@@ -20,6 +20,8 @@ STALL = 3.0  # times the shortest step: as long may a prefill take beside reques
 LONG = 16.0  # times the shortest step: prompts that take longer are long
 BESIDE = 1.25  # times a usual step: as long may a prefill of long prompts take, or twice as long as the shortest one
 ALONE = 32.0  # times the shortest step: the same where nobody decodes, but may come. For the device that is long
+CALM = 0.16  # seconds: as long may one take there in any case, which nobody who comes notices. Steps of quantised
+# weights are short: in parts of 32 of them prompts spent 7% of the time on what each part takes at least
 SPENT = 0.05  # of such a prefill: as much may be what each takes at least. Quantised weights are multiplied out first
 MOST = 3.0  # times `ALONE`: longer a prefill never gets for that, for who comes meanwhile waits until it ends
 SHARE = 8  # of the prefills that wait, each counted up to what one may take, one in so many is done at once
@@ -131,7 +133,8 @@ class Pace:
             beside = max(BESIDE * self._usual - self._start, self._start)
             part = max(beside, short, sum(min(one, each) for one in waiting) / SHARE)
         else:
-            part = max(ALONE * self._short - self._start, min(self._start / SPENT, MOST * ALONE * self._short))
+            longest = max(MOST * ALONE * self._short, CALM)
+            part = max(ALONE * self._short - self._start, CALM - self._start, min(self._start / SPENT, longest))
         return total if total <= (1 + REST) * part else part
 
 
