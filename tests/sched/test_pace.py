@@ -5,7 +5,7 @@ import random
 import pytest
 
 from draftwing.core import Chunk
-from draftwing.sched.pace import ALONE, BESIDE, CALM, LEAST, LONG, MOST, PRESSED, SHARE, STALL, Pace
+from draftwing.sched.pace import ALONE, BESIDE, CALM, LEAST, LONG, MOST, PRESSED, SHARE, STALL, SWIFT, Pace
 
 SIZES = [60, 600, 200, 250, 500] * 20
 
@@ -65,6 +65,11 @@ def test_a_prefill_is_short_beside_those_who_decode() -> None:
     assert pace.most([0.9 * most], True) == 0.9 * most
     assert pace.most([1.03 * most], True) == 1.03 * most  # no rest of a few tokens
     assert pace.most([9.0], False) == pytest.approx(CALM - 0.004)
+
+
+def test_where_steps_are_short_a_prefill_beside_them_is_not_too_short() -> None:
+    assert learnt(0.01, 2e-5, SIZES).most([0.02] * 4, True) == pytest.approx((STALL - 1) * 0.01)
+    assert learnt(0.002, 2e-5, SIZES).most([0.02] * 4, True) == pytest.approx(SWIFT - 0.002)
 
 
 def test_alone_it_is_so_many_steps_long_and_never_too_short_for_what_each_takes() -> None:

@@ -17,6 +17,8 @@ import numpy as np
 from draftwing.core import Chunk
 
 STALL = 3.0  # times the shortest step: as long may a prefill take beside requests that decode
+SWIFT = 0.012  # seconds: as long may it take in any case, which no reader notices. Three steps of 2.5 ms, as with
+# quantised weights, are parts of 100 tokens, which take nearly as long as 250
 LONG = 16.0  # times the shortest step: prompts that take longer are long
 BESIDE = 1.25  # times a usual step: as long may a prefill of long prompts take, or twice as long as the shortest one
 ALONE = 32.0  # times the shortest step: the same where nobody decodes, but may come. For the device that is long
@@ -127,7 +129,7 @@ class Pace:
         if not self._steps or not self._token:
             return total
         if decoding:
-            each = max(STALL * self._short - self._start, self._start)
+            each = max(STALL * self._short - self._start, SWIFT - self._start, self._start)
             short = sum(one for one in waiting if one <= LONG * self._short)
             short = min(short, max(each, LEAST * self._token))
             beside = max(BESIDE * self._usual - self._start, self._start)
