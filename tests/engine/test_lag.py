@@ -109,6 +109,18 @@ def test_text_that_the_host_knows_is_seen_as_a_prompt_is(harness: Any, lag: int,
     assert max(map(sum, passes)) <= deferral.most
 
 
+def test_hidden_states_beside_spoilt_slots_are_zeroed(harness: Any) -> None:
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    model = harness.tiny_model()
+    head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
+    drafter = make_model_drafter(head, 7, TREE.topk, torch.float32, make_ops(torch.device("cpu")))
+    rig = harness.Rig(model, drafter=drafter, deferral=Deferral(0, 50, by_slot=True))
+    kept = rig.executor._lag._slots.fill_(float("nan"))
+    rig.executor.clear(np.array([3, 5]))
+    assert torch.isfinite(kept).all(1).nonzero().flatten().tolist() == [3, 5]
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
 def test_hidden_states_that_lie_with_the_slots(harness: Any, kind: str, lag: int, monkeypatch: Any) -> None:

@@ -150,8 +150,12 @@ class Executor:
 
     @torch.inference_mode()
     def clear(self, slots: IntArray) -> None:
-        """Zeroes KV of slots [n] that is not finite: times a weight of 0 it would still be NaN."""
-        self.attn.pool.clear(self.device.upload(slots))
+        """Zeroes KV of slots [n] that is not finite, and what lies beside it: times a weight of 0 it would still be
+        NaN."""
+        device_slots = self.device.upload(slots)
+        self.attn.pool.clear(device_slots)
+        if self._lag is not None:
+            self._lag.clear(device_slots)
 
     def hurry(self) -> None:
         """All ranks have started: see `Ranks.hurry`."""

@@ -103,6 +103,11 @@ class Lag:
             assert hidden is not None
             self._ops.put_rows(self._slots, slots, hidden)
 
+    def clear(self, slots: Tensor) -> None:
+        """Zeroes what lies beside these slots [n]."""
+        if self._slots is not None:
+            self._slots.index_fill_(0, slots, 0)
+
     def keep(self, rows: Tensor, before: Tensor, count: Tensor, hidden: Tensor | None, nodes: Tensor | None) -> None:
         """A step that the drafter does not see has committed count [B] positions of rows [B], from before [B] on.
         hidden [M, T]: of the step's queries; nodes [B * Q]: the query of each position, None where Q = 1 and M = B."""

@@ -13,7 +13,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.precision import Precision
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.memory import Rig, deferral_of, row_length, size_pool
+from draftwing.engine.startup.memory import Rig, deferral_of, hidden_bytes, row_length, size_pool
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import FP8, KVPool
 from draftwing.models.decoder import DecoderModel
@@ -82,7 +82,9 @@ def make_executor(
     if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
         log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
     target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in (layers, draft_layers))
-    log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
+    hidden_gb = pool_tokens * hidden_bytes(options, rig) / 1e9
+    kept = f", hidden states for it {hidden_gb:.2f} GB" if hidden_gb else ""
+    log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB%s", pool_tokens, target_gb, draft_gb, kept)
     log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
 
     model.set_max_positions(length)
