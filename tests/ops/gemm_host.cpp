@@ -258,6 +258,24 @@ static u32 rotate_right(u32 word, int bits) { return bits ? word >> bits | word 
 static u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 #endif
 
+#ifdef EXPERTS
+static int load_route(const int* p) { return *p; }
+static uint2 load_half_weight(const u32* p) {
+    if ((uintptr_t)p % 8) abort();
+    return {p[0], p[1]};
+}
+static float __uint_as_float(u32 bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+static u32 __float_as_uint(float f) {
+    u32 bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
+#endif
+
 #include SOURCE
 
 using Kernel = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int);
@@ -272,10 +290,21 @@ static struct {  // of the weight of the next runs, where there are any
     const u32 *scales, *zeros;
     int there;
 } group;
+using ExpertKernel = void (*)(const u16*, const void*, const u32*, const u32*, int, const u16*, const int*, const int*,
+                              u16*, int, int, int, int, float);
+static struct {  // of the next runs, where the weight is one of experts
+    int rows, tile_count, choices;
+    const int *order, *tiles;
+    float limit;
+    int there;
+} expert;
 
 static void body() {
     const int fiber = me;
-    if (group.there)
+    if (expert.there)
+        ((ExpertKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, expert.rows, job.bias, expert.order,
+                                   expert.tiles, job.y, expert.tile_count, expert.choices, job.N, job.K, expert.limit);
+    else if (group.there)
         ((GroupKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, job.bias, job.extra, job.y, job.M, job.N,
                                   job.K);
     else job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
@@ -338,6 +367,10 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 
 extern "C" void groups(const u32* scales, const u32* zeros, int there) { group = {scales, zeros, there}; }
 
+extern "C" void experts(int rows, int tile_count, int choices, const int* order, const int* tiles, float limit, int there) {
+    expert = {rows, tile_count, choices, order, tiles, limit, there};
+}
+
 #ifdef GROUPS
 template <class BODY>
 static void each_thread(int grid_x, int grid_y, BODY body) {
@@ -352,7 +385,7 @@ extern "C" void run_order(void (*order)(const u16*, u16*, int, int), const u16* 
                           int grid_y) {
     each_thread(grid_x, grid_y, [&] { order(x, y, M, K); });
 }
-#else
+#elif !defined(EXPERTS)
 extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int N, int K, int grid_x,
                            int grid_y) {
     each_thread(grid_x, grid_y, [&] { unpack_all(w, scales, zeros, y, N, K); });

@@ -1,0 +1,269 @@
+// Follows gemm.cu and gemm_groups.cu: GEMMs of few rows with the weights of experts, of which those are read that rows
+// chose. Weights of all experts lie one beneath the other. A row of x with one of its choices is a pair, and pairs of one
+// expert are a tile (`ExpertTiles` in ops/torch/experts.py); a block has some features of one tile.
+//
+// Sums are made as in gemm.cu, in shares, so that a pair's bits depend on its row and expert alone. Of quantised weights
+// a lane has other columns of a chunk than there.
+
+enum { CLAMPED = 3 };  // beside PLAIN and SILU_MUL
+#define ALPHA 1.702f  // of the clamped gate
+
+// Not from the L1 cache, which may have what was there before.
+__device__ __forceinline__ int load_route(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// As `load_weight`.
+__device__ __forceinline__ uint2 load_half_weight(const u32* p) {
+    uint2 v;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+
+// What lane t has of a chunk of x: 8 columns from X_LANE * t on, and 8 from X_HALF further on.
+struct StoredExperts : Stored {
+    static constexpr int X_LANE = 8, X_HALF = 32;
+
+    __device__ __forceinline__ static StoredExperts of(const void* w, const u32*, const u32*, int) { return {{(const u16*)w}}; }
+
+    // From a row on.
+    __device__ __forceinline__ StoredExperts from(size_t row, int K) const { return {{w + row * K}}; }
+};
+
+// Weights as in ops/expert_rows.py, for bfloat16: codes row by row, in words whose halves are neighbours in the matrix;
+// scales of 128 columns, or of all, by row. Codes become bfloat16s by where their bits are put, as they do there.
+enum { INT4 = 1, INT8 = 2, FP8 = 3, MX = 4 };
+template <int CODES, int OF_STEP, bool ZEROS>
+struct Words {
+    static constexpr bool TAKE_TURNS = false, SMALL = CODES == INT4 || CODES == MX;
+    static constexpr int POWER = 0, X_LANE = 16, X_HALF = 8;
+    static constexpr int OF_CHUNK = SMALL ? 8 : 16;  // words of a row and a chunk
+    // Rows of scales by which those of a warp's chunk are ahead of those of the chunk before.
+    static constexpr int ON = OF_STEP == 0 ? 0 : CODES == MX ? SHARES / 2 : OF_STEP * SHARES / 2;
+    const u32 *words, *scales, *zeros;
+    int rows;  // of the weight
+
+    __device__ __forceinline__ static Words of(const void* words, const u32* scales, const u32* zeros, int rows) {
+        return {(const u32*)words, scales, zeros, rows};
+    }
+
+    __device__ __forceinline__ Words from(size_t row, int K) const {
+        return {words + row * (K / CHUNK * OF_CHUNK), scales + row, ZEROS ? zeros + row : zeros, rows};
+    }
+
+    struct Part {
+        u32 words[2][SMALL ? 2 : 4], scales[2], zeros[2];  // of features g and g + 8
+
+        __device__ __forceinline__ void expand(int j, u32 (&top)[4], u32 (&bottom)[4]) const {
+            expand_row(0, j, top);
+            expand_row(1, j, bottom);
+        }
+
+        __device__ __forceinline__ void expand_row(int half, int j, u32 (&out)[4]) const {
+            const u32 scale = high_twice(scales[half]);
+            const u32 zero = ZEROS ? high_twice(zeros[half]) : 0xc308c308;  // -136
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // a pair of columns
+                const u32 word = SMALL ? words[half][j] : words[half][j * 2 + i / 2];
+                if constexpr (CODES == INT4) {
+                    out[i] = times(fma_pair((word >> 4 * i & 0x000f000f) | 0x43004300, ONE, zero), scale);
+                } else if constexpr (CODES == INT8) {
+                    const u32 pair = i % 2 ? word >> 8 : word;
+                    const u32 offset = (pair & 0x00800080) | 0xc300c300;  // -128, or -256 where it is negative
+                    out[i] = times(fma_pair((pair & 0x007f007f) | 0x43004300, ONE, offset), scale);
+                } else if constexpr (CODES == FP8) {
+                    const u32 sign = i % 2 ? word : word << 8, body = i % 2 ? word >> 4 : word << 4;
+                    out[i] = times((sign & 0x80008000) | (body & 0x07f007f0), scale);
+                } else {
+                    const u32 body = i < 2 ? word << (6 - 4 * i) : word >> (4 * i - 6);
+                    out[i] = times((word << (12 - 4 * i) & 0x80008000) | (body & 0x01c001c0), scale);
+                }
+            }
+        }
+    };
+
+    template <int KIND>
+    struct Rows {
+        const u32 *row[2], *scale[2], *zero[2];
+        int on, shift;  // MX: where the lane's exponent is in the four of a word
+        u32 scale_of[2], zero_of[2];  // where a row has but one
+
+        __device__ __forceinline__ void find(const Words& weights, int row0, int at, int chunk, int N, int K) {
+            const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+            const size_t groups = (CODES == MX ? chunk / 2 : OF_STEP == 4 ? chunk * 2 + t / 2 : chunk * OF_STEP / 2);
+            on = ON * weights.rows;
+            shift = (chunk % 2 * 2 + t / 2) * 8;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int n =
+                    KIND != PLAIN ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
+                row[half] = weights.words + (size_t)n * (K / CHUNK * OF_CHUNK) + (chunk * OF_CHUNK + t * (OF_CHUNK / 4));
+                scale[half] = weights.scales + (groups * weights.rows + n);
+                if (ZEROS) zero[half] = weights.zeros + (groups * weights.rows + n);
+                if (OF_STEP == 0) load_scale(scale_of[half], zero_of[half], half, 0);
+            }
+        }
+
+        // chunk: a multiple of SHARES. The last half has both.
+        __device__ __forceinline__ void load(Part& into, int chunk, int j) const {
+            if (j == 0) return;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (SMALL) {
+                    const uint2 v = load_half_weight(row[half] + chunk * OF_CHUNK);
+                    into.words[half][0] = v.x, into.words[half][1] = v.y;
+                } else {
+                    const uint4 v = load_weight((const u16*)(row[half] + chunk * OF_CHUNK));
+                    into.words[half][0] = v.x, into.words[half][1] = v.y;
+                    into.words[half][2] = v.z, into.words[half][3] = v.w;
+                }
+                if (OF_STEP == 0) into.scales[half] = scale_of[half], into.zeros[half] = zero_of[half];
+                else load_scale(into.scales[half], into.zeros[half], half, chunk);
+            }
+        }
+
+        __device__ __forceinline__ void load_scale(u32& of, u32& its_zero, int half, int chunk) const {
+            const size_t group = (size_t)(chunk / SHARES) * on;
+            const u32 word = load_word(scale[half] + group);
+            of = CODES == MX ? word >> shift << 24 >> 1 : word;
+            if (ZEROS) its_zero = __float_as_uint(__uint_as_float(load_word(zero[half] + group)) - 128.f);
+        }
+    };
+};
+
+// KIND and LIMIT's part of it: what becomes of a gate and its up.
+template <int KIND>
+__device__ __forceinline__ float gated(float gate, float up, float limit) {
+    if (KIND == SILU_MUL) return gate / (1.f + __expf(-gate)) * up;
+    gate = gate < limit ? gate : limit;
+    up = up < limit ? up : limit;
+    up = up > -limit ? up : -limit;
+    return gate / (1.f + __expf(-ALPHA * gate)) * (up + 1.f);
+}
+
+// y [pairs, N], a pair its row of x [pairs / choices, K] times the weight [N, K] of its expert; gated: of [2 * N, K], of
+// which the upper half are gates. bias: as the weight has rows. order, tiles [3][tile_count]: `ExpertTiles`, which may
+// have up to TOKEN_TILES * 8 pairs each. Tiles by blockIdx.y.
+template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
+__device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
+                                            const int* __restrict__ order, const int* __restrict__ tiles,
+                                            u16* __restrict__ y, int tile_count, int choices, int N, int K, float limit) {
+    static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
+    constexpr bool GATED = KIND != PLAIN;
+    constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS), OUT = GATED ? ROWS / 2 : ROWS;
+    static_assert(SHARES * 32 % OUT == 0, "a thread stores results of one feature");
+    extern __shared__ float sums[];  // [SHARES][TOKENS][PITCH], then the pairs of the tile, [TOKENS] int
+    int* const pairs = (int*)(sums + SHARES * TOKENS * PITCH);
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int chunks = K / CHUNK, count = (chunks - warp + SHARES - 1) / SHARES;  // of the warp's share
+    const int row0 = blockIdx.x * OUT, n = row0 + threadIdx.x % OUT;  // n: what this thread stores
+
+    wait_for_earlier_kernels();  // before weights, since which they are depends on what was chosen
+    const int expert = load_route(tiles + blockIdx.y);
+    const int begin = load_route(tiles + tile_count + blockIdx.y), live = load_route(tiles + 2 * tile_count + blockIdx.y);
+    if (expert < 0) return;
+    const size_t expert_row = (size_t)expert * (GATED ? 2 * N : N);
+    const WEIGHTS weights = all.from(expert_row, K);
+    typename WEIGHTS::template Rows<GATED ? SILU_MUL : PLAIN> rows[ROW_TILES];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, r * 16, warp, N, K);
+    typename WEIGHTS::Part a[AHEAD][ROW_TILES];
+#pragma unroll
+    for (int p = 0; p < AHEAD; ++p)
+        if (p < count)
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], p * SHARES, j);
+
+    const u16* token[TOKEN_TILES];
+#pragma unroll
+    for (int m = 0; m < TOKEN_TILES; ++m) {
+        const int at = begin + min(m * 8 + g, live - 1), pair = order ? load_route(order + at) : at;
+        if (warp == 0 && t == 0) pairs[m * 8 + g] = pair;
+        token[m] = x + (size_t)(pair / choices) * K + (warp * CHUNK + t * WEIGHTS::X_LANE);
+    }
+    uint4 b[X_AHEAD][TOKEN_TILES][2];
+#pragma unroll
+    for (int p = 0; p < X_AHEAD; ++p)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                b[p][m][j] = make_uint4(0, 0, 0, 0);
+                if (p < count && m * 8 + g < live) b[p][m][j] = load_x(token[m] + p * STEP + j * WEIGHTS::X_HALF);
+            }
+    float offset = 0.f, up_offset = 0.f;
+    if (bias && n < N) {
+        offset = load_value(bias + expert_row + n);
+        if (GATED) up_offset = load_value(bias + expert_row + N + n);
+    }
+
+    float d[ROW_TILES][TOKEN_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+
+    for (int c = 0; c < count; c += AHEAD) {
+#pragma unroll
+        for (int p = 0; p < AHEAD; ++p) {
+            if (c + p < count) {
+                const int q = p % X_AHEAD;
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        u32 top[4], bottom[4];
+                        a[p][r].expand(j, top, bottom);
+#pragma unroll
+                        for (int m = 0; m < TOKEN_TILES; ++m) {
+                            const uint4 in = b[q][m][j];
+                            mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
+                            mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
+                        }
+                    }
+                if (c + p + AHEAD < count)
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
+                if (c + p + X_AHEAD < count)
+#pragma unroll
+                    for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                        for (int j = 0; j < 2; ++j)
+                            if (m * 8 + g < live)
+                                b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
+            }
+        }
+    }
+
+    keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
+    __syncthreads();
+    const int row = threadIdx.x % OUT, at_row = GATED ? row / 8 * 16 + row % 8 : row;
+    if (n >= N) return;
+    for (int m = threadIdx.x / OUT; m < live; m += SHARES * 32 / OUT) {
+        float sum = 0.f, up = 0.f;
+#pragma unroll
+        for (int v = 0; v < SHARES; ++v) {
+            const float* const p = sums + (v * TOKENS + m) * PITCH + at_row;
+            sum += *p;
+            if (GATED) up += p[8];
+        }
+        sum += offset;
+        if (GATED) sum = gated<KIND>(sum, up + up_offset, limit);
+        y[(size_t)pairs[m] * N + n] = from_float(sum);
+    }
+}
+
+#define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                             \
+    extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                \
+        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,            \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int N, int K, float limit) {   \
+        expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count, \
+                                          choices, N, K, limit);                                                     \
+    }

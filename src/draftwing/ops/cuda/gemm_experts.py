@@ -1,0 +1,170 @@
+"""GEMMs of few rows with the weights of experts on CUDA: the Python side of gemm_experts.cu.
+
+A pair's result has the same bits whatever other pairs are in the batch, for any number of them, as long as tiles have
+no more than `MOST` pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm import SHARES, read_files
+from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
+from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows
+from draftwing.ops.torch.experts import Routed
+
+FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu")
+DENSE = 0  # a kind of codes beside those of `expert_rows`
+MOST = 16  # pairs of a tile
+KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
+_CHUNK = 64  # columns
+_BLOCKS = 2  # of a multiprocessor, for which shared memory is set aside
+
+
+class Layout(NamedTuple):
+    """What a module of kernels is compiled for."""
+
+    kind: int = DENSE
+    groups: int = 0  # as `ExpertRows` has them
+    zeros: bool = False
+
+
+class Cut(NamedTuple):
+    """How a kernel cuts its work, which has no influence on the result."""
+
+    row_tiles: int  # 16 rows of the weight each, of a block
+    ahead: int  # chunks of weights in flight
+    x_ahead: int  # and of x
+    blocks: int  # of a multiprocessor, for which there are to be registers
+
+    def grid(self, kind: str, tiles: int, width: int) -> tuple[int, int]:
+        """Blocks. width: of the result."""
+        return -(-width // (self.row_tiles * (16 if kind == "plain" else 8))), tiles
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Of a block: sums as in gemm.cu, and the pairs of its tile."""
+        rows = self.row_tiles * 16
+        return SHARES * tokens * (rows + (4 if rows > 16 else 2)) * 4 + tokens * 4
+
+
+Cuts = dict[tuple[str, int], Cut]  # by kind and pairs that a tile may have
+
+# By kind of codes. `clamped` is cut as `silu`.
+_CUTS: dict[int, Cuts] = {
+    DENSE: {
+        ("silu", 8): Cut(row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+        ("plain", 8): Cut(row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+        ("silu", 16): Cut(row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+        ("plain", 16): Cut(row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+    },
+    FP8: {
+        ("silu", 8): Cut(row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("plain", 8): Cut(row_tiles=2, ahead=2, x_ahead=2, blocks=3),
+        ("silu", 16): Cut(row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+        ("plain", 16): Cut(row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+    },
+    MX: {
+        ("silu", 8): Cut(row_tiles=2, ahead=6, x_ahead=3, blocks=2),
+        ("plain", 8): Cut(row_tiles=2, ahead=6, x_ahead=3, blocks=2),
+        ("silu", 16): Cut(row_tiles=2, ahead=4, x_ahead=1, blocks=2),
+        ("plain", 16): Cut(row_tiles=2, ahead=4, x_ahead=1, blocks=2),
+    },
+    INT4: {
+        ("silu", 8): Cut(row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("plain", 8): Cut(row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("silu", 16): Cut(row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+        ("plain", 16): Cut(row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+    },
+}
+_CUTS[INT8] = _CUTS[FP8]
+
+
+def cuts_for(kind: int) -> Cuts:
+    """Of a kind of codes."""
+    cuts = _CUTS[kind]
+    return cuts | {("clamped", tile): cut for (name, tile), cut in cuts.items() if name == "silu"}
+
+
+class FewPairs:
+    """The kernels of one type of activations and one layout on one device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, layout: Layout, cuts: Cuts | None = None) -> None:
+        """cuts: in place of `cuts_for`, to try others."""
+        cuts = cuts_for(layout.kind) if cuts is None else cuts
+        module = Module(read_source(layout, cuts), _options(dtype), device)
+        self._kernels: dict[tuple[str, int], tuple[Kernel, Cut]] = {
+            (kind, tile): (
+                module.kernel(f"{kind}_{tile}", SHARES * 32, cut.shared_bytes(tile), blocks=max(cut.blocks, _BLOCKS)),
+                cut,
+            )
+            for (kind, tile), cut in cuts.items()
+        }
+
+    def __call__(
+        self, kind: str, x: Tensor, weight: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, width: int,
+        limit: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """x [M or pairs, K], weight [count * N, K], bias [count * N] -> [pairs, width], where width is N or, of gates
+        and ups, N / 2. kind: one of `KINDS`."""
+        tiles = routed.tiles
+        assert tiles is not None and tiles.rows <= MOST and x.is_contiguous() and tiles.tiles.is_contiguous()
+        tokens, depth = routed.experts.shape[0], x.shape[1]
+        kernel, cut = self._kernels[kind, 8 if tokens <= 8 else MOST]  # a token chooses no expert twice
+        codes, scales, zeros = (
+            (weight, None, None) if isinstance(weight, Tensor) else (weight.words, weight.scales, weight.zeros)
+        )
+        out = x.new_empty(routed.pairs, width)
+        count = tiles.tiles.shape[1]
+        kernel(
+            cut.grid(kind, count, width), x, codes, scales, zeros, len(codes), bias, tiles.order, tiles.tiles, out,
+            count, routed.choices(x), width, depth, limit,
+        )  # fmt: skip
+        return out
+
+
+def layout_of(weight: Tensor | ExpertRows) -> Layout:
+    return Layout() if isinstance(weight, Tensor) else Layout(weight.kind, weight.groups, weight.zeros is not None)
+
+
+def takes(weight: Tensor | ExpertRows, dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply activations of `dtype` with this weight, of which they read up to 16 bytes at a
+    time."""
+    if isinstance(weight, Tensor):
+        whole, fits, codes = weight.shape[1] % _CHUNK == 0, dtype in (torch.bfloat16, torch.float16), weight
+        fits = fits and weight.dtype == dtype
+    else:
+        whole, fits, codes = weight.columns % _CHUNK == 0, dtype == torch.bfloat16, weight.words
+    return codes.is_cuda and fits and whole and codes.is_contiguous() and codes.data_ptr() % 16 == 0
+
+
+@functools.cache
+def few_pairs(device: torch.device, dtype: torch.dtype, layout: Layout) -> FewPairs:
+    """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
+    return FewPairs(device, dtype, layout)
+
+
+def compile_ahead(
+    dtype: torch.dtype, layout: Layout, capability: tuple[int, int], cuts: Cuts | None = None
+) -> bytes:
+    """Puts what `FewPairs` compiles into the user's cache folder, for devices of this compute capability."""
+    cuts = cuts_for(layout.kind) if cuts is None else cuts
+    return compile_source(read_source(layout, cuts), _options(dtype), capability)
+
+
+def read_source(layout: Layout, cuts: Cuts) -> str:
+    """What is compiled."""
+    kind, groups, zeros = layout
+    weights = "StoredExperts" if kind == DENSE else f"Words<{kind}, {groups}, {str(zeros).lower()}>"
+    parts = [*read_files(FILES), f"using Weights = {weights};\n"]
+    for (name, tile), cut in cuts.items():
+        template = f"{tile // 8}, {cut.row_tiles}, {cut.ahead}, {cut.x_ahead}, {KINDS[name.partition('_')[0]]}"
+        parts.append(f"EXPERT_KERNEL({name}_{tile}, {cut.blocks}, {template})\n")
+    return "".join(parts)
+
+
+def _options(dtype: torch.dtype) -> list[str]:
+    return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]

@@ -1,0 +1,176 @@
+"""The kernels of gemm_experts.cu in C++ on the CPU (gemm_host.cpp): a pair has the bits that gemm.cu's smallest kernel
+gives its row and the matrix of its expert, whatever tile and batch. What only a GPU can tell is in test_experts.py."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from gemm_inputs import compiled, pointer, quantized, random
+from torch import Tensor
+
+from draftwing.ops.cuda import gemm, gemm_experts
+from draftwing.ops.cuda.gemm_experts import Layout
+from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows, expert_rows
+from draftwing.ops.groups import WHOLE, pack
+from draftwing.ops.torch.experts import ExpertOps, ExpertTiles, Routed
+from draftwing.ops.types import MXRows
+
+COUNT, TOP = 6, 3
+WIDTHS = {  # of what is packed, and its groups of rows and columns
+    Layout(INT4, 1): (Width(4, False, 1), (1, 128)),
+    Layout(INT4, 2, True): (Width(4, True, 0), (1, 64)),
+    Layout(INT4, 4): (Width(4, False, -1), (1, 32)),
+    Layout(INT8, 0): (Width(8, False, WHOLE), (1, 0)),
+    Layout(FP8, 0): (Width(8, False, WHOLE, True), (1, 0)),
+    Layout(FP8, 1): (Width(8, False, 1, True), (16, 128)),
+}
+LAYOUTS = [Layout(), Layout(MX, 4), *WIDTHS]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.further(layout=[layout for layout in WIDTHS if layout.kind in (INT4, INT8)]),
+]
+
+
+class Host:
+    """The kernels of one layout, and those of gemm.cu."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.layout, self.cuts = layout, gemm_experts.cuts_for(layout.kind)
+        self.plain = {kind: gemm.shapes_for((8, 0))[kind, 8] for kind in ("plain", "silu")}
+        _, begin, source = gemm_experts.read_source(layout, self.cuts).partition("enum { PLAIN")
+        before, _, rest = source.partition("#if TYPE_BF16")
+        after, _, rest = rest[rest.index("// Weights as these are") :].partition("// Not from the L1 cache")
+        parts = [begin, before, after, rest[rest.index("// What lane t has") :]]
+        for name, shape in self.plain.items():
+            lines = f"stored_{name}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}"
+            parts.append(f"KERNEL({lines}, {gemm.KINDS[name]})\n")
+        self._library = compiled(folder, "".join(parts), "-DGROUPS", "-DEXPERTS")
+
+    def matrix(self, kind: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """By the kernel of gemm.cu."""
+        shape, width = self.plain[kind], len(w) // (2 if kind == "silu" else 1)
+        out = torch.full((len(x), width), torch.nan, dtype=torch.bfloat16)
+        self._library.groups(None, None, 0)
+        self._library.experts(0, 0, 0, None, None, ctypes.c_float(0), 0)
+        kernel = ctypes.cast(getattr(self._library, f"stored_{kind}"), ctypes.c_void_p)
+        sizes = len(x), width, x.shape[1], *shape.grid(kind, len(x), width, 1)
+        pointers = map(pointer, (x, w, bias, None, out))
+        assert self._library.run(kernel, shape.warps * 32, 1, shape.shared_bytes(0), *pointers, *sizes, 0)
+        return out
+
+    def __call__(
+        self, name: str, x: Tensor, w: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, limit: float = 0.0
+    ) -> Tensor:
+        kind, tile, tiles = name.partition("_")[0], int(name.partition("_")[2]), routed.tiles
+        assert tiles is not None
+        codes, scales, zeros = (w, None, None) if isinstance(w, Tensor) else (w.words, w.scales, w.zeros)
+        width = len(codes) // COUNT // (1 if kind == "plain" else 2)
+        out, cut = torch.full((routed.pairs, width), torch.nan, dtype=torch.bfloat16), self.cuts[kind, tile]
+        many = tiles.tiles.shape[1]
+        self._library.groups(pointer(scales), pointer(zeros), 0)
+        places = map(pointer, (tiles.order, tiles.tiles))
+        self._library.experts(len(codes), many, routed.choices(x), *places, ctypes.c_float(limit), 1)
+        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        pointers = map(pointer, (x, codes, bias, None, out))
+        sizes = 0, width, x.shape[1], *cut.grid(kind, many, width)
+        assert self._library.run(kernel, gemm.SHARES * 32, 1, cut.shared_bytes(tile), *pointers, *sizes, 0)
+        return out
+
+
+def tiled(experts: Tensor, rows: int) -> ExpertTiles:
+    """Tiles of up to so many pairs, and two that are not there."""
+    flat, tiles = experts.flatten(), list[tuple[int, int, int]]()
+    order = flat.argsort(stable=True)
+    for expert in range(COUNT):
+        begin, number = int((flat < expert).sum()), int((flat == expert).sum())
+        tiles += [(expert, begin + at, min(number - at, rows)) for at in range(0, number, rows)]
+    tiles += [(-1, 99, 99)] * 2
+    return ExpertTiles(order.int(), torch.tensor(tiles, dtype=torch.int32).t().contiguous(), rows)
+
+
+def routed_of(rows: int) -> Routed:
+    """Of many rows; there is one expert that nobody chooses, and one that all do."""
+    logits = torch.randn(rows, COUNT, generator=torch.Generator().manual_seed(7))
+    logits[:, 2], logits[:, 4] = 9, -9
+    routed = ExpertOps().route(logits, TOP, True)
+    if rows == 1:  # as the kernel that routes makes them
+        each = torch.stack((routed.experts[0], torch.arange(TOP), torch.ones(TOP, dtype=torch.int64))).int()
+        return Routed(routed.experts, routed.weights, COUNT, ExpertTiles(None, each, gemm_experts.MOST))
+    return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, 8 if rows <= 8 else gemm_experts.MOST))
+
+
+def weight_of(layout: Layout, rows: int, columns: int) -> tuple[Tensor | ExpertRows, Tensor]:
+    """Also as a matrix, bfloat16."""
+    if layout.kind == gemm_experts.DENSE:
+        dense = random(rows, columns, seed=1)
+        return dense, dense
+    if layout.kind == MX:
+        made = torch.Generator().manual_seed(1)
+        codes, exponents = (
+            torch.randint(*limits, (rows, columns // part), generator=made).to(torch.uint8)
+            for limits, part in (((0, 256), 2), ((118, 128), 32))
+        )
+        packed = expert_rows(MXRows(codes, exponents))
+    else:
+        width, groups = WIDTHS[layout]
+        packed = expert_rows(pack(quantized(width, rows, columns, *groups), torch.bfloat16, "cpu"))
+    assert gemm_experts.layout_of(packed) == layout
+    return packed, packed.dense(torch.bfloat16)
+
+
+def as_lanes_have_it(layout: Layout, values: Tensor) -> Tensor:
+    """Columns of each chunk in the order in which gemm.cu would have to have them for the same sums."""
+    if layout.kind == gemm_experts.DENSE:
+        return values
+    return values.unflatten(1, (-1, 4, 2, 8)).transpose(2, 3).flatten(1).contiguous()
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return Host(tmp_path_factory.mktemp("experts"), layout)
+
+
+@pytest.mark.parametrize("depth", [192, 704])  # fewer chunks than shares; one chunk for some, two for others
+@pytest.mark.parametrize("rows", [1, 5, 23])
+@pytest.mark.parametrize("kind", ["plain", "silu"])
+def test_bits_are_those_of_the_expert_alone(run: Host, layout: Layout, kind: str, rows: int, depth: int) -> None:
+    weight, dense = weight_of(layout, COUNT * 80, depth)
+    routed, bias = routed_of(rows), random(COUNT * 80, seed=2) if depth == 704 else None
+    x = random(rows if kind == "silu" else routed.pairs, depth, seed=3)
+    found = run(f"{kind}_{8 if rows <= 8 else 16}", x, weight, bias, routed)
+    expected, choices = torch.empty_like(found), routed.choices(x)
+    for expert in range(COUNT):
+        pairs = (routed.experts.flatten() == expert).nonzero().flatten()
+        if len(pairs) == 0:
+            continue
+        own = slice(expert * 80, expert * 80 + 80)
+        args = as_lanes_have_it(layout, x[pairs // choices]), as_lanes_have_it(layout, dense[own])
+        expected[pairs] = run.matrix(kind, *args, None if bias is None else bias[own])
+    assert expected.isfinite().all() and expected.any()
+    assert torch.equal(found, expected)
+
+
+def test_clamps(run: Host, layout: Layout) -> None:
+    """Against float64; outputs that no block divides."""
+    weight, dense = weight_of(layout, COUNT * 2 * 24, 256)
+    for rows in (3, 9):
+        routed, x, bias = routed_of(rows), random(rows, 256, seed=3), random(COUNT * 48, seed=4)
+        scaled = bias * (4 * float(dense.float().std()) * 256**0.5)
+        found = run(f"clamped_{8 if rows <= 8 else 16}", x, weight, scaled, routed, 1.5)
+        for pair, expert in enumerate(routed.experts.flatten().tolist()):
+            own = slice(expert * 48, expert * 48 + 48)
+            gate, up = (dense[own].double() @ x[pair // TOP].double() + scaled[own].double()).chunk(2)
+            gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+            expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            torch.testing.assert_close(found[pair].double(), expected, rtol=2e-2, atol=2e-2)
