@@ -89,6 +89,7 @@ class ExpertLinear(Linear):
         self.count = count
         self._dtype, self._format = dtype, weight_format
         self._gemm: ExpertGemm | None = None
+        self.device_weight: Tensor | ExpertRows | None = None  # as the device's kernels hold it, where they do
 
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
         if self._packed:
@@ -98,6 +99,7 @@ class ExpertLinear(Linear):
         if groups is not None:
             gemm = self._gemm = ops.expert_gemm(groups, self.count)
             if gemm is not None:
+                self.device_weight = gemm.weight
                 self.op = ExpertWeights(self, gemm.weight, self._dtype)
                 return
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
@@ -110,8 +112,9 @@ class ExpertLinear(Linear):
                 delattr(self, name)
             return
         weight = as_dense(self)
-        self.op, self._gemm = InferenceDense(self), ops.expert_gemm(weight, self.count)
-        if self._gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
+        gemm = self._gemm = ops.expert_gemm(weight, self.count)
+        self.op, self.device_weight = InferenceDense(self), None if gemm is None else gemm.weight
+        if gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
             raise ConfigError(
                 f"--enable-deterministic-inference: expected {mode.name}.weight in a type and size that there are "
                 f"GEMMs of experts for; found {weight.dtype}, {list(weight.shape)}. Set --dtype, or leave it out"

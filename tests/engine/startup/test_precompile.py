@@ -14,6 +14,8 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.engine.startup import precompile
+from draftwing.ops.cuda.gemm_experts import DENSE
+from draftwing.ops.expert_rows import FP8
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +29,7 @@ CONFIG = {
 CHILD = """
 import json, os, pickle, sys
 from draftwing.engine.startup.precompile import collect, compile_launch
-launches = collect(pickle.load(sys.stdin.buffer))
+launches, experts = collect(pickle.load(sys.stdin.buffer))
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
 compile_launch(smallest)
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
@@ -89,8 +91,9 @@ def serve(job):
         behind, longest = rng.randint(1, LAG), rng.randint(LAG, 100)
         with torch.inference_mode():
             parts.executor._lag.catch_up(CatchUp(who, behind, longest), np.arange(rng.randint(0, count)), True)
+    return parts
 precompile._run_without_data = serve
-launches = precompile.collect(pickle.load(sys.stdin.buffer))
+launches, _ = precompile.collect(pickle.load(sys.stdin.buffer))
 print(json.dumps([len(launches), late]))
 """
 
@@ -114,32 +117,36 @@ def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(job: pre
 
 
 OF_EXPERTS = """
-import pickle, sys
+import json, pickle, sys
 from draftwing.engine.startup.precompile import collect
-for launch in collect(pickle.load(sys.stdin.buffer)):
+launches, layouts = collect(pickle.load(sys.stdin.buffer))
+print(json.dumps([layout.kind for layout in layouts]))
+for launch in launches:
     if launch.name == "_expert_gemm_kernel":
         print(launch.specialization)
 """
 
 
 @pytest.mark.further(quantization="none")
-@pytest.mark.parametrize(("quantization", "weight"), [("fp8", "*i32"), ("none", "*bf16")])
+@pytest.mark.parametrize(("quantization", "weight", "kind"), [("fp8", "*i32", FP8), ("none", "*bf16", DENSE)])
 def test_kernels_of_experts_are_those_of_their_format(
-    quantization: str, weight: str, job: precompile.Job, tmp_path: Path
+    quantization: str, weight: str, kind: int, job: precompile.Job, tmp_path: Path
 ) -> None:
     import pickle
 
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
                "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts))
-    job = job._replace(options=dataclasses.replace(job.options, quantization=quantization))
+    options = dataclasses.replace(job.options, quantization=quantization, chunked_prefill_size=256)
+    job = job._replace(options=options)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", OF_EXPERTS], input=pickle.dumps(job), env=env, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
-    found = [json.loads(line)["signature"]["weight"] for line in done.stdout.decode().splitlines()]
-    assert set(found) == {weight}
+    kinds, *launches = map(json.loads, done.stdout.decode().splitlines())
+    assert kinds == [kind]  # of few rows
+    assert {launch["signature"]["weight"] for launch in launches} == {weight}  # of many
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

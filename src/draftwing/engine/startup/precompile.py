@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
     from draftwing.engine.build import Parts
     from draftwing.engine.device import Device
+    from draftwing.models.decoder import DecoderModel
     from draftwing.models.quantised.config import Quantization
+    from draftwing.ops.cuda.gemm_experts import Layout
     from draftwing.ops.cuda.gemm_groups import Width
 
 log = logging.getLogger("draftwing")
@@ -61,6 +63,11 @@ class Launch(NamedTuple):
     module: str
     name: str
     specialization: str  # JSON
+
+
+class Needed(NamedTuple):
+    launches: list[Launch]  # each kernel once for each way it is compiled
+    experts: set[Layout]  # of the weights of experts that `ops.cuda.gemm_experts` takes
 
 
 class Precompilation:
@@ -153,17 +160,17 @@ def main() -> None:
     os.nice(5)  # loading comes first
     job = pickle.load(sys.stdin.buffer)
     assert isinstance(job, Job)
-    launches = collect(job)
+    launches, experts = collect(job)
     processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES, len(launches)))
     with ProcessPoolExecutor(processes, get_context("fork")) as pool:
-        source = pool.submit(_compile_products, job)
+        source = pool.submit(_compile_products, job, experts)
         for _ in pool.map(compile_launch, launches):
             pass
         source.result()
 
 
-def collect(job: Job) -> list[Launch]:
-    """What an engine launches, each kernel once for each way it is compiled. Leaves this process without a GPU."""
+def collect(job: Job) -> Needed:
+    """What an engine launches. Leaves this process without a GPU."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -178,10 +185,10 @@ def collect(job: Job) -> list[Launch]:
     driver.set_active(_Driver(GPUTarget("cuda", job.capability[0] * 10 + job.capability[1], 32)))
     knobs.runtime.jit_cache_hook = note
     try:
-        _run_without_data(job)
+        parts = _run_without_data(job)
     finally:
         knobs.runtime.jit_cache_hook = None
-    return launches
+    return Needed(launches, _layouts(parts.model, job.dtype))
 
 
 def compile_launch(launch: Launch) -> None:
@@ -189,14 +196,24 @@ def compile_launch(launch: Launch) -> None:
     function.preload(launch.specialization)
 
 
-def _compile_products(job: Job) -> None:
+def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
+    from draftwing.layers.experts import ExpertLinear
+    from draftwing.ops.cuda import gemm_experts
+
+    weights = [part.device_weight for part in model.modules() if isinstance(part, ExpertLinear)]
+    return {gemm_experts.layout_of(w) for w in weights if w is not None and gemm_experts.takes(w, dtype)}
+
+
+def _compile_products(job: Job, experts: set[Layout]) -> None:
     from draftwing.models.loader import load_config
-    from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+    from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups, gemm_tall
 
     gemm.compile_ahead(job.dtype, job.capability)
     for width in _widths(job.options.quantization, load_config(job.path).quantization):
         gemm_groups.compile_ahead(job.dtype, width, job.capability)
         gemm_tall.compile_ahead(job.dtype, width, job.capability)
+    for layout in experts:
+        gemm_experts.compile_ahead(job.dtype, layout, job.capability)
 
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:

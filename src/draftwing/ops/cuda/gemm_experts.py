@@ -108,10 +108,9 @@ class FewPairs:
         self, kind: str, x: Tensor, weight: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, width: int,
         limit: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """x [M or pairs, K], weight [count * N, K], bias [count * N] -> [pairs, width], where width is N or, of gates
-        and ups, N / 2. kind: one of `KINDS`."""
-        tiles = routed.tiles
-        assert tiles is not None and tiles.rows <= MOST and x.is_contiguous() and tiles.tiles.is_contiguous()
+        """See `multiply`."""
+        tiles, x = routed.tiles, x.contiguous()
+        assert tiles is not None and tiles.rows <= MOST and tiles.tiles.is_contiguous()
         tokens, depth = routed.experts.shape[0], x.shape[1]
         kernel, cut = self._kernels[kind, 8 if tokens <= 8 else MOST]  # a token chooses no expert twice
         codes, scales, zeros = (
@@ -134,11 +133,23 @@ def takes(weight: Tensor | ExpertRows, dtype: torch.dtype) -> bool:
     """Whether the kernels multiply activations of `dtype` with this weight, of which they read up to 16 bytes at a
     time."""
     if isinstance(weight, Tensor):
-        whole, fits, codes = weight.shape[1] % _CHUNK == 0, dtype in (torch.bfloat16, torch.float16), weight
+        columns, codes, fits = weight.shape[1], weight, dtype in (torch.bfloat16, torch.float16)
         fits = fits and weight.dtype == dtype
     else:
-        whole, fits, codes = weight.columns % _CHUNK == 0, dtype == torch.bfloat16, weight.words
-    return codes.is_cuda and fits and whole and codes.is_contiguous() and codes.data_ptr() % 16 == 0
+        columns, codes, fits = weight.columns, weight.words, dtype == torch.bfloat16
+    fits = fits and columns % _CHUNK == 0 and codes.is_contiguous()
+    return fits and (codes.is_meta or (codes.is_cuda and codes.data_ptr() % 16 == 0))
+
+
+def multiply(
+    kind: str, x: Tensor, weight: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, width: int, limit: float
+) -> Tensor:
+    """x [M or pairs, K], weight [count * N, K], bias [count * N] -> [pairs, width], where width is N or, of gates and
+    ups, N / 2. kind: one of `KINDS`; limit: of `clamped`. On the meta device nothing runs."""
+    if x.is_meta or not routed.pairs:
+        return x.new_empty(routed.pairs, width)
+    kernels = few_pairs(x.device, x.dtype, layout_of(weight))
+    return kernels(kind, x, weight, bias, routed, width, limit)
 
 
 @functools.cache
@@ -147,9 +158,7 @@ def few_pairs(device: torch.device, dtype: torch.dtype, layout: Layout) -> FewPa
     return FewPairs(device, dtype, layout)
 
 
-def compile_ahead(
-    dtype: torch.dtype, layout: Layout, capability: tuple[int, int], cuts: Cuts | None = None
-) -> bytes:
+def compile_ahead(dtype: torch.dtype, layout: Layout, capability: tuple[int, int], cuts: Cuts | None = None) -> bytes:
     """Puts what `FewPairs` compiles into the user's cache folder, for devices of this compute capability."""
     cuts = cuts_for(layout.kind) if cuts is None else cuts
     return compile_source(read_source(layout, cuts), _options(dtype), capability)

@@ -1,5 +1,5 @@
 """GEMMs with the weights of experts: a program per tile of pairs and outputs, so that of the weights only those of
-experts that were chosen are read.
+experts that were chosen are read. Small tiles are `ops.cuda.gemm_experts`' where it takes the weight.
 
 A row's bits depend on that row, its expert and the kind of tile. Weights that are quantised are multiplied out in
 registers, to the values of `groups.unpacked`.
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, Routed
@@ -26,6 +27,7 @@ from draftwing.ops.types import MX_BLOCK, MXRows
 DENSE = 0
 _DENSE, _INT4, _INT8, _FP8, _MX = (tl.constexpr(i) for i in (DENSE, INT4, INT8, FP8, MX))
 _PLAIN, _SILU, _CLAMPED = (tl.constexpr(i) for i in range(3))
+_NAMES = ("plain", "silu", "clamped")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STEP = tl.constexpr(STEP)
 DENSE_STEP = 64  # columns at a time of a weight that is not quantised
@@ -256,6 +258,10 @@ class ExpertGemm:
         weight, arguments, wide = self.weight, dict[str, Any](), x.dtype == torch.float32
         tiles = routed.tiles
         assert tiles is not None
+        if not isinstance(weight, Tensor) and weight.order is not None:
+            x = x.index_select(1, weight.order)
+        if tiles.rows <= gemm_experts.MOST and gemm_experts.takes(weight, x.dtype):
+            return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
         if isinstance(weight, Tensor):
@@ -265,7 +271,6 @@ class ExpertGemm:
             codes, scales, zeros, depth = weight.words, weight.scales, weight.zeros, weight.columns
             packed = x.dtype == torch.bfloat16 and weight.kind != INT8 and not INTERPRETED
             arguments = {"KIND": kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": STEP}
-            x = x if weight.order is None else x.index_select(1, weight.order)
         assert x.shape[1] == depth and x.stride(1) == 1
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
         if not routed.pairs:
