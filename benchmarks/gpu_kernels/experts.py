@@ -1,8 +1,10 @@
-"""Mixtures of experts: the kernels of ops/triton/expert{s,_gemm}.py, right and how fast, at the sizes of two models.
+"""Mixtures of experts: the kernels of ops/triton/expert{s,_gemm}.py and ops/cuda/gemm_experts.py, right and how fast,
+at the sizes of two models.
 
     python benchmarks/gpu_kernels/experts.py                 # all models and formats of weights
     python benchmarks/gpu_kernels/experts.py gpt-oss-20b     # one of them
-    python benchmarks/gpu_kernels/experts.py sweep [seconds] # other shapes of a program, for 1, 8, 64 and 1,024 tokens
+    python benchmarks/gpu_kernels/experts.py triton          # Triton's kernels for few tokens, too
+    python benchmarks/gpu_kernels/experts.py sweep [seconds] # other cuts and shapes, for 1, 4, 16, 64 and 1,024 tokens
 
 First each format is compared with its matrices multiplied out in float64, and a token alone with the same token in a
 batch, bit for bit; what differs is said to be WRONG. Then a layer's router, GEMMs and sum are timed, over several
@@ -19,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -28,24 +31,27 @@ from torch import Tensor
 
 from draftwing.engine.startup import precompile
 from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.ops.cuda import gemm_experts
+from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout
 from draftwing.ops.expert_rows import FP8, INT4, MX
 from draftwing.ops.groups import WHOLE, PackedGroups, pack, quantized
 from draftwing.ops.torch.experts import Routed
 from draftwing.ops.triton import expert_gemm, experts
-from draftwing.ops.triton.expert_gemm import ExpertGemm
+from draftwing.ops.triton.expert_gemm import DENSE, ExpertGemm
+from draftwing.ops.triton.experts import LARGE_TILE
 from draftwing.ops.types import MXRows
 
 READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 LAYERS = 6
 CAPABILITY = 90  # that kernels are compiled for ahead
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
-SWEPT = {1: "small", 8: "small", 64: "small", 1024: "large"}
-# Outputs of a program, warps, stages
-TRIED = {
-    "small": [(f, w, s) for f, w in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4))
-              for s in (3, 4, 6)],
-    "large": [(f, w, s) for f, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)) for s in (3, 4)],
-}  # fmt: skip
+FEW, MANY = (1, 4, 16, 64), 1024  # tokens of a sweep
+# Outputs of a program, warps, stages; of tiles of many pairs.
+TRIED = [(f, w, s) for f, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)) for s in (3, 4)]
+# Cuts of few pairs; codes of 4 bits are half as long.
+CUTS = [Cut(*cut) for cut in ((1, 2, 2, 4), (1, 4, 2, 3), (1, 4, 4, 2), (1, 4, 1, 4), (2, 1, 1, 4), (2, 2, 1, 3),
+                              (2, 2, 2, 2), (2, 4, 2, 2), (4, 1, 1, 2), (4, 2, 1, 1))]  # fmt: skip
+SHORT = [Cut(*cut) for cut in ((1, 4, 2, 4), (1, 8, 4, 2), (2, 4, 2, 3), (2, 6, 3, 2), (4, 2, 1, 2))]
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 Weight = Tensor | PackedGroups | MXRows
 
@@ -66,7 +72,7 @@ MODELS = {
 }
 
 
-KINDS = {"bfloat16": expert_gemm.DENSE, "w4a16": INT4, "fp8": FP8, "mxfp4": MX}
+KINDS = {"bfloat16": DENSE, "w4a16": INT4, "fp8": FP8, "mxfp4": MX}
 
 
 class Layer(NamedTuple):
@@ -135,13 +141,15 @@ def compile_one(wanted: Kernels) -> str | None:
     knobs.runtime.jit_cache_hook = note
     model, tokens = MODELS[wanted.model], wanted.tokens
     if wanted.shape is not None:
-        expert_gemm.SHAPES[KINDS[wanted.kind], experts.tile_rows(tokens, False)] = wanted.shape, wanted.shape
+        expert_gemm.SHAPES[KINDS[wanted.kind], LARGE_TILE] = wanted.shape, wanted.shape
     routed = experts.route(torch.empty(tokens, model.count, dtype=HALF, device="meta"), model.top_k, True, False)
     x = torch.empty(tokens, model.hidden, dtype=HALF, device="meta")
     gate_up = without_data(wanted.kind, model.count * 2 * model.ffn, model.hidden)
     down = without_data(wanted.kind, model.count * model.hidden, model.ffn)
-    inner = ExpertGemm(gate_up, model.count).gated(x, None, routed, model.limit)
-    experts.mix(ExpertGemm(down, model.count).linear(inner, None, routed), routed, x)
+    for kernels in (nullcontext(), TritonsOwn()):
+        with kernels:
+            inner = ExpertGemm(gate_up, model.count).gated(x, None, routed, model.limit)
+            experts.mix(ExpertGemm(down, model.count).linear(inner, None, routed), routed, x)
     knobs.runtime.jit_cache_hook = None
     try:
         for launch in launches:
@@ -152,12 +160,32 @@ def compile_one(wanted: Kernels) -> str | None:
     return None
 
 
-def compile_all(wanted: Iterable[Kernels]) -> None:
+def compile_cut(layout: Layout, cut: Cut | None) -> str | None:
+    """Kernels of few pairs; cut: of all of them, None: as the engine has them."""
+    try:
+        gemm_experts.compile_ahead(HALF, layout, divmod(CAPABILITY, 10), None if cut is None else all_cut(cut))
+    except Exception as error:
+        return f"{layout} {cut}: {str(error)[:120]}"
+    return None
+
+
+def all_cut(cut: Cut) -> Cuts:
+    return dict.fromkeys(gemm_experts.cuts_for(DENSE), cut)
+
+
+def cuts_to_try(layout: Layout) -> list[Cut]:
+    return CUTS + (SHORT if layout.kind in (INT4, MX) else [])
+
+
+def compile_all(wanted: Iterable[Kernels], few: Iterable[tuple[Layout, Cut | None]]) -> None:
     begin, jobs = time.monotonic(), list(wanted)
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
+        cuts = [workers.submit(compile_cut, *one) for one in few]
         failed = list(filter(None, workers.map(compile_one, jobs)))
+        failed += filter(None, (cut.result() for cut in cuts))
     took = time.monotonic() - begin
-    print(f"{len(jobs)} layers compiled, {took:.0f} s; failed: {len(failed)} {failed[:2]}", flush=True)
+    count = len(jobs) + len(cuts)
+    print(f"{count} layers and cuts compiled, {took:.0f} s; failed: {len(failed)} {failed[:2]}", flush=True)
 
 
 # -- right ------------------------------------------------------------------------------------------------------------
@@ -217,77 +245,129 @@ def scores(model: Model, tokens: int) -> Tensor:
     return torch.randn(tokens, model.count, dtype=HALF, device=CUDA)
 
 
-def timed(model: Model, layers: list[Layer], tokens: int, exact: bool) -> tuple[float, list[float], float]:
-    """Distinct experts of a layer; microseconds of its routing, gate and up, down, sum, and all of it in one graph;
-    bytes of the weights that were chosen."""
-    x, residual = (torch.randn(tokens, model.hidden, dtype=HALF, device=CUDA) for _ in range(2))
-    logits = [scores(model, tokens) for _ in layers]
-    routes = [experts.route(each, model.top_k, True, exact) for each in logits]
-    inner = torch.randn(tokens * model.top_k, model.ffn, dtype=HALF, device=CUDA)
-    outs = torch.randn(tokens * model.top_k, model.hidden, dtype=HALF, device=CUDA)
-    gate_ups = [ExpertGemm(layer.gate_up, model.count) for layer in layers]
-    downs = [ExpertGemm(layer.down, model.count) for layer in layers]
+class Timed(NamedTuple):
+    """Microseconds of a layer."""
 
-    def whole() -> None:
-        for each, gate_up, down in zip(logits, gate_ups, downs, strict=True):
-            routed = experts.route(each, model.top_k, True, exact)
-            experts.mix(down.linear(gate_up.gated(x, None, routed, model.limit), None, routed), routed, residual)
-
-    calls: list[Callable[[], object]] = [
-        lambda: [experts.route(each, model.top_k, True, exact) for each in logits],
-        lambda: [g.gated(x, None, r, model.limit) for g, r in zip(gate_ups, routes, strict=True)],
-        lambda: [d.linear(inner, None, r) for d, r in zip(downs, routes, strict=True)],
-        lambda: [experts.mix(outs, r, residual) for r in routes],
-        whole,
-    ]
-    times = [replay_us(call, 20, least=True) / len(layers) for call in calls]
-    distinct = sum(r.experts.unique().numel() for r in routes) / len(routes)
-    return distinct, times, distinct / model.count * (nbytes(layers[0].gate_up) + nbytes(layers[0].down))
+    route: float
+    gate_up: float
+    down: float
+    mix: float
+    whole: float  # all of it in one graph
 
 
-def table(name: str, model: Model, kind: str) -> None:
+class Bench:
+    """Layers of different weights, and rows that choose of them at random."""
+
+    def __init__(self, model: Model, layers: list[Layer], tokens: int, exact: bool = False) -> None:
+        self.model, self._exact = model, exact
+        self._x, self._residual = (torch.randn(tokens, model.hidden, dtype=HALF, device=CUDA) for _ in range(2))
+        self._logits = [scores(model, tokens) for _ in layers]
+        self._routes = [experts.route(each, model.top_k, True, exact) for each in self._logits]
+        self._inner = torch.randn(tokens * model.top_k, model.ffn, dtype=HALF, device=CUDA)
+        self._outs = torch.randn(tokens * model.top_k, model.hidden, dtype=HALF, device=CUDA)
+        self._gate_ups = [ExpertGemm(layer.gate_up, model.count) for layer in layers]
+        self._downs = [ExpertGemm(layer.down, model.count) for layer in layers]
+        self.distinct = sum(r.experts.unique().numel() for r in self._routes) / len(layers)
+        share = self.distinct / model.count
+        self.floors = [share * nbytes(part) / READ_RATE for part in layers[0]]
+
+    def route(self) -> None:
+        for each in self._logits:
+            experts.route(each, self.model.top_k, True, self._exact)
+
+    def gate_up(self) -> None:
+        for gemm, routed in zip(self._gate_ups, self._routes, strict=True):
+            gemm.gated(self._x, None, routed, self.model.limit)
+
+    def down(self) -> None:
+        for gemm, routed in zip(self._downs, self._routes, strict=True):
+            gemm.linear(self._inner, None, routed)
+
+    def mix(self) -> None:
+        for routed in self._routes:
+            experts.mix(self._outs, routed, self._residual)
+
+    def whole(self) -> None:
+        for each, gate_up, down in zip(self._logits, self._gate_ups, self._downs, strict=True):
+            routed = experts.route(each, self.model.top_k, True, self._exact)
+            inner = gate_up.gated(self._x, None, routed, self.model.limit)
+            experts.mix(down.linear(inner, None, routed), routed, self._residual)
+
+    def timed(self, call: Callable[[], object]) -> float:
+        return replay_us(call, 20, least=True) / len(self._routes)
+
+    def all(self) -> Timed:
+        return Timed(*(self.timed(call) for call in (self.route, self.gate_up, self.down, self.mix, self.whole)))
+
+
+class TritonsOwn:
+    """While it holds, Triton's kernels have all tiles."""
+
+    def __enter__(self) -> None:
+        self._takes = gemm_experts.takes
+        gemm_experts.takes = lambda *_: False
+
+    def __exit__(self, *_: object) -> None:
+        gemm_experts.takes = self._takes
+
+
+def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
     print(f"\n{name}, {kind}: microseconds of a layer")
-    print(
-        f"{'tokens':>7}{'distinct':>9}{'route':>8}{'gate_up':>9}{'down':>8}{'mix':>7}{'layer':>8}{'floor':>8}{'share':>7}"
-    )
+    heads = [("tokens", 7), ("distinct", 9), ("route", 8), ("gate_up", 9), ("down", 8), ("mix", 7), ("layer", 8),
+             ("floor", 8), ("share", 7)]  # fmt: skip
+    print("".join(f"{head:>{width}}" for head, width in heads))
     for tokens, exact in (*((tokens, False) for tokens in TOKENS), (512, True)):
-        distinct, (route, gate_up, down, mix, layer), size = timed(model, layers, tokens, exact)
-        floor = size / READ_RATE
-        label = f"{tokens}{' exact' if exact else ''}"
+        bench = Bench(model, layers, tokens, exact)
+        now, floor = bench.all(), sum(bench.floors)
+        label, beside = f"{tokens}{' exact' if exact else ''}", ""
+        if beside_triton and experts.tile_rows(tokens, exact) <= gemm_experts.MOST:
+            with TritonsOwn():
+                triton = bench.all()
+            beside = f"; Triton's {triton.gate_up:.1f}, {triton.down:.1f}, layer {triton.whole:.1f}"
         print(
-            f"{label:>9}{distinct:>7.1f}{route:>8.1f}{gate_up:>9.1f}{down:>8.1f}{mix:>7.1f}{layer:>8.1f}{floor:>8.1f}"
-            f"{floor / layer:>7.0%}",
-            flush=True,
-        )
+            f"{label:>9}{bench.distinct:>7.1f}{now.route:>8.1f}{now.gate_up:>9.1f}{now.down:>8.1f}{now.mix:>7.1f}"
+            f"{now.whole:>8.1f}{floor:>8.1f}{floor / now.whole:>7.0%}{beside}", flush=True,
+        )  # fmt: skip
 
 
 def sweep(name: str, model: Model, kind: str, until: float) -> None:
-    """Outputs of a program, warps and stages; the best of them for each GEMM, beside the engine's own."""
+    """The best of all cuts of few pairs and of all programs of many for each GEMM, beside the engine's own."""
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
-    for tokens, size in SWEPT.items():
-        tile = KINDS[kind], experts.tile_rows(tokens, False)
-        own = expert_gemm.SHAPES[tile]
-        distinct, (_, *now, _, _), size_read = timed(model, layers, tokens, False)
-        found: list[tuple[float, float, tuple[int, int, int]]] = []
-        for shape in TRIED[size]:
+    layout = layout_of(model, kind)
+    own_shapes, own_kernels = expert_gemm.SHAPES[KINDS[kind], LARGE_TILE], gemm_experts.few_pairs
+    made: dict[Cut, FewPairs] = {}
+    for tokens in (*FEW, MANY):
+        bench, found = Bench(model, layers, tokens), list[tuple[float, float, Any]]()
+        now = bench.timed(bench.gate_up), bench.timed(bench.down)
+        with TritonsOwn():
+            triton = bench.timed(bench.gate_up), bench.timed(bench.down)
+        for tried in cuts_to_try(layout) if tokens in FEW else TRIED:
             if time.monotonic() > until:
                 break
-            expert_gemm.SHAPES[tile] = shape, shape
             try:
-                _, (_, gate_up, down, _, _), _ = timed(model, layers, tokens, False)
+                if isinstance(tried, Cut):
+                    kernels = made[tried] = made.get(tried) or FewPairs(CUDA, HALF, layout, all_cut(tried))
+                    gemm_experts.few_pairs = lambda *_, kernels=kernels: kernels
+                else:
+                    expert_gemm.SHAPES[KINDS[kind], LARGE_TILE] = tried, tried
+                found.append((bench.timed(bench.gate_up), bench.timed(bench.down), tuple(tried)))
             except Exception as error:  # too much shared memory, for one
-                print(f"  {shape}: {str(error)[:60]}")
-                continue
-            found.append((gate_up, down, shape))
-        expert_gemm.SHAPES[tile] = own
-        floors = [size_read / READ_RATE * part for part in (2 / 3, 1 / 3)]
+                print(f"  {tried}: {str(error)[:60]}")
+        gemm_experts.few_pairs, expert_gemm.SHAPES[KINDS[kind], LARGE_TILE] = own_kernels, own_shapes
         for part, label in enumerate(("gate_up", "down")):
             best = sorted(found, key=lambda one, part=part: one[part])[:5]  # type: ignore[misc]
             print(
-                f"{name}, {kind}, {tokens} tokens, {distinct:.0f} experts, {label}: floor {floors[part]:.1f}, now "
-                f"{now[part]:.1f};", *(f"{one[2]} {one[part]:.1f}" for one in best), flush=True,
+                f"{name}, {kind}, {tokens} tokens, {bench.distinct:.0f} experts, {label}: floor "
+                f"{bench.floors[part]:.1f}, now {now[part]:.1f}, Triton's {triton[part]:.1f};",
+                *(f"{one[2]} {one[part]:.1f}" for one in best), flush=True,
             )  # fmt: skip
+
+
+def layout_of(model: Model, kind: str) -> Layout:
+    """Of all sizes."""
+    weight = weight_of(kind, 16, 128)
+    return gemm_experts.layout_of(ExpertGemm(weight, 1).weight)
 
 
 def main() -> None:
@@ -298,17 +378,19 @@ def main() -> None:
     only = [arg for arg in sys.argv[1:] if arg in {kind for _, kind in kinds}]
     kinds = [(name, kind) for name, kind in kinds if not only or kind in only]
     wanted = [Kernels(name, kind, tokens) for name, kind in kinds for tokens in (1, 512)]
+    layouts = {layout_of(MODELS[name], kind) for name, kind in kinds}
+    few: list[tuple[Layout, Cut | None]] = [(layout, None) for layout in layouts]
     if sweeps:
-        sizes = ((1, "small"), (512, "large"))
-        wanted += [Kernels(*kind, tokens, shape) for kind in kinds for tokens, size in sizes for shape in TRIED[size]]
-    compile_all(wanted)
+        wanted += [Kernels(*kind, 512, shape) for kind in kinds for shape in TRIED]
+        few += [(layout, cut) for layout in layouts for cut in cuts_to_try(layout)]
+    compile_all(wanted, few)
     for name, kind in kinds:
         print(f"\n{name}")
         check(MODELS[name], kind)
         if sweeps:
             sweep(name, MODELS[name], kind, until)
         else:
-            table(name, MODELS[name], kind)
+            table(name, MODELS[name], kind, "triton" in sys.argv)
 
 
 if __name__ == "__main__":
