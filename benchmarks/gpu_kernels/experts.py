@@ -48,10 +48,10 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 FEW, MANY = (1, 4, 16, 64), 1024  # tokens of a sweep
 # Outputs of a program, warps, stages; of tiles of many pairs.
 TRIED = [(f, w, s) for f, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)) for s in (3, 4)]
-# Cuts of few pairs; those behind of codes only, which are shorter.
-CUTS = [Cut(*cut) for cut in ((1, 2, 2), (1, 3, 2), (1, 4, 2), (1, 5, 2), (1, 2, 3), (1, 3, 3), (2, 1, 2), (2, 2, 2),
-                              (2, 3, 1), (2, 4, 1))]  # fmt: skip
-SHORT = [Cut(*cut) for cut in ((1, 6, 2), (1, 8, 2), (1, 4, 3), (1, 6, 3), (2, 3, 2), (2, 4, 2), (2, 3, 3))]
+# Cuts of few pairs; codes of 4 bits are half as long.
+CUTS = [Cut(*cut) for cut in ((1, 2, 2, 4), (1, 4, 2, 3), (1, 4, 4, 2), (1, 4, 1, 4), (2, 1, 1, 4), (2, 2, 1, 3),
+                              (2, 2, 2, 2), (2, 4, 2, 2), (4, 1, 1, 2), (4, 2, 1, 1))]  # fmt: skip
+SHORT = [Cut(*cut) for cut in ((1, 4, 2, 4), (1, 8, 4, 2), (2, 4, 2, 3), (2, 6, 3, 2), (4, 2, 1, 2))]
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 Weight = Tensor | PackedGroups | MXRows
 
@@ -170,11 +170,11 @@ def compile_cut(layout: Layout, cut: Cut | None) -> str | None:
 
 
 def all_cut(cut: Cut) -> Cuts:
-    return dict.fromkeys(gemm_experts.cuts_for(DENSE), cut)
+    return dict.fromkeys(gemm_experts.CUTS, cut)
 
 
 def cuts_to_try(layout: Layout) -> list[Cut]:
-    return CUTS + (SHORT if layout.kind != DENSE else [])
+    return CUTS + (SHORT if layout.kind in (INT4, MX) else [])
 
 
 def compile_all(wanted: Iterable[Kernels], few: Iterable[tuple[Layout, Cut | None]]) -> None:
@@ -338,7 +338,7 @@ def sweep(name: str, model: Model, kind: str, until: float) -> None:
     own_shapes, own_kernels = expert_gemm.SHAPES[KINDS[kind], LARGE_TILE], gemm_experts.few_pairs
     made: dict[Cut, FewPairs] = {}
     for tokens in (*FEW, MANY):
-        bench, found = Bench(model, layers, tokens), list[tuple[float, float, Any]]()
+        bench, found = Bench(model, layers, tokens, exact=tokens in FEW), list[tuple[float, float, Any]]()
         now = bench.timed(bench.gate_up), bench.timed(bench.down)
         with TritonsOwn():
             triton = bench.timed(bench.gate_up), bench.timed(bench.down)

@@ -260,12 +260,9 @@ static u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 
 #ifdef EXPERTS
 static int load_route(const int* p) { return *p; }
-static int count_tiles(const int* tiles, int most) {
-    return std::count_if(tiles, tiles + most, [](int expert) { return expert >= 0; });
-}
-static void copy_half_async(u32* to, const u32* from) {
-    if ((uintptr_t)from % 8 || (uintptr_t)to % 8) abort();
-    copy_async({to, from, 8});
+static uint2 load_half_weight(const u32* p) {
+    if ((uintptr_t)p % 8) abort();
+    return {p[0], p[1]};
 }
 static float __uint_as_float(u32 bits) {
     float f;

@@ -1,5 +1,5 @@
 """GEMMs with the weights of experts: a program per tile of pairs and outputs, so that of the weights only those of
-experts that were chosen are read. Small tiles are `ops.cuda.gemm_experts`' where it takes the weight.
+experts that were chosen are read. Those of few tokens are `ops.cuda.gemm_experts`' where it takes the weight.
 
 A row's bits depend on that row, its expert and the kind of tile. Weights that are quantised are multiplied out in
 registers, to the values of `groups.unpacked`.
@@ -260,7 +260,8 @@ class ExpertGemm:
         assert tiles is not None
         if not isinstance(weight, Tensor) and weight.order is not None:
             x = x.index_select(1, weight.order)
-        if tiles.rows <= gemm_experts.MOST and gemm_experts.takes(weight, x.dtype):
+        few = tiles.rows <= gemm_experts.MOST and gemm_experts.takes(weight, x.dtype)
+        if few and (tiles.exact or gemm_experts.faster(weight, len(routed.experts))):  # exact: the same for any rows
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
