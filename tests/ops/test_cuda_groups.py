@@ -21,6 +21,8 @@ CASES = [  # a width, and rows, columns and columns of a group
     (Width(4, True, 1), 320, 4096, 128), (Width(4, True, -1), 96, 704, 32), (Width(8, False, WHOLE), 224, 576, 576),
     (Width(8, False, WHOLE, True), 224, 576, 576), (Width(8, False, 1, True), 320, 4096, 128),
     (Width(8, False, WHOLE, True), 96, 8256, 8256),
+    # Features that no `key_of` takes for narrow.
+    (Width(4, False, 1), 4352, 8320, 128), (Width(8, False, WHOLE, True), 4352, 8256, 8256),
 ]  # fmt: skip
 
 

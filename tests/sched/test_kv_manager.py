@@ -65,6 +65,21 @@ def test_equal_prompts_wait_for_the_first() -> None:
     assert admit(alone, request("a", tokens.tolist())) and not alone.on_its_way(second, tokens)
 
 
+def test_an_equal_prompt_is_found_among_many_that_begin_like_it() -> None:
+    kv = KVManager(5000, 32, lookahead=0, cache=True, room=ROOM)
+    for number in range(20):
+        assert admit(kv, request(f"other {number}", [*range(WORTH), *[3000 + number] * 200]))
+    same = [*range(WORTH), *range(4000, 4200)]
+    tokens, first = np.array(same), request("first", same)
+    assert not kv.on_its_way(first, tokens) and admit(kv, first)
+    assert kv.on_its_way(request("b", same), tokens) and not kv.on_its_way(request("b", same), tokens, held={first})
+    for change, waits in ({"priority": 1}, False), ({"client": "other"}, False), ({"priority": -1}, True):
+        asked = GenerationRequest("c", same, SamplingParams(max_new_tokens=8), **change)
+        assert kv.on_its_way(Req(asked, 0, len(same) + 8, frozenset()), tokens) == waits, change
+    kv.release(first)
+    assert not kv.on_its_way(request("b", same), tokens)
+
+
 @pytest.mark.parametrize(
     "common, own, waits",
     [(WORTH, 4, True), (WORTH - 1, 4, False), (WORTH, WORTH, True), (WORTH, WORTH + 1, False), (200, 150, True)],

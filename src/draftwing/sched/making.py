@@ -21,38 +21,49 @@ class InTheMaking:
 
     def __init__(self) -> None:
         self._by_head: dict[tuple[int, bytes], dict[Req, IntArray]] = {}
-        self._heads: dict[Req, tuple[int, bytes]] = {}
+        self._by_all: dict[tuple[int, bytes], dict[Req, None]] = {}  # the same by all of their tokens
+        self._keys: dict[Req, tuple[tuple[int, bytes], tuple[int, bytes]]] = {}
 
     def add(self, req: Req, tokens: IntArray) -> None:
         """Its prompt is computed from now on."""
-        head = self._heads[req] = _head(req.salt, tokens)
+        head, key = self._keys[req] = _head(req.salt, tokens), (req.salt, tokens.tobytes())
         self._by_head.setdefault(head, {})[req] = tokens
+        self._by_all.setdefault(key, {})[req] = None
 
     def drop(self, req: Req) -> None:
         """It is cached, or nobody computes it any more. Nothing happens where there is none."""
-        head = self._heads.pop(req, None)
-        if head is None:
+        if req not in self._keys:
             return
-        alike = self._by_head[head]
-        del alike[req]
+        head, key = self._keys.pop(req)
+        alike, same = self._by_head[head], self._by_all[key]
+        del alike[req], same[req]
         if not alike:
             del self._by_head[head]
+        if not same:
+            del self._by_all[key]
 
-    def has(self, req: Req, tokens: IntArray) -> bool:
-        """Whether there is a prompt of the very same tokens."""
-        return any(len(its) == len(tokens) and bool((its == tokens).all()) for _, its in self._alike(req, tokens))
+    def has(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
+        """Whether there is a prompt of the very same tokens. held: see `most_in_common`."""
+        if all(len(its) != len(tokens) for its in self._alike(req, tokens).values()):
+            return False
+        same = self._by_all.get((req.salt, tokens.tobytes()), ())
+        return any(_before(other, req, held) for other in same)
 
     def most_in_common(self, req: Req, tokens: IntArray, held: Container[Req]) -> Iterator[tuple[int, int]]:
         """Of each prompt that is like it: tokens in common, and those that are left to compute. held: whose prompts do
         not go on now. Left out are those of other clients and of lower priority, which may get less time."""
-        asked = req.request
-        for other, its in self._alike(req, tokens):
-            before = other.request.client == asked.client and other.request.priority >= asked.priority
-            if before and other not in held:
+        for other, its in islice(self._alike(req, tokens).items(), _LOOKED_AT):
+            if _before(other, req, held):
                 yield _common(tokens, its), len(its) - other.sent
 
-    def _alike(self, req: Req, tokens: IntArray) -> Iterator[tuple[Req, IntArray]]:
-        return islice(self._by_head.get(_head(req.salt, tokens), {}).items(), _LOOKED_AT)
+    def _alike(self, req: Req, tokens: IntArray) -> dict[Req, IntArray]:
+        return self._by_head.get(_head(req.salt, tokens), {})
+
+
+def _before(other: Req, req: Req, held: Container[Req]) -> bool:
+    """Whether a request may wait for the other one's prompt."""
+    theirs, asked = other.request, req.request
+    return theirs.client == asked.client and theirs.priority >= asked.priority and other not in held
 
 
 def _head(salt: int, tokens: IntArray) -> tuple[int, bytes]:
