@@ -1,9 +1,10 @@
-// Follows gemm_groups.cu: the GEMM of more than 64 rows with weights in 4 or 8 bits (wgmma, compute capability 9.0 alone).
+// Follows gemm_groups.cu: the GEMM of more than 16 rows with weights in 4 or 8 bits (wgmma, compute capability 9.0 alone).
 //
 // As in gemm_wide.cu weights become an instruction's first operand in registers, and x is read from shared memory. But
-// here a block has one sum of all its chunks, so that bits are not those of the other kernels, unless a cluster has as many
-// blocks as they have shares, or IN_SHARES says so. `order_x` first writes x as shared memory is to have it: panels of TOKENS rows and a chunk, one after the other along K, each the matrices of 8 rows and 8 columns
-// that `wide_mma` reads. So a panel comes by one bulk copy.
+// here a block has one sum of all its chunks, so that bits are not those of the other kernels, unless a cluster has as
+// many blocks as they have shares, or IN_SHARES says so. `order_x` first writes x as shared memory is to have it: panels
+// of TOKENS rows and a chunk, one after the other along K, each the matrices of 8 rows and 8 columns that `wide_mma`
+// reads. So a panel comes by one bulk copy.
 //
 // One thread asks for panels. A stage has two barriers: `full` opens when its panel is there, `empty` when all warps have
 // done with it. A warp for this alone would leave the others too few registers: they are given out by four warps. Weights
