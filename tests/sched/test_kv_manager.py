@@ -39,10 +39,10 @@ def test_all_comes_back() -> None:
     kv = manager()
     reqs = [request(name, list(range(10 * i, 10 * i + 10))) for i, name in enumerate("abc")]
     for req in reqs:
-        assert kv.has_row and admit(kv, req)
+        assert kv.free_rows and admit(kv, req)
         prefill(kv, req)
         kv.check_integrity()
-    assert not kv.has_row and kv.obtainable == SLOTS - 30
+    assert not kv.free_rows and kv.obtainable == SLOTS - 30
     for req in reqs:
         kv.release(req)
         kv.check_integrity()
@@ -118,7 +118,7 @@ def test_who_does_not_fit_changes_nothing() -> None:
     other = request("b", list(range(100, 140)))
     left = SLOTS - 10
     assert not admit(kv, other, reserve=left - 40 - ROOM + 1)
-    assert other.row == -1 and kv.has_row and len(kv.by_row) == 1 and kv.radix.locked == 0
+    assert other.row == -1 and kv.free_rows and len(kv.by_row) == 1 and kv.radix.locked == 0
     assert admit(kv, other, reserve=left - 40 - ROOM)
     assert not kv.cover(other, left + 1) and other.covered == 0
     assert kv.cover(other, left) and kv.obtainable == 0

@@ -364,6 +364,20 @@ def test_equal_prompts_are_prefilled_once():
     assert cached == {"a": 0, "b": 29, "c": 29, "d": 0}
 
 
+def test_who_waits_for_a_prompt_in_the_making_is_not_passed_by_later_ones():
+    sched = make(slots=6000, rows=4, chunk=64)
+    sched.submit(req("first", 210, 300))
+    sched.submit(req("alike", 220, 300))
+    for number in range(6):
+        sched.submit(req(f"other {number}", 30, 300, first=1000 * (number + 1)))
+    begun: dict[str, int] = {}
+    for step in range(20):
+        turn(sched)
+        for one in sched.running:
+            begun.setdefault(one.uid, step)
+    assert list(begun) == ["first", "other 0", "other 1", "alike"] and begun["alike"] > begun["other 1"]
+
+
 def test_what_a_crowd_begins_with_is_prefilled_once():
     """Twelve requests behind three system prompts of 100 tokens, all there at once."""
     sched = make(slots=3000, rows=12, chunk=64)

@@ -43,9 +43,9 @@ class KVManager:
     # -- to requests ------------------------------------------------------------------------------------------------
 
     @property
-    def has_row(self) -> bool:
-        """Whether one more request can be admitted, if there are slots for it."""
-        return bool(self._free_rows)
+    def free_rows(self) -> int:
+        """How many more requests can be admitted, if there are slots for them."""
+        return len(self._free_rows)
 
     @property
     def obtainable(self) -> int:

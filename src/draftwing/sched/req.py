@@ -99,12 +99,20 @@ class Req:
         self.uid, self.params = request.uid, request.params
         self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
+        self._array = np.empty(0, np.int64)
         self.allowed = frozenset(self.params.allowed_token_ids) or None
         self.limited = request.limits is not None
         self.may_draft = request.limits is None or request.limits.depth > 0
         self.special = self.edited or self.limited or bool(request.prediction) or request.logprobs is not None
         if request.logprobs is not None and request.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
+
+    @property
+    def array(self) -> IntArray:
+        """`tokens`; kept, for one that waits is looked at before every step."""
+        if len(self._array) != len(self.tokens):
+            self._array = np.asarray(self.tokens, np.int64)
+        return self._array
 
     def conflict(self) -> str | None:
         """Why the newest token is not one that the request allows, if so: everything was forbidden there."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from draftwing.core import (
     AT_ONCE,
     LAG,
@@ -182,13 +180,15 @@ class Scheduler:
             self._told.forget()
             return
         admitted: list[Req] = []
+        kept = 0  # rows, for those whose turn it is but for the prompt that they wait for
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
         for req in self.waiting.in_turn(shares.served):
-            if not self.kv.has_row and shares.who_yields(self.running, req) is None:
+            if kept >= self.kv.free_rows and (kept or shares.who_yields(self.running, req) is None):
                 break
-            tokens = np.asarray(req.tokens, np.int64)
+            tokens = req.array
             if self.kv.on_its_way(req, tokens, self._held):
-                continue  # computed once for all who begin alike
+                kept += 1  # computed once for all who begin alike
+                continue
             self._told.give(req, self.running)
             if not self._give_row(req, tokens, shares):
                 break  # whoever needs less must not pass for ever whoever needs more
@@ -205,7 +205,7 @@ class Scheduler:
         while True:
             growth = sum(max(other.max_total - other.covered, 0) for other in self.running)
             reserve = int(self._reserve * growth) + self.kv.room * len(self.running)
-            if self.kv.has_row and self.kv.admit(req, tokens, reserve):
+            if self.kv.free_rows and self.kv.admit(req, tokens, reserve):
                 shares.give(req)
                 return True
             victim = shares.who_yields(self.running, req)
