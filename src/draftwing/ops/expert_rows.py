@@ -1,6 +1,6 @@
 """Quantised weights of experts as kernels of a GPU read them: row by row, in words of 32 bits.
 
-Two columns that are neighbours lie in the two halves of a word, at the same place in both, so that what turns codes
+Two columns that are neighbours lie in the two halves of a word, at the same places in both, so that what turns codes
 into bfloat16 works on two at once. Scales lie by the columns that they are for, those of all rows side by side, so that
 a program loads its own in one piece.
 """
@@ -20,6 +20,15 @@ INT4, INT8, FP8, MX = range(1, 5)  # kinds of codes
 # A floating point code whose bits are put where a bfloat16 has those of the same meaning is less than it should be by
 # this power of 2, which scales and exponents are kept with.
 MX_LESS, FP8_LESS = 126, 120
+# By kind: of each code of a word's half the bits, and by how much they are moved. Floating point codes lie so that signs
+# and bodies come to their places in a bfloat16 by one shift, of the first code by none; the last one of four has what
+# bits there are left.
+_PLACES = {
+    INT4: [[(15, 4 * i)] for i in range(4)],
+    INT8: [[(255, 8 * i)] for i in range(2)],
+    FP8: [[(128, 8), (127, 4)], [(128, 4), (112, 8), (15, 0)]],
+    MX: [[(8, 12), (7, 6)], [(8, 9), (7, 3)], [(8, 6), (7, 0)], [(8, 11), (4, 11), (2, 9), (1, 11)]],
+}
 _AT_ONCE = 1 << 26  # codes that are turned into words at a time
 
 
@@ -45,7 +54,7 @@ class ExpertRows(NamedTuple):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[rows, columns]: the values that kernels compute, columns in the matrix's order."""
-        codes, column = _from_words(self.words, 4 if self.kind in (INT4, MX) else 8), torch.arange(self.columns)
+        codes, column = _from_words(self.words, self.kind), torch.arange(self.columns)
         step = column.to(codes.device) // STEP
         within = column.to(codes.device) % STEP
         if self.kind == MX:
@@ -77,14 +86,14 @@ def expert_rows(weight: PackedGroups | MXRows) -> ExpertRows:
             scales = scales | exponents[..., i] << 8 * i
         words = torch.empty(weight.rows, weight.columns // 8, dtype=torch.int32, device=weight.codes.device)
         for at, rows in _parts(weight.codes, weight.columns):
-            words[at] = _words(torch.stack((rows & 15, rows >> 4), -1).flatten(1), 4)
+            words[at] = _words(torch.stack((rows & 15, rows >> 4), -1).flatten(1), MX)
         return ExpertRows(words, scales.t().contiguous(), None, MX, 4, weight.columns, None, weight.label)
     kind = INT4 if weight.bits == 4 else FP8 if weight.fp8 else INT8
     groups = 0 if weight.shift == WHOLE else int(STEP / (64 * 2.0**weight.shift))
     words = torch.empty(weight.rows, weight.columns * weight.bits // 32, dtype=torch.int32, device=weight.codes.device)
     for at, codes in _parts(weight.codes, 16 * weight.columns):
         part = codes_of(weight._replace(codes=codes)).view(torch.uint8)
-        words[16 * at.start : 16 * at.stop] = _words(part, weight.bits)
+        words[16 * at.start : 16 * at.stop] = _words(part, kind)
     scales, zeros = by_group(weight)
     scales = _steps(scales * 2.0**FP8_LESS if weight.fp8 else scales, groups)
     zeros = None if zeros is None else _steps(zeros, groups)
@@ -109,16 +118,23 @@ def _padded(values: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, -values.shape[1] % multiple))
 
 
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """codes [rows, columns] uint8 below 2^bits -> [rows, words] int32; column 2i of a word's lies in its lower half"""
-    parts = codes.unflatten(1, (-1, 16 // bits, 2))
-    words = codes.new_zeros(parts.shape[:2], dtype=torch.int32)
-    for i in range(16 // bits):
-        words |= parts[:, :, i, 0].int() << bits * i | parts[:, :, i, 1].int() << bits * i + 16
+def _words(codes: Tensor, kind: int) -> Tensor:
+    """codes [rows, columns] uint8 -> [rows, words] int32; column 2i of a word's lies in its lower half"""
+    places = _PLACES[kind]
+    parts = codes.unflatten(1, (-1, len(places), 2))
+    words = torch.zeros(parts.shape[:2], dtype=torch.int32, device=codes.device)
+    for i, moves in enumerate(places):
+        for bits, up in moves:
+            for half in (0, 1):
+                words |= (parts[:, :, i, half] & bits).int() << up + 16 * half
     return words
 
 
-def _from_words(words: Tensor, bits: int) -> Tensor:
+def _from_words(words: Tensor, kind: int) -> Tensor:
     """-> [rows, columns] uint8"""
-    shifts = [bits * i + half for i in range(16 // bits) for half in (0, 16)]
-    return torch.stack([words >> shift & (1 << bits) - 1 for shift in shifts], -1).flatten(1).to(torch.uint8)
+    codes = [
+        sum((words >> up + half & bits).to(torch.uint8) for bits, up in moves)
+        for moves in _PLACES[kind]
+        for half in (0, 16)
+    ]
+    return torch.stack(codes, -1).flatten(1)

@@ -33,7 +33,7 @@ struct StoredExperts : Stored {
 };
 
 // Weights as in ops/expert_rows.py, for bfloat16: codes row by row, in words whose halves are neighbours in the matrix;
-// scales of 128 columns, or of all, by row. Codes become bfloat16s by where their bits are put, as they do there.
+// scales of 128 columns, or of all, by row. Codes become bfloat16s by where their bits are put, which they lie for.
 enum { INT4 = 1, INT8 = 2, FP8 = 3, MX = 4 };
 template <int CODES, int OF_STEP, bool ZEROS>
 struct Words {
@@ -74,11 +74,11 @@ struct Words {
                     const u32 offset = (pair & 0x00800080) | 0xc300c300;  // -128, or -256 where it is negative
                     out[i] = times(fma_pair((pair & 0x007f007f) | 0x43004300, ONE, offset), scale);
                 } else if constexpr (CODES == FP8) {
-                    const u32 sign = i % 2 ? word : word << 8, body = i % 2 ? word >> 4 : word << 4;
-                    out[i] = times((sign & 0x80008000) | (body & 0x07f007f0), scale);
+                    const u32 low = (word << 4 & 0x80f080f0) | (word >> 4 & 0x07000700);
+                    out[i] = times(i % 2 ? low : word & 0x87f087f0, scale);
                 } else {
-                    const u32 body = i < 2 ? word << (6 - 4 * i) : word >> (4 * i - 6);
-                    out[i] = times((word << (12 - 4 * i) & 0x80008000) | (body & 0x01c001c0), scale);
+                    const u32 last = (word << 1 & 0x80008000) | (word >> 5 & 0x01400140) | (word >> 3 & 0x00800080);
+                    out[i] = times(i < 3 ? word << 3 * i & 0x81c081c0 : last, scale);
                 }
             }
         }

@@ -49,14 +49,14 @@ def _pair(words, AT: tl.constexpr, KIND: tl.constexpr):
     if KIND == _INT4:
         found = ((words >> 4 * AT) & 0x000F000F) | 0x43004300
     elif KIND == _MX:
-        UP: tl.constexpr = 12 - 4 * AT
-        sign = words << UP
-        body = words << (6 - 4 * AT) if AT < 2 else words >> (4 * AT - 6)
-        found = (sign & -0x7FFF8000) | (body & 0x01C001C0)
+        if AT < 3:
+            found = (words << 3 * AT) & -0x7E3F7E40
+        else:
+            found = ((words << 1) & -0x7FFF8000) | ((words >> 5) & 0x01400140) | ((words >> 3) & 0x00800080)
+    elif AT == 0:
+        found = words & -0x780F7810
     else:
-        sign = words << 8 if AT == 0 else words
-        body = words << 4 if AT == 0 else words >> 4
-        found = (sign & -0x7FFF8000) | (body & 0x07F007F0)
+        found = ((words << 4) & -0x7F0F7F10) | ((words >> 4) & 0x07000700)
     return found
 
 
