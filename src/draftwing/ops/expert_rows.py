@@ -7,6 +7,7 @@ a program loads its own in one piece.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ INT4, INT8, FP8, MX = range(1, 5)  # kinds of codes
 # A floating point code whose bits are put where a bfloat16 has those of the same meaning is less than it should be by
 # this power of 2, which scales and exponents are kept with.
 MX_LESS, FP8_LESS = 126, 120
-# By kind: of each code of a word's half the bits, and by how much they are moved. Floating point codes lie so that signs
-# and bodies come to their places in a bfloat16 by one shift, of the first code by none; the last one of four has what
-# bits there are left.
+# By kind: of each code of a word's half the bits, and by how much they are moved. Floating point codes lie so that
+# signs and bodies come to their places in a bfloat16 by one shift, of the first code by none. The last one of four has
+# what bits there are left.
 _PLACES = {
     INT4: [[(15, 4 * i)] for i in range(4)],
     INT8: [[(255, 8 * i)] for i in range(2)],
@@ -132,9 +133,10 @@ def _words(codes: Tensor, kind: int) -> Tensor:
 
 def _from_words(words: Tensor, kind: int) -> Tensor:
     """-> [rows, columns] uint8"""
-    codes = [
-        sum((words >> up + half & bits).to(torch.uint8) for bits, up in moves)
-        for moves in _PLACES[kind]
-        for half in (0, 16)
-    ]
+    codes = []
+    for moves, half in itertools.product(_PLACES[kind], (0, 16)):
+        code = torch.zeros_like(words)
+        for bits, up in moves:
+            code |= words >> up + half & bits
+        codes.append(code.to(torch.uint8))
     return torch.stack(codes, -1).flatten(1)
