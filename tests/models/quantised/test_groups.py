@@ -11,7 +11,7 @@ import pytest
 import tiny_quantised as tiny
 import torch
 from group_ops import GroupTorchOps
-from reference.checkpoints import llama_target, qwen2_target
+from reference.checkpoints import eagle3_head, llama_target, qwen2_target
 from reference.learnable import ENGINE, prompts
 from tiny_checkpoint import VOCAB, write_tokenizer
 from tiny_gguf import causal
@@ -102,12 +102,34 @@ def texts(folder: Path, kind: str, requests: int, **options: Any) -> list[list[i
         return [done.token_ids for done in llm.generate(prompts(requests, seed=1), params)]
 
 
-@pytest.mark.parametrize("name", ["fp8 block", "awq", "--quantization w4a16"])
-def test_drafts_change_no_token(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def drafts(folder: Path, shape: tuple[int, int, int] | None) -> dict[str, Any]:
+    """NGRAM, or a random EAGLE-3 head, written to `folder`, always with this depth, top k and size."""
+    if shape is None:
+        return {"speculative_algorithm": "NGRAM"}
+    head = eagle3_head(
+        llama_target(3, **SIZES), rows=None, **SIZES, head_dim=32, eagle_aux_hidden_state_layer_ids=[0, 1, 1]
+    )
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    return {
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head.write(folder)),
+        "speculative_fixed_shape": True, **dict(zip(names, shape, strict=True)),
+    }  # fmt: skip
+
+
+TREE, CHAIN = (3, 4, 12), (3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("fp8 block", None), ("awq", TREE), ("--quantization w4a16", None), ("--quantization fp8", CHAIN)],
+)
+def test_drafts_change_no_token(
+    tmp_path: Path, name: str, shape: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("draftwing.engine.device.make_ops", GroupTorchOps)
-    (folder, options), kind = made(tmp_path, name), "fp8" if "fp8" in name else "int4"
+    (folder, options), kind = made(tmp_path / "target", name), "fp8" if "fp8" in name else "int4"
     plain = texts(folder, kind, 4, speculative_algorithm="none", **options)
-    assert texts(folder, kind, 4, speculative_algorithm="NGRAM", **options) == plain
+    assert texts(folder, kind, 4, **drafts(tmp_path / "head", shape), **options) == plain
     assert all(len(set(ids)) > 4 for ids in plain[1:])
 
 
@@ -138,15 +160,22 @@ def test_a_draft_head_beside_a_quantised_target(tmp_path: Path) -> None:
         assert 0 < float((found - expected).std() / expected.std()) < 0.03
 
 
+ASKED = "--quantization fp8", "--quantization w4a16"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", [*FORMATS, "--quantization fp8", "--quantization w4a16"])
-def test_on_a_gpu(tmp_path: Path, name: str) -> None:
-    """One request at a time and twenty, with graphs and with drafts: the same text."""
-    (folder, options), kind = made(tmp_path, name), "fp8" if "fp8" in name else "int4"
+@pytest.mark.parametrize(
+    ("name", "kv"), [*((name, "auto") for name in (*FORMATS, *ASKED)), *((name, "fp8_e4m3") for name in ASKED)]
+)
+def test_on_a_gpu(tmp_path: Path, name: str, kv: str) -> None:
+    """One request at a time and twenty, with graphs, and with lookups, trees and chains: the same text."""
+    (folder, options), kind = made(tmp_path / "target", name), "fp8" if "fp8" in name else "int4"
     options |= {"device": "cuda", "enable_deterministic_inference": True, "max_running_requests": 20}
+    options |= {"kv_cache_dtype": kv}
     plain = texts(folder, kind, 20, speculative_algorithm="none", **options)
-    assert texts(folder, kind, 20, speculative_algorithm="NGRAM", **options) == plain
+    for shape in (None, TREE, CHAIN) if name in ASKED else (TREE,):
+        assert texts(folder, kind, 20, **drafts(tmp_path / "head", shape), **options) == plain, shape
     alone = {**options, "max_running_requests": 1}
     assert texts(folder, kind, 20, speculative_algorithm="none", **alone) == plain
     assert all(len(set(ids)) > 4 for ids in plain[1::4])
