@@ -1,0 +1,38 @@
+"""Every architecture takes quantised weights: its logits are those of the same weights multiplied out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_quantised as tiny
+import torch
+from models.test_decoder import DenseCache, random_reference
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftwing.models.loader import load_model
+
+FAMILIES = ["llama-biases", "mistral-window", "qwen2.5", "gemma3", "qwen3", "qwen3-moe", "mixtral"]
+
+
+@torch.inference_mode()
+def logits(folder: Path) -> Tensor:
+    model = load_model(folder, torch.float32, "cpu")
+    ids = torch.arange(40) * 7 % 101  # longer than windows are
+    return model.logits(model(ids, torch.arange(len(ids)), DenseCache())[0])
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "awq"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(tmp_path: Path, family: str, name: str) -> None:
+    config, write = tiny.FORMATS[name]
+    for part in ("quantised", "wide", "plain"):
+        random_reference(family).save_pretrained(tmp_path / part)
+    save_file(tiny.quantise(tmp_path / "quantised", config, lambda _: write), tmp_path / "wide/model.safetensors")
+    stored = {key.rpartition(".")[0] for key in load_file(tmp_path / "quantised/model.safetensors")}
+    experts = [module for module in stored if ".experts." in module]
+    assert (len(experts) > 9) == (family in ("qwen3-moe", "mixtral"))
+    found, expected, plain = (logits(tmp_path / part) for part in ("quantised", "wide", "plain"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (found - plain).norm() > 0.01 * plain.norm()
