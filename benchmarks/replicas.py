@@ -5,12 +5,16 @@ prompts keeps a group at one replica, and one that does not computes its beginni
 will do; the counts are read from the `/metrics` of the servers behind it.
 
     draftwing serve --port 30001 & draftwing serve --port 30002 &
-    smg launch --worker-urls http://127.0.0.1:30001 http://127.0.0.1:30002 --policy cache_aware --port 30000
+    smg launch --worker-urls http://127.0.0.1:30001 http://127.0.0.1:30002 --policy cache_aware \
+        --disable-worker-overload-protection --port 30000
     python benchmarks/replicas.py --url http://127.0.0.1:30000 --one http://127.0.0.1:30001 \
         --replicas http://127.0.0.1:30001 http://127.0.0.1:30002
 
-Prints a line of JSON for each run and a table. Cached prefixes are forgotten before a run, and then there is a question
-to each system prompt that does not count, since prompts of this kind have long been in use.
+Prints a line of JSON for each run and a table; `busiest` is the share of the prompt tokens that one replica was asked
+for: two are no faster than that one. Cached prefixes are forgotten before a run, and then there is a question to each
+system prompt that does not count, since prompts of this kind have long been in use. Before each run there is a pause,
+in which a balancer that asks servers how busy they are sees that they are not: smg does so every ten seconds, and until
+then gives nothing to one with eight requests that wait, as `one` has had.
 """
 
 from __future__ import annotations
@@ -94,12 +98,20 @@ def counts_of(metrics: str) -> Counts:
     return Counts(*found.values())
 
 
-def read_counts(urls: Sequence[str]) -> Counts:
+def read_counts(urls: Sequence[str]) -> list[Counts]:
     each = []
     for url in urls:
         with urllib.request.urlopen(f"{url}/metrics") as response:
             each.append(counts_of(response.read().decode()))
-    return Counts(sum(one.queries for one in each), sum(one.hits for one in each))
+    return each
+
+
+def since(before: Sequence[Counts], after: Sequence[Counts]) -> tuple[Counts, float]:
+    """Of all servers together, and the share of the prompt tokens that the busiest one was asked for."""
+    each = [Counts(new.queries - old.queries, new.hits - old.hits) for old, new in zip(before, after, strict=True)]
+    queries = sum(one.queries for one in each)
+    busiest = max(one.queries for one in each) / queries if queries else 0.0
+    return Counts(queries, sum(one.hits for one in each)), busiest
 
 
 def ask_all(
@@ -126,6 +138,7 @@ def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) 
     A server that is not full with so many answers hardly more where there are two of them: ask for as many as all
     replicas together can run.
     """
+    time.sleep(args.pause)
     for one in replicas:
         urllib.request.urlopen(urllib.request.Request(f"{one}/flush_cache?timeout=60", method="POST")).close()
     model_of(url)
@@ -143,7 +156,7 @@ def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) 
         before, start = read_counts(replicas), time.perf_counter()
         told = list(pool.map(partial(ask_all, url, args.max_tokens, args.api_key), shares, at_once))
         seconds, after = time.perf_counter() - start, read_counts(replicas)
-    queries, hits = after.queries - before.queries, after.hits - before.hits
+    (queries, hits), busiest = since(before, after)
     return {
         "run": name,
         "replicas": len(replicas),
@@ -153,20 +166,21 @@ def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) 
         "tokens_per_s": round(sum(tokens for tokens, _ in told) / seconds, 1),
         "prompt_tokens": int(queries),
         "hit_rate": round(hits / queries, 4) if queries else 0.0,
+        "busiest": round(busiest, 3),
     }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The first row is what the others are compared with."""
-    yield "| run | replicas | requests | failed | tokens/s | x | hit rate | of the first |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| run | replicas | requests | failed | tokens/s | x | hit rate | of the first | busiest |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     first = rows[0]
     for row in rows:
         speed = row["tokens_per_s"] / first["tokens_per_s"] if first["tokens_per_s"] else 0.0
         share = row["hit_rate"] / first["hit_rate"] if first["hit_rate"] else 0.0
         yield (
             f"| {row['run']} | {row['replicas']} | {row['requests']} | {row['failed']} | {row['tokens_per_s']} | "
-            f"{speed:.2f} | {row['hit_rate']:.3f} | {share:.1%} |"
+            f"{speed:.2f} | {row['hit_rate']:.3f} | {share:.1%} | {row['busiest']:.0%} |"
         )
 
 
@@ -182,6 +196,7 @@ def main() -> None:
     parser.add_argument("--prefix-words", type=int, default=400, help="of a system prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--pause", type=float, default=11.0, help="seconds before each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--api-key")
     args = parser.parse_args()

@@ -26,6 +26,15 @@ vllm:prompt_tokens_total{engine="0",model_name="m"} 7.0
     assert replicas.counts_of(text) == (120, 30)
 
 
+def test_what_came_since(replicas: ModuleType) -> None:
+    before, after = (
+        [replicas.Counts(100, 10), replicas.Counts(0, 0)],
+        [replicas.Counts(130, 30), replicas.Counts(90, 60)],
+    )
+    assert replicas.since(before, after) == ((120, 80), 0.75)
+    assert replicas.since(before, before) == ((0, 0), 0.0)
+
+
 def test_each_group_shares_a_long_beginning(replicas: ModuleType) -> None:
     every = replicas.prompts(3, 4, 100, random.Random(0))
     assert len(every) == 3 + 3 * 4
@@ -37,8 +46,18 @@ def test_each_group_shares_a_long_beginning(replicas: ModuleType) -> None:
 
 
 def test_table(replicas: ModuleType) -> None:
-    row = {"run": "one", "replicas": 1, "requests": 8, "failed": 0, "tokens_per_s": 10.0, "hit_rate": 0.8}
+    row = {
+        "run": "one",
+        "replicas": 1,
+        "requests": 8,
+        "failed": 0,
+        "tokens_per_s": 10.0,
+        "hit_rate": 0.8,
+        "busiest": 1.0,
+    }
     lines = list(
-        replicas.table([row, {**row, "run": "balanced", "replicas": 2, "tokens_per_s": 19.0, "hit_rate": 0.76}])
+        replicas.table(
+            [row, {**row, "run": "balanced", "replicas": 2, "tokens_per_s": 19.0, "hit_rate": 0.76, "busiest": 0.6}]
+        )
     )
-    assert lines[-1] == "| balanced | 2 | 8 | 0 | 19.0 | 1.90 | 0.760 | 95.0% |"
+    assert lines[-1] == "| balanced | 2 | 8 | 0 | 19.0 | 1.90 | 0.760 | 95.0% | 60% |"
