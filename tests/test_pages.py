@@ -25,8 +25,8 @@ CARDS = {  # as performance.md names the heads
     "MTP": HEADS / "mtp" / "README.md",
 }
 ELSEWHERE = {  # flags of other programs
-    "--inplace", "--worker-urls", "--policy", "--load-monitor-interval", "--disable-worker-overload-protection", "--head",
-    "--address",
+    "--inplace", "--worker-urls", "--policy", "--load-monitor-interval", "--disable-worker-overload-protection",
+    "--head", "--address",
 }  # fmt: skip
 TO_WRITE = {"src/draftwing/layers/linear_ops/int8_rows.py"}  # files that CONTRIBUTING.md lets the reader write
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
