@@ -33,7 +33,8 @@ LAYOUTS = [Layout(), Layout(MX, 4), *WIDTHS]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.further(layout=[layout for layout in WIDTHS if layout.kind in (INT4, INT8)]),
+    pytest.mark.further(layout=[layout for layout in WIDTHS if layout != Layout(FP8, 0)]),
+    pytest.mark.further(rows=5, depth=192),
 ]
 
 
