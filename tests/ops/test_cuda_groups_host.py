@@ -33,7 +33,7 @@ LAYOUTS = {  # groups of rows and columns, 0: all of them
 }
 
 EVERY = Width(4, True, -1), Width(8, False, WHOLE, True)
-FURTHER = [width for width in LAYOUTS if width not in (*EVERY, Width(8, False, 1, True))]
+FURTHER = [width for width in LAYOUTS if width not in EVERY]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
