@@ -48,10 +48,10 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 FEW, MANY = (1, 4, 16, 64), 1024  # tokens of a sweep
 # Outputs of a program, warps, stages; of tiles of many pairs.
 TRIED = [(f, w, s) for f, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)) for s in (3, 4)]
-# Cuts of few pairs; codes of 4 bits are half as long.
-CUTS = [Cut(*cut) for cut in ((1, 2, 2, 4), (1, 4, 2, 3), (1, 4, 4, 2), (1, 4, 1, 4), (2, 1, 1, 4), (2, 2, 1, 3),
-                              (2, 2, 2, 2), (2, 4, 2, 2), (4, 1, 1, 2), (4, 2, 1, 1))]  # fmt: skip
-SHORT = [Cut(*cut) for cut in ((1, 4, 2, 4), (1, 8, 4, 2), (2, 4, 2, 3), (2, 6, 3, 2), (4, 2, 1, 2))]
+# Cuts of few pairs; weights that are quantised take fewer registers.
+CUTS = [Cut(*cut) for cut in ((4, 1, 1, 2), (3, 1, 1, 2), (2, 1, 1, 2), (2, 1, 1, 3), (2, 1, 1, 4), (2, 2, 1, 2),
+                              (2, 2, 2, 2), (1, 2, 1, 4), (1, 4, 1, 3), (1, 4, 4, 2))]  # fmt: skip
+SHORT = [Cut(*cut) for cut in ((4, 1, 1, 3), (3, 1, 1, 3), (4, 2, 1, 2), (3, 2, 1, 2), (2, 2, 1, 3), (2, 4, 2, 2))]
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 Weight = Tensor | PackedGroups | MXRows
 
@@ -174,7 +174,7 @@ def all_cut(cut: Cut) -> Cuts:
 
 
 def cuts_to_try(layout: Layout) -> list[Cut]:
-    return CUTS + (SHORT if layout.kind in (INT4, MX) else [])
+    return CUTS + ([] if layout.kind == DENSE else SHORT)
 
 
 def compile_all(wanted: Iterable[Kernels], few: Iterable[tuple[Layout, Cut | None]]) -> None:
@@ -338,7 +338,7 @@ def sweep(name: str, model: Model, kind: str, until: float) -> None:
     own_shapes, own_kernels = expert_gemm.SHAPES[KINDS[kind], LARGE_TILE], gemm_experts.few_pairs
     made: dict[Cut, FewPairs] = {}
     for tokens in (*FEW, MANY):
-        bench, found = Bench(model, layers, tokens, exact=tokens in FEW), list[tuple[float, float, Any]]()
+        bench, found = Bench(model, layers, tokens), list[tuple[float, float, Any]]()
         now = bench.timed(bench.gate_up), bench.timed(bench.down)
         with TritonsOwn():
             triton = bench.timed(bench.gate_up), bench.timed(bench.down)

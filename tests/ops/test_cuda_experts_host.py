@@ -21,6 +21,7 @@ from draftwing.ops.torch.experts import ExpertOps, ExpertTiles, Routed
 from draftwing.ops.types import MXRows
 
 COUNT, TOP = 6, 3
+MULTIPROCESSORS = 2  # few, so that blocks have several tiles one after the other
 WIDTHS = {  # of what is packed, and its groups of rows and columns
     Layout(INT4, 1): (Width(4, False, 1), (1, 128)),
     Layout(INT4, 2, True): (Width(4, True, 0), (1, 64)),
@@ -58,7 +59,7 @@ class Host:
         shape, width = self.plain[kind], len(w) // (2 if kind == "silu" else 1)
         out = torch.full((len(x), width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(None, None, 0)
-        self._library.experts(0, 0, 0, None, None, ctypes.c_float(0), 0)
+        self._library.experts(0, 0, 0, 0, None, None, ctypes.c_float(0), 0)
         kernel = ctypes.cast(getattr(self._library, f"stored_{kind}"), ctypes.c_void_p)
         sizes = len(x), width, x.shape[1], *shape.grid(kind, len(x), width, 1)
         pointers = map(pointer, (x, w, bias, None, out))
@@ -73,13 +74,14 @@ class Host:
         codes, scales, zeros = (w, None, None) if isinstance(w, Tensor) else (w.words, w.scales, w.zeros)
         width = len(codes) // COUNT // (1 if kind == "plain" else 2)
         out, cut = torch.full((routed.pairs, width), torch.nan, dtype=torch.bfloat16), self.cuts[kind, tile]
-        many = tiles.tiles.shape[1]
+        many, choices = tiles.tiles.shape[1], routed.choices(x)
         self._library.groups(pointer(scales), pointer(zeros), 0)
         places = map(pointer, (tiles.order, tiles.tiles))
-        self._library.experts(len(codes), many, routed.choices(x), *places, ctypes.c_float(limit), 1)
+        known = int(gemm_experts.routes_known(routed, choices))
+        self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
         kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         pointers = map(pointer, (x, codes, bias, None, out))
-        sizes = 0, width, x.shape[1], *cut.grid(kind, many, width)
+        sizes = 0, width, x.shape[1], cut.grid(kind, many, width, MULTIPROCESSORS), 1
         assert self._library.run(kernel, gemm.SHARES * 32, 1, cut.shared_bytes(tile), *pointers, *sizes, 0)
         return out
 

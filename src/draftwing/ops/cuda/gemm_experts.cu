@@ -143,127 +143,160 @@ __device__ __forceinline__ float gated(float gate, float up, float limit) {
     return gate / (1.f + __expf(-ALPHA * gate)) * (up + 1.f);
 }
 
+// A tile of pairs of one expert, and the features of it that a block has next.
+struct Work {
+    int expert, begin, live, row0;  // expert: -1: there is none
+
+    __device__ __forceinline__ static Work of(int work, const int* tiles, int tile_count, int parts, int features) {
+        const int tile = work / parts;
+        if (tile >= tile_count) return {-1, 0, 1, 0};
+        return {load_route(tiles + tile), load_route(tiles + tile_count + tile), load_route(tiles + 2 * tile_count + tile),
+                work % parts * features};
+    }
+};
+
 // y [pairs, N], a pair its row of x [pairs / choices, K] times the weight [N, K] of its expert; gated: of [2 * N, K], of
 // which the upper half are gates. bias: as the weight has rows. order, tiles [3][tile_count]: `ExpertTiles`, which may
-// have up to TOKEN_TILES * 8 pairs each. Tiles by blockIdx.y.
+// have up to TOKEN_TILES * 8 pairs each, and those that are not there last. known: whether order and tiles were there
+// before the kernel before this one let this one come.
+//
+// Blocks stay. While one adds up what its warps have, its next weights are on their way.
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
 __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
                                             const int* __restrict__ order, const int* __restrict__ tiles,
-                                            u16* __restrict__ y, int tile_count, int choices, int N, int K, float limit) {
+                                            u16* __restrict__ y, int tile_count, int choices, int known, int N, int K,
+                                            float limit) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr bool GATED = KIND != PLAIN;
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS), OUT = GATED ? ROWS / 2 : ROWS;
-    static_assert(SHARES * 32 % OUT == 0, "a thread stores results of one feature");
+    constexpr int THREADS = SHARES * 32;
     extern __shared__ float sums[];  // [SHARES][TOKENS][PITCH], then the pairs of the tile, [TOKENS] int
     int* const pairs = (int*)(sums + SHARES * TOKENS * PITCH);
-    launch_dependents();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = K / CHUNK, count = (chunks - warp + SHARES - 1) / SHARES;  // of the warp's share
-    const int row0 = blockIdx.x * OUT, n = row0 + threadIdx.x % OUT;  // n: what this thread stores
+    const int parts = (N + OUT - 1) / OUT;                                       // of a tile
 
-    wait_for_earlier_kernels();  // before weights, since which they are depends on what was chosen
-    const int expert = load_route(tiles + blockIdx.y);
-    const int begin = load_route(tiles + tile_count + blockIdx.y), live = load_route(tiles + 2 * tile_count + blockIdx.y);
-    if (expert < 0) return;
-    const size_t expert_row = (size_t)expert * (GATED ? 2 * N : N);
-    const WEIGHTS weights = all.from(expert_row, K);
+    // Which weights are read depends on what was chosen. The next kernel comes no sooner, so that it may find that known.
+    if (!known) wait_for_earlier_kernels();
+    launch_dependents();
+
     typename WEIGHTS::template Rows<GATED ? SILU_MUL : PLAIN> rows[ROW_TILES];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, r * 16, warp, N, K);
     typename WEIGHTS::Part a[AHEAD][ROW_TILES];
+    const auto begin_weights = [&](const Work& work) {
+        const WEIGHTS weights = all.from((size_t)work.expert * (GATED ? 2 * N : N), K);
 #pragma unroll
-    for (int p = 0; p < AHEAD; ++p)
-        if (p < count)
+        for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, work.row0, r * 16, warp, N, K);
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], p * SHARES, j);
-
-    const u16* token[TOKEN_TILES];
-#pragma unroll
-    for (int m = 0; m < TOKEN_TILES; ++m) {
-        const int at = begin + min(m * 8 + g, live - 1), pair = order ? load_route(order + at) : at;
-        if (warp == 0 && t == 0) pairs[m * 8 + g] = pair;
-        token[m] = x + (size_t)(pair / choices) * K + (warp * CHUNK + t * WEIGHTS::X_LANE);
-    }
-    uint4 b[X_AHEAD][TOKEN_TILES][2];
-#pragma unroll
-    for (int p = 0; p < X_AHEAD; ++p)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                b[p][m][j] = make_uint4(0, 0, 0, 0);
-                if (p < count && m * 8 + g < live) b[p][m][j] = load_x(token[m] + p * STEP + j * WEIGHTS::X_HALF);
-            }
-    float offset = 0.f, up_offset = 0.f;
-    if (bias && n < N) {
-        offset = load_value(bias + expert_row + n);
-        if (GATED) up_offset = load_value(bias + expert_row + N + n);
-    }
-
-    float d[ROW_TILES][TOKEN_TILES][4];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
-
-    for (int c = 0; c < count; c += AHEAD) {
-#pragma unroll
-        for (int p = 0; p < AHEAD; ++p) {
-            if (c + p < count) {
-                const int q = p % X_AHEAD;
+        for (int p = 0; p < AHEAD; ++p)
+            if (p < count)
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        u32 top[4], bottom[4];
-                        a[p][r].expand(j, top, bottom);
+                    for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], p * SHARES, j);
+    };
+
+    int at = blockIdx.x;
+    Work work = Work::of(at, tiles, tile_count, parts, OUT);
+    if (work.expert < 0) return;
+    begin_weights(work);
+    if (known) wait_for_earlier_kernels();
+
+    while (true) {
+        const int live = work.live;
+        const u16* token[TOKEN_TILES];
 #pragma unroll
-                        for (int m = 0; m < TOKEN_TILES; ++m) {
-                            const uint4 in = b[q][m][j];
-                            mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
-                            mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
-                        }
-                    }
-                if (c + p + AHEAD < count)
+        for (int m = 0; m < TOKEN_TILES; ++m) {
+            const int place = work.begin + min(m * 8 + g, live - 1), pair = order ? load_route(order + place) : place;
+            if (warp == 0 && t == 0) pairs[m * 8 + g] = pair;
+            token[m] = x + (size_t)(pair / choices) * K + (warp * CHUNK + t * WEIGHTS::X_LANE);
+        }
+        uint4 b[X_AHEAD][TOKEN_TILES][2];
+#pragma unroll
+        for (int p = 0; p < X_AHEAD; ++p)
+#pragma unroll
+            for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    b[p][m][j] = make_uint4(0, 0, 0, 0);
+                    if (p < count && m * 8 + g < live) b[p][m][j] = load_x(token[m] + p * STEP + j * WEIGHTS::X_HALF);
+                }
+        const int first = work.expert * (GATED ? 2 * N : N) + work.row0, row = threadIdx.x % OUT;
+        float offset = 0.f, up_offset = 0.f;
+        if (bias && work.row0 + row < N) {
+            offset = load_value(bias + first + row);
+            if (GATED) up_offset = load_value(bias + first + N + row);
+        }
+        at += gridDim.x;
+        const Work next = Work::of(at, tiles, tile_count, parts, OUT);
+
+        float d[ROW_TILES][TOKEN_TILES][4];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+
+        for (int c = 0; c < count; c += AHEAD) {
+#pragma unroll
+            for (int p = 0; p < AHEAD; ++p) {
+                if (c + p < count) {
+                    const int q = p % X_AHEAD;
 #pragma unroll
                     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-                        for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
-                if (c + p + X_AHEAD < count)
+                        for (int j = 0; j < 2; ++j) {
+                            u32 top[4], bottom[4];
+                            a[p][r].expand(j, top, bottom);
 #pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; ++m)
+                            for (int m = 0; m < TOKEN_TILES; ++m) {
+                                const uint4 in = b[q][m][j];
+                                mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
+                                mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
+                            }
+                        }
+                    if (c + p + AHEAD < count)
 #pragma unroll
-                        for (int j = 0; j < 2; ++j)
-                            if (m * 8 + g < live)
-                                b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
+                        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                            for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
+                    if (c + p + X_AHEAD < count)
+#pragma unroll
+                        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                            for (int j = 0; j < 2; ++j)
+                                if (m * 8 + g < live)
+                                    b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
+                }
             }
         }
-    }
 
-    keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
-    __syncthreads();
-    const int row = threadIdx.x % OUT, at_row = GATED ? row / 8 * 16 + row % 8 : row;
-    if (n >= N) return;
-    for (int m = threadIdx.x / OUT; m < live; m += SHARES * 32 / OUT) {
-        float sum = 0.f, up = 0.f;
+        if (next.expert >= 0) begin_weights(next);
+        keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
+        __syncthreads();
+        const int at_row = GATED ? row / 8 * 16 + row % 8 : row;
+        if (work.row0 + row < N)
+            for (int m = threadIdx.x / OUT; m < live; m += THREADS / OUT) {
+                float sum = 0.f, up = 0.f;
 #pragma unroll
-        for (int v = 0; v < SHARES; ++v) {
-            const float* const p = sums + (v * TOKENS + m) * PITCH + at_row;
-            sum += *p;
-            if (GATED) up += p[8];
-        }
-        sum += offset;
-        if (GATED) sum = gated<KIND>(sum, up + up_offset, limit);
-        y[(size_t)pairs[m] * N + n] = from_float(sum);
+                for (int v = 0; v < SHARES; ++v) {
+                    const float* const p = sums + (v * TOKENS + m) * PITCH + at_row;
+                    sum += *p;
+                    if (GATED) up += p[8];
+                }
+                sum += offset;
+                if (GATED) sum = gated<KIND>(sum, up + up_offset, limit);
+                y[(size_t)pairs[m] * N + work.row0 + row] = from_float(sum);
+            }
+        if (next.expert < 0) return;
+        __syncthreads();
+        work = next;
     }
 }
 
-#define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                             \
-    extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                \
-        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,            \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int N, int K, float limit) {   \
-        expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count, \
-                                          choices, N, K, limit);                                                     \
+#define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                              \
+    extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                 \
+        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
+             float limit) {                                                                                           \
+        expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
+                                          choices, known, N, K, limit);                                               \
     }

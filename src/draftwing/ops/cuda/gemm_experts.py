@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.ops.cuda.gemm import SHARES, read_files
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
-from draftwing.ops.expert_rows import MX, ExpertRows
+from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.torch.experts import Routed
 
 FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu")
@@ -24,7 +24,6 @@ MOST = 16  # pairs of a tile
 _TILES = (8, MOST)  # that there are kernels for
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
 _CHUNK = 64  # columns
-_BLOCKS = 2  # of a multiprocessor, for which shared memory is set aside
 
 
 class Layout(NamedTuple):
@@ -41,11 +40,12 @@ class Cut(NamedTuple):
     row_tiles: int  # 16 rows of the weight each, of a block
     ahead: int  # chunks of weights in flight
     x_ahead: int  # and of x
-    blocks: int  # of a multiprocessor, for which there are to be registers
+    blocks: int  # of a multiprocessor, for which there are to be registers and shared memory
 
-    def grid(self, kind: str, tiles: int, width: int) -> tuple[int, int]:
-        """Blocks. width: of the result."""
-        return -(-width // (self.row_tiles * (16 if kind == "plain" else 8))), tiles
+    def grid(self, kind: str, tiles: int, width: int, multiprocessors: int) -> int:
+        """Blocks: no more than run at once. width: of the result."""
+        parts = -(-width // (self.row_tiles * (16 if kind == "plain" else 8)))
+        return min(parts * tiles, self.blocks * multiprocessors)
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: sums as in gemm.cu, and the pairs of its tile."""
@@ -66,9 +66,10 @@ class FewPairs:
         """cuts: in place of `CUTS`, to try others."""
         cuts = CUTS if cuts is None else cuts
         module = Module(read_source(layout, cuts), _options(dtype), device)
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Cut]] = {
             (kind, tile): (
-                module.kernel(f"{kind}_{tile}", SHARES * 32, cut.shared_bytes(tile), blocks=max(cut.blocks, _BLOCKS)),
+                module.kernel(f"{kind}_{tile}", SHARES * 32, cut.shared_bytes(tile), blocks=cut.blocks),
                 cut,
             )
             for (kind, tile), cut in cuts.items()
@@ -87,12 +88,18 @@ class FewPairs:
             (weight, None, None) if isinstance(weight, Tensor) else (weight.words, weight.scales, weight.zeros)
         )
         out = x.new_empty(routed.pairs, width)
-        count = tiles.tiles.shape[1]
+        count, choices = tiles.tiles.shape[1], routed.choices(x)
         kernel(
-            cut.grid(kind, count, width), x, codes, scales, zeros, len(codes), bias, tiles.order, tiles.tiles, out,
-            count, routed.choices(x), width, depth, limit,
+            (cut.grid(kind, count, width, self._multiprocessors),), x, codes, scales, zeros, len(codes), bias,
+            tiles.order, tiles.tiles, out, count, choices, int(routes_known(routed, choices)), width, depth, limit,
         )  # fmt: skip
         return out
+
+
+def routes_known(routed: Routed, choices: int) -> bool:
+    """Whether a kernel may read the routes before it waits for the one before it. That one is of these routes, too,
+    where it gave x a row for each pair: such kernels wait before they let the next one come."""
+    return choices == 1 < routed.experts.shape[1]
 
 
 def layout_of(weight: Tensor | ExpertRows) -> Layout:
@@ -109,11 +116,6 @@ def takes(weight: Tensor | ExpertRows, dtype: torch.dtype) -> bool:
         columns, codes, fits = weight.columns, weight.words, dtype == torch.bfloat16
     fits = fits and columns % _CHUNK == 0 and codes.is_contiguous()
     return fits and (codes.is_meta or (codes.is_cuda and codes.data_ptr() % 16 == 0))
-
-
-def faster(weight: Tensor | ExpertRows, tokens: int) -> bool:
-    """Whether they are faster than Triton's with tiles of `MOST` pairs."""
-    return tokens <= _TILES[0] or (not isinstance(weight, Tensor) and weight.kind == MX)
 
 
 def multiply(

@@ -30,7 +30,6 @@ class ExpertTiles(NamedTuple):
         Tensor  # [3, T] int32: the expert, -1 of a tile that is not there; its first pair in `order`; how many it has
     )
     rows: int
-    exact: bool = False  # see `ExpertOps.route`
 
 
 class ByExpert(NamedTuple):

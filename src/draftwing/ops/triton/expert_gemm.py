@@ -19,7 +19,7 @@ from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, Routed
-from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, start
+from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, let_next_come, wait
 from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_of
 from draftwing.ops.types import MX_BLOCK, MXRows
 
@@ -188,7 +188,8 @@ def _expert_gemm_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x."""
-    start(PDL)
+    wait(PDL)
+    let_next_come(PDL)  # behind the wait, for `gemm_experts.routes_known`
     expert = tl.load(tiles + tl.program_id(1))
     if expert >= 0:
         begin = tl.load(tiles + tile_count + tl.program_id(1))
@@ -260,8 +261,7 @@ class ExpertGemm:
         assert tiles is not None
         if not isinstance(weight, Tensor) and weight.order is not None:
             x = x.index_select(1, weight.order)
-        few = tiles.rows <= gemm_experts.MOST and gemm_experts.takes(weight, x.dtype)
-        if few and (tiles.exact or gemm_experts.faster(weight, len(routed.experts))):  # exact: the same for any rows
+        if tiles.rows <= gemm_experts.MOST and gemm_experts.takes(weight, x.dtype):
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]

@@ -203,7 +203,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool, scatter: T
         )  # fmt: skip
     tile = tile_rows(rows, exact)
     made = tiles_of(experts, count, tile) if tiles is None else ExpertTiles(None, tiles, tile)
-    return Routed(experts, weights, count, made._replace(exact=exact))
+    return Routed(experts, weights, count, made)
 
 
 def tile_rows(tokens: int, exact: bool) -> int:
