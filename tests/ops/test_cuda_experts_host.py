@@ -43,7 +43,7 @@ class Host:
     """The kernels of one layout, and those of gemm.cu."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
-        self.layout, self.cuts = layout, gemm_experts.CUTS
+        self.layout, self.cuts = layout, gemm_experts.cuts_for(layout)
         self.plain = {kind: gemm.shapes_for((8, 0))[kind, 8] for kind in ("plain", "silu")}
         _, begin, source = gemm_experts.read_source(layout, self.cuts).partition("enum { PLAIN")
         before, _, rest = source.partition("#if TYPE_BF16")

@@ -55,16 +55,22 @@ class Cut(NamedTuple):
 
 Cuts = dict[tuple[str, int], Cut]  # by kind and pairs that a tile may have
 
-# Of those tried on an H200 with bfloat16, fp8 and MXFP4 the fastest or within 5% of it, for 1, 4, 16 and 64 tokens.
-CUTS: Cuts = dict.fromkeys(itertools.product(KINDS, _TILES), Cut(row_tiles=4, ahead=1, x_ahead=1, blocks=2))
+_CUT = Cut(row_tiles=4, ahead=1, x_ahead=1, blocks=2)
+# Others that are faster, by kind of codes, too.
+_OWN_CUTS: dict[tuple[int, str, int], Cut] = {}
+
+
+def cuts_for(layout: Layout) -> Cuts:
+    """Of those tried on an H200 the fastest or nearly so, for 1, 4, 16 and 64 tokens."""
+    return {key: _OWN_CUTS.get((layout.kind, *key), _CUT) for key in itertools.product(KINDS, _TILES)}
 
 
 class FewPairs:
     """The kernels of one type of activations and one layout on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layout: Layout, cuts: Cuts | None = None) -> None:
-        """cuts: in place of `CUTS`, to try others."""
-        cuts = CUTS if cuts is None else cuts
+        """cuts: in place of the engine's, to try others."""
+        cuts = cuts_for(layout) if cuts is None else cuts
         module = Module(read_source(layout, cuts), _options(dtype), device)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Cut]] = {
@@ -137,7 +143,7 @@ def few_pairs(device: torch.device, dtype: torch.dtype, layout: Layout) -> FewPa
 
 def compile_ahead(dtype: torch.dtype, layout: Layout, capability: tuple[int, int], cuts: Cuts | None = None) -> bytes:
     """Puts what `FewPairs` compiles into the user's cache folder, for devices of this compute capability."""
-    cuts = CUTS if cuts is None else cuts
+    cuts = cuts_for(layout) if cuts is None else cuts
     return compile_source(read_source(layout, cuts), _options(dtype), capability)
 
 
