@@ -13,7 +13,7 @@ from gemm_inputs import compiled, pointer, quantized, random
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_experts
-from draftwing.ops.cuda.gemm_experts import Layout
+from draftwing.ops.cuda.gemm_experts import Cut, Layout
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows, expert_rows
 from draftwing.ops.groups import WHOLE, pack
@@ -21,6 +21,7 @@ from draftwing.ops.torch.experts import ExpertOps, ExpertTiles, Routed
 from draftwing.ops.types import MXRows
 
 COUNT, TOP = 6, 3
+SHARED, ALONE = Cut(4, 1, 1, 2), Cut(1, 4, 2, 2, alone=2)
 MULTIPROCESSORS = 2  # few, so that blocks have several tiles one after the other
 WIDTHS = {  # of what is packed, and its groups of rows and columns
     Layout(INT4, 1): (Width(4, False, 1), (1, 128)),
@@ -42,8 +43,8 @@ pytestmark = [
 class Host:
     """The kernels of one layout, and those of gemm.cu."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self.layout, self.cuts = layout, gemm_experts.cuts_for(layout)
+    def __init__(self, folder: Path, layout: Layout, cuts: gemm_experts.Cuts) -> None:
+        self.layout, self.cuts = layout, cuts
         self.plain = {kind: gemm.shapes_for((8, 0))[kind, 8] for kind in ("plain", "silu")}
         _, begin, source = gemm_experts.read_source(layout, self.cuts).partition("enum { PLAIN")
         before, _, rest = source.partition("#if TYPE_BF16")
@@ -81,8 +82,8 @@ class Host:
         self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
         kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         pointers = map(pointer, (x, codes, bias, None, out))
-        sizes = 0, width, x.shape[1], cut.grid(kind, many, width, MULTIPROCESSORS), 1
-        assert self._library.run(kernel, gemm.SHARES * 32, 1, cut.shared_bytes(tile), *pointers, *sizes, 0)
+        sizes = len(x), width, x.shape[1], cut.grid(kind, many, width, MULTIPROCESSORS), 1
+        assert self._library.run(kernel, cut.threads, 1, cut.shared_bytes(tile), *pointers, *sizes, 0)
         return out
 
 
@@ -105,7 +106,7 @@ def routed_of(rows: int) -> Routed:
     if rows == 1:  # as the kernel that routes makes them
         each = torch.stack((routed.experts[0], torch.arange(TOP), torch.ones(TOP, dtype=torch.int64))).int()
         return Routed(routed.experts, routed.weights, COUNT, ExpertTiles(None, each, gemm_experts.MOST))
-    return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, 8 if rows <= 8 else gemm_experts.MOST))
+    return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, gemm_experts.MOST))
 
 
 def weight_of(layout: Layout, rows: int, columns: int) -> tuple[Tensor | ExpertRows, Tensor]:
@@ -139,9 +140,11 @@ def layout(request: pytest.FixtureRequest) -> Layout:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return Host(tmp_path_factory.mktemp("experts"), layout)
+@pytest.fixture(scope="module", params=["shared", "alone"])
+def run(layout: Layout, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Host:
+    """Blocks that share K, and warps that work alone."""
+    cut = ALONE if request.param == "alone" else SHARED
+    return Host(tmp_path_factory.mktemp("experts"), layout, dict.fromkeys(gemm_experts.cuts_for(layout), cut))
 
 
 @pytest.mark.parametrize("depth", [192, 704])  # fewer chunks than shares; one chunk for some, two for others

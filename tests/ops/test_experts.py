@@ -48,7 +48,7 @@ def test_equal_logits_and_such_that_are_no_numbers_stay_among_the_experts(ops: T
     logits = torch.stack((torch.zeros(COUNT), torch.full((COUNT,), torch.nan), torch.full((COUNT,), -torch.inf)))
     routed = ops.route(logits.to(ops.device), TOP, True)
     assert routed.experts.min() >= 0 and routed.experts.max() < COUNT
-    assert len(set(routed.experts[0].tolist())) == TOP
+    assert all(len(set(row)) == TOP for row in routed.experts.tolist()), "an expert's tiles have a row once"
     assert not routed.weights[1].isfinite().any()  # so that the request fails, as it does with any such model
 
 
@@ -189,6 +189,40 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
         assert torch.equal(gemm.linear(x[row : row + 1], bias, alone), found[own])
         again = gemm.gated(x[row : row + 1], bias, alone, 0.0)
         assert again is not None and torch.equal(again, gated[own])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["dense", "fp8", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 40, 128])
+def test_layers_in_a_graph(triton_ops: TorchOps, kind: str, rows: int) -> None:
+    """Kernels that come up while the one before runs, with more tiles than blocks: in each replay a row has the bits
+    that it has alone, launch by launch."""
+    count, top_k, size, device = 64, 4, 512, triton_ops.device
+    weights = [on(weights_of(kind, count * n, size, torch.bfloat16), device) for n in (2 * size, size)] * 2
+    gemms = [triton_ops.expert_gemm(weight, count) for weight in weights]
+    x, logits = torch.empty(rows, size, dtype=torch.bfloat16, device=device), torch.empty(rows, count, device=device)
+
+    def forward(x: Tensor, logits: Tensor) -> Tensor:
+        for gate_up, down in zip(gemms[::2], gemms[1::2], strict=True):
+            assert gate_up is not None and down is not None
+            routed = triton_ops.route(logits, top_k, True)
+            inner = gate_up.gated(x, None, routed, 0.0)
+            assert inner is not None
+            x = triton_ops.mix(down.linear(inner, None, routed), routed, x)
+            logits = logits.roll(7, 1)
+        return x
+
+    x.normal_(), logits.normal_(), forward(x, logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward(x, logits)
+    for _ in range(5):
+        x.normal_(), logits.normal_()
+        graph.replay()
+        for row in range(0, rows, 1 + rows // 8):
+            alone = forward(x[row : row + 1], logits[row : row + 1])
+            torch.cuda.synchronize()
+            assert torch.equal(alone[0], out[row])
 
 
 @pytest.mark.parametrize("rows", [40, 130])

@@ -40,8 +40,6 @@ struct Words {
     static constexpr bool TAKE_TURNS = false, SMALL = CODES == INT4 || CODES == MX;
     static constexpr int POWER = 0, X_LANE = 16, X_HALF = 8;
     static constexpr int OF_CHUNK = SMALL ? 8 : 16;  // words of a row and a chunk
-    // Rows of scales by which those of a warp's chunk are ahead of those of the chunk before.
-    static constexpr int ON = OF_STEP == 0 ? 0 : CODES == MX ? SHARES / 2 : OF_STEP * SHARES / 2;
     const u32 *words, *scales, *zeros;
     int rows;  // of the weight
 
@@ -87,13 +85,13 @@ struct Words {
     template <int KIND>
     struct Rows {
         const u32 *row[2], *scale[2], *zero[2];
-        int on, shift;  // MX: where the lane's exponent is in the four of a word
+        int of_all, shift;  // rows of the weight; MX: where the lane's exponent is in the four of a word
         u32 scale_of[2], zero_of[2];  // where a row has but one
 
         __device__ __forceinline__ void find(const Words& weights, int row0, int at, int chunk, int N, int K) {
             const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
             const size_t groups = (CODES == MX ? chunk / 2 : OF_STEP == 4 ? chunk * 2 + t / 2 : chunk * OF_STEP / 2);
-            on = ON * weights.rows;
+            of_all = weights.rows;
             shift = (chunk % 2 * 2 + t / 2) * 8;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -106,7 +104,7 @@ struct Words {
             }
         }
 
-        // chunk: a multiple of SHARES. The last half has both.
+        // chunk: from that on which `find` was told, which was even where this is odd. The last half has both.
         __device__ __forceinline__ void load(Part& into, int chunk, int j) const {
             if (j == 0) return;
 #pragma unroll
@@ -125,9 +123,9 @@ struct Words {
         }
 
         __device__ __forceinline__ void load_scale(u32& of, u32& its_zero, int half, int chunk) const {
-            const size_t group = (size_t)(chunk / SHARES) * on;
+            const size_t group = (size_t)(CODES == MX ? chunk / 2 : chunk * OF_STEP / 2) * of_all;
             const u32 word = load_word(scale[half] + group);
-            of = CODES == MX ? word >> shift << 24 >> 1 : word;
+            of = CODES == MX ? word >> (shift + chunk % 2 * 16) << 24 >> 1 : word;
             if (ZEROS) its_zero = __float_as_uint(__uint_as_float(load_word(zero[half] + group)) - 128.f);
         }
     };
@@ -292,11 +290,11 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     }
 }
 
-#define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                              \
-    extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                 \
-        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
-             float limit) {                                                                                           \
-        expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
-                                          choices, known, N, K, limit);                                               \
+#define EXPERT_KERNEL(NAME, THREADS, BLOCKS, GEMM, ...)                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
+        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,              \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,         \
+             float limit) {                                                                                            \
+        GEMM<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count, choices, \
+                                   known, N, K, limit);                                                                \
     }

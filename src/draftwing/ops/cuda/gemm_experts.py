@@ -18,7 +18,7 @@ from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.torch.experts import Routed
 
-FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu")
+FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu", "gemm_experts_alone.cu")
 DENSE = 0  # a kind of codes beside those of `expert_rows`
 MOST = 16  # pairs of a tile
 _TILES = (8, MOST)  # that there are kernels for
@@ -37,20 +37,32 @@ class Layout(NamedTuple):
 class Cut(NamedTuple):
     """How a kernel cuts its work, which has no influence on the result."""
 
-    row_tiles: int  # 16 rows of the weight each, of a block
+    row_tiles: int  # 16 rows of the weight each, of a block; of each warp, where they work alone: 1
     ahead: int  # chunks of weights in flight
     x_ahead: int  # and of x
     blocks: int  # of a multiprocessor, for which there are to be registers and shared memory
+    alone: int = 0  # warps of a block, each with all of K; 0: those of a block share K
+
+    @property
+    def threads(self) -> int:
+        return (self.alone or SHARES) * 32
 
     def grid(self, kind: str, tiles: int, width: int, multiprocessors: int) -> int:
         """Blocks: no more than run at once. width: of the result."""
-        parts = -(-width // (self.row_tiles * (16 if kind == "plain" else 8)))
+        parts = -(-width // (self.row_tiles * (self.alone or 1) * (16 if kind == "plain" else 8)))
         return min(parts * tiles, self.blocks * multiprocessors)
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: sums as in gemm.cu, and the pairs of its tile."""
+        if self.alone:
+            return 0
         rows = self.row_tiles * 16
         return SHARES * tokens * (rows + (4 if rows > 16 else 2)) * 4 + tokens * 4
+
+    def call(self, tokens: int) -> str:
+        """What is in gemm_experts*.cu, and what it is called with, up to the kind."""
+        name, part = ("expert_gemm_alone", self.alone) if self.alone else ("expert_gemm", self.row_tiles)
+        return f"{self.threads}, {self.blocks}, {name}, {tokens // 8}, {part}, {self.ahead}, {self.x_ahead}"
 
 
 Cuts = dict[tuple[str, int], Cut]  # by kind and pairs that a tile may have
@@ -75,7 +87,7 @@ class FewPairs:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Cut]] = {
             (kind, tile): (
-                module.kernel(f"{kind}_{tile}", SHARES * 32, cut.shared_bytes(tile), blocks=cut.blocks),
+                module.kernel(f"{kind}_{tile}", cut.threads, cut.shared_bytes(tile), blocks=cut.blocks),
                 cut,
             )
             for (kind, tile), cut in cuts.items()
@@ -153,8 +165,7 @@ def read_source(layout: Layout, cuts: Cuts) -> str:
     weights = "StoredExperts" if kind == DENSE else f"Words<{kind}, {groups}, {str(zeros).lower()}>"
     parts = [*read_files(FILES), f"using Weights = {weights};\n"]
     for (name, tile), cut in cuts.items():
-        template = f"{tile // 8}, {cut.row_tiles}, {cut.ahead}, {cut.x_ahead}, {KINDS[name]}"
-        parts.append(f"EXPERT_KERNEL({name}_{tile}, {cut.blocks}, {template})\n")
+        parts.append(f"EXPERT_KERNEL({name}_{tile}, {cut.call(tile)}, {KINDS[name]})\n")
     return "".join(parts)
 
 

@@ -36,7 +36,8 @@ def _route_kernel(
     TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row. Of equal logits the first counts. tiles: to be filled, where there is but one row."""
+    """A row. Of equal logits the first counts; the experts are different ones whatever the logits are. tiles: to be
+    filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -49,12 +50,14 @@ def _route_kernel(
     total = tl.sum(tl.exp(value - largest), 0)
     chosen = tl.zeros([TOP_LANES], tl.int32)
     found = tl.full([TOP_LANES], float("-inf"), tl.float32)
+    free = lane < COUNT
+    value = tl.where(value == value, value, float("-inf"))  # what is no number is not
     for choice in tl.static_range(TOP):
-        best = tl.max(value, 0)
-        expert = tl.min(tl.where(value == best, lane, COUNT - 1), 0)  # one that is there, if logits are not finite, too
+        best = tl.max(tl.where(free, value, float("-inf")), 0)
+        expert = tl.min(tl.where(free & (value == best), lane, LANES), 0)
         chosen = tl.where(place == choice, expert, chosen)
         found = tl.where(place == choice, best, found)
-        value = tl.where(lane == expert, float("-inf"), value)
+        free &= lane != expert
     weight = tl.exp(found - largest)
     if RENORMALISE:
         total = tl.sum(weight, 0)
