@@ -13,7 +13,7 @@ from gemm_inputs import compiled, pointer, quantized, random
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_experts
-from draftwing.ops.cuda.gemm_experts import Cut, Layout
+from draftwing.ops.cuda.gemm_experts import Layout
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows, expert_rows
 from draftwing.ops.groups import WHOLE, pack
@@ -21,7 +21,6 @@ from draftwing.ops.torch.experts import ExpertOps, ExpertTiles, Routed
 from draftwing.ops.types import MXRows
 
 COUNT, TOP = 6, 3
-SHARED, ALONE = Cut(4, 1, 1, 2), Cut(1, 4, 2, 2, alone=2)
 MULTIPROCESSORS = 2  # few, so that blocks have several tiles one after the other
 WIDTHS = {  # of what is packed, and its groups of rows and columns
     Layout(INT4, 1): (Width(4, False, 1), (1, 128)),
@@ -43,8 +42,8 @@ pytestmark = [
 class Host:
     """The kernels of one layout, and those of gemm.cu."""
 
-    def __init__(self, folder: Path, layout: Layout, cuts: gemm_experts.Cuts) -> None:
-        self.layout, self.cuts = layout, cuts
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.layout, self.cuts = layout, gemm_experts.cuts_for(layout)
         self.plain = {kind: gemm.shapes_for((8, 0))[kind, 8] for kind in ("plain", "silu")}
         _, begin, source = gemm_experts.read_source(layout, self.cuts).partition("enum { PLAIN")
         before, _, rest = source.partition("#if TYPE_BF16")
@@ -83,7 +82,7 @@ class Host:
         kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         pointers = map(pointer, (x, codes, bias, None, out))
         sizes = len(x), width, x.shape[1], cut.grid(kind, many, width, MULTIPROCESSORS), 1
-        assert self._library.run(kernel, cut.threads, 1, cut.shared_bytes(tile), *pointers, *sizes, 0)
+        assert self._library.run(kernel, gemm.SHARES * 32, 1, cut.shared_bytes(tile), *pointers, *sizes, 0)
         return out
 
 
@@ -140,11 +139,9 @@ def layout(request: pytest.FixtureRequest) -> Layout:
     return request.param
 
 
-@pytest.fixture(scope="module", params=["shared", "alone"])
-def run(layout: Layout, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Host:
-    """Blocks that share K, and warps that work alone."""
-    cut = ALONE if request.param == "alone" else SHARED
-    return Host(tmp_path_factory.mktemp("experts"), layout, dict.fromkeys(gemm_experts.cuts_for(layout), cut))
+@pytest.fixture(scope="module")
+def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return Host(tmp_path_factory.mktemp("experts"), layout)
 
 
 @pytest.mark.parametrize("depth", [192, 704])  # fewer chunks than shares; one chunk for some, two for others

@@ -104,7 +104,7 @@ struct Words {
             }
         }
 
-        // chunk: from that on which `find` was told, which was even where this is odd. The last half has both.
+        // chunk: a multiple of SHARES. The last half has both.
         __device__ __forceinline__ void load(Part& into, int chunk, int j) const {
             if (j == 0) return;
 #pragma unroll
@@ -125,7 +125,7 @@ struct Words {
         __device__ __forceinline__ void load_scale(u32& of, u32& its_zero, int half, int chunk) const {
             const size_t group = (size_t)(CODES == MX ? chunk / 2 : chunk * OF_STEP / 2) * of_all;
             const u32 word = load_word(scale[half] + group);
-            of = CODES == MX ? word >> (shift + chunk % 2 * 16) << 24 >> 1 : word;
+            of = CODES == MX ? word >> shift << 24 >> 1 : word;
             if (ZEROS) its_zero = __float_as_uint(__uint_as_float(load_word(zero[half] + group)) - 128.f);
         }
     };
@@ -290,11 +290,11 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     }
 }
 
-#define EXPERT_KERNEL(NAME, THREADS, BLOCKS, GEMM, ...)                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
-        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,              \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,         \
-             float limit) {                                                                                            \
-        GEMM<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count, choices, \
-                                   known, N, K, limit);                                                                \
+#define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                              \
+    extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                 \
+        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
+             float limit) {                                                                                           \
+        expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
+                                          choices, known, N, K, limit);                                               \
     }

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from draftwing.ops.cuda.gemm import SHARES, read_files
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
-from draftwing.ops.expert_rows import ExpertRows
+from draftwing.ops.expert_rows import FP8, MX, ExpertRows
 from draftwing.ops.torch.experts import Routed
 
-FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu", "gemm_experts_alone.cu")
+FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu")
 DENSE = 0  # a kind of codes beside those of `expert_rows`
 MOST = 16  # pairs of a tile
 _TILES = (8, MOST)  # that there are kernels for
@@ -37,44 +37,40 @@ class Layout(NamedTuple):
 class Cut(NamedTuple):
     """How a kernel cuts its work, which has no influence on the result."""
 
-    row_tiles: int  # 16 rows of the weight each, of a block; of each warp, where they work alone: 1
+    row_tiles: int  # 16 rows of the weight each, of a block
     ahead: int  # chunks of weights in flight
     x_ahead: int  # and of x
     blocks: int  # of a multiprocessor, for which there are to be registers and shared memory
-    alone: int = 0  # warps of a block, each with all of K; 0: those of a block share K
-
-    @property
-    def threads(self) -> int:
-        return (self.alone or SHARES) * 32
 
     def grid(self, kind: str, tiles: int, width: int, multiprocessors: int) -> int:
         """Blocks: no more than run at once. width: of the result."""
-        parts = -(-width // (self.row_tiles * (self.alone or 1) * (16 if kind == "plain" else 8)))
+        parts = -(-width // (self.row_tiles * (16 if kind == "plain" else 8)))
         return min(parts * tiles, self.blocks * multiprocessors)
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: sums as in gemm.cu, and the pairs of its tile."""
-        if self.alone:
-            return 0
         rows = self.row_tiles * 16
         return SHARES * tokens * (rows + (4 if rows > 16 else 2)) * 4 + tokens * 4
-
-    def call(self, tokens: int) -> str:
-        """What is in gemm_experts*.cu, and what it is called with, up to the kind."""
-        name, part = ("expert_gemm_alone", self.alone) if self.alone else ("expert_gemm", self.row_tiles)
-        return f"{self.threads}, {self.blocks}, {name}, {tokens // 8}, {part}, {self.ahead}, {self.x_ahead}"
 
 
 Cuts = dict[tuple[str, int], Cut]  # by kind and pairs that a tile may have
 
-_CUT = Cut(row_tiles=4, ahead=1, x_ahead=1, blocks=2)
-# Others that are faster, by kind of codes, too.
-_OWN_CUTS: dict[tuple[int, str, int], Cut] = {}
+# Of those tried on an H200 the fastest for 1, 4, 16 and 64 tokens together: for most, and by kind of codes what else.
+_CUT, _LESS = Cut(row_tiles=4, ahead=1, x_ahead=1, blocks=2), Cut(row_tiles=3, ahead=1, x_ahead=1, blocks=2)
+_GATED = tuple(kind for kind in KINDS if kind != "plain")
+_OWN_CUTS: dict[int, Cuts] = {
+    DENSE: dict.fromkeys((*itertools.product(_GATED, _TILES), ("plain", MOST)), _LESS),
+    FP8: dict.fromkeys(itertools.product(_GATED, (8,)), _LESS),
+    MX: {
+        **dict.fromkeys(itertools.product(_GATED, (8,)), _CUT._replace(blocks=3)),
+        ("plain", 8): _LESS,
+        ("plain", MOST): Cut(row_tiles=2, ahead=1, x_ahead=1, blocks=3),
+    },
+}
 
 
 def cuts_for(layout: Layout) -> Cuts:
-    """Of those tried on an H200 the fastest or nearly so, for 1, 4, 16 and 64 tokens."""
-    return {key: _OWN_CUTS.get((layout.kind, *key), _CUT) for key in itertools.product(KINDS, _TILES)}
+    return dict.fromkeys(itertools.product(KINDS, _TILES), _CUT) | _OWN_CUTS.get(layout.kind, {})
 
 
 class FewPairs:
@@ -87,7 +83,7 @@ class FewPairs:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Cut]] = {
             (kind, tile): (
-                module.kernel(f"{kind}_{tile}", cut.threads, cut.shared_bytes(tile), blocks=cut.blocks),
+                module.kernel(f"{kind}_{tile}", SHARES * 32, cut.shared_bytes(tile), blocks=cut.blocks),
                 cut,
             )
             for (kind, tile), cut in cuts.items()
@@ -165,7 +161,8 @@ def read_source(layout: Layout, cuts: Cuts) -> str:
     weights = "StoredExperts" if kind == DENSE else f"Words<{kind}, {groups}, {str(zeros).lower()}>"
     parts = [*read_files(FILES), f"using Weights = {weights};\n"]
     for (name, tile), cut in cuts.items():
-        parts.append(f"EXPERT_KERNEL({name}_{tile}, {cut.call(tile)}, {KINDS[name]})\n")
+        template = f"{tile // 8}, {cut.row_tiles}, {cut.ahead}, {cut.x_ahead}, {KINDS[name]}"
+        parts.append(f"EXPERT_KERNEL({name}_{tile}, {cut.blocks}, {template})\n")
     return "".join(parts)
 
 
