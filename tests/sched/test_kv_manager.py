@@ -96,6 +96,21 @@ def test_who_begins_like_a_prompt_in_the_making_waits_where_it_is_worth_it(commo
     kv.check_integrity()
 
 
+def test_others_prompts_do_not_hide_one_s_own() -> None:
+    """However many clients begin alike."""
+    kv = KVManager(50000, 16, lookahead=0, cache=True, room=ROOM)
+
+    def asked(name: str, last: int, client: str) -> Req:
+        request = GenerationRequest(name, [*range(400), last], SamplingParams(max_new_tokens=8), client=client)
+        return Req(request, 0, 409, frozenset())
+
+    for number in range(9):
+        assert admit(kv, asked(f"a{number}", 9000 + number, "a"))
+    first, second = asked("b0", 8000, "b"), asked("b1", 8001, "b")
+    assert not kv.on_its_way(first, first.array) and admit(kv, first)
+    assert kv.on_its_way(second, second.array)
+
+
 def test_nobody_waits_for_what_is_cached_nor_for_others_who_may_get_less_time() -> None:
     kv, tokens = KVManager(1000, ROWS, lookahead=0, cache=True, room=ROOM), np.arange(100)
     cached = request("cached", list(range(90)))

@@ -378,6 +378,37 @@ def test_who_waits_for_a_prompt_in_the_making_is_not_passed_by_later_ones():
     assert list(begun) == ["first", "other 0", "other 1", "alike"] and begun["alike"] > begun["other 1"]
 
 
+def test_rows_that_are_kept_for_a_prompt_are_no_clients_share():
+    """Beside a crowd behind one prompt whoever has less than its share gets it at once."""
+    sched = make(slots=20000, rows=8, chunk=16)
+    for number in range(8):
+        sched.submit(req(f"a{number}", 5, 400, first=100000 + 100 * number, client="a"))
+    turn(sched)
+    assert rows_of(sched) == {"a": 8}
+    for number in range(3):
+        sched.submit(req(f"b{number}", 900, 300, first=0, client="b"))  # equal prompts
+    turn(sched)
+    for number in range(3):
+        sched.submit(req(f"c{number}", 5, 400, first=50000 + 100 * number, client="c"))
+    turn(sched)
+    assert rows_of(sched)["c"] == 2, "of eight rows for three clients"
+    assert rows_of(sched)["b"] == 1, "who waits for its prompt has none"
+    assert sched.kv.free_rows == 0, "and they take none from who has more than its share before they need it"
+
+
+def test_half_of_the_rows_are_not_kept_for_a_prompt_in_the_making():
+    sched = make(slots=20000, rows=8, chunk=64)
+    for number in range(8):
+        sched.submit(req(f"a{number}", 4000 + number, 5, first=0))  # one long document, eight questions
+    for number in range(40):
+        sched.submit(req(f"short{number}", 20, 5, first=100000 + 1000 * number))
+    ended = []
+    for _ in range(60):  # the document takes 63 steps of its own
+        turn(sched)
+        ended += [output.uid for output in sched.take_outputs() if output.finish_reason]
+    assert len(ended) > 20 and all(uid.startswith("short") for uid in ended)
+
+
 def test_what_a_crowd_begins_with_is_prefilled_once():
     """Twelve requests behind three system prompts of 100 tokens, all there at once."""
     sched = make(slots=3000, rows=12, chunk=64)

@@ -57,7 +57,7 @@ class KVManager:
         request, so that it should wait. held: who does not go on now."""
         if not self.radix.enabled:
             return False
-        if self._making.has(req, tokens, held):
+        if self._making.has(req, held):
             return True
         alike = [pair for pair in self._making.most_in_common(req, tokens, held) if pair[0] >= WORTH]
         if not alike:

@@ -26,7 +26,7 @@ class InTheMaking:
 
     def add(self, req: Req, tokens: IntArray) -> None:
         """Its prompt is computed from now on."""
-        head, key = self._keys[req] = _head(req.salt, tokens), (req.salt, tokens.tobytes())
+        head, key = self._keys[req] = _head(req.salt, tokens), (req.salt, req.digest)
         self._by_head.setdefault(head, {})[req] = tokens
         self._by_all.setdefault(key, {})[req] = None
 
@@ -42,19 +42,17 @@ class InTheMaking:
         if not same:
             del self._by_all[key]
 
-    def has(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
+    def has(self, req: Req, held: Container[Req] = ()) -> bool:
         """Whether there is a prompt of the very same tokens. held: see `most_in_common`."""
-        if all(len(its) != len(tokens) for its in self._alike(req, tokens).values()):
-            return False
-        same = self._by_all.get((req.salt, tokens.tobytes()), ())
+        same = self._by_all.get((req.salt, req.digest), ())
         return any(_before(other, req, held) for other in same)
 
     def most_in_common(self, req: Req, tokens: IntArray, held: Container[Req]) -> Iterator[tuple[int, int]]:
         """Of each prompt that is like it: tokens in common, and those that are left to compute. held: whose prompts do
         not go on now. Left out are those of other clients and of lower priority, which may get less time."""
-        for other, its in islice(self._alike(req, tokens).items(), _LOOKED_AT):
-            if _before(other, req, held):
-                yield _common(tokens, its), len(its) - other.sent
+        before = (pair for pair in self._alike(req, tokens).items() if _before(pair[0], req, held))
+        for other, its in islice(before, _LOOKED_AT):
+            yield _common(tokens, its), len(its) - other.sent
 
     def _alike(self, req: Req, tokens: IntArray) -> dict[Req, IntArray]:
         return self._by_head.get(_head(req.salt, tokens), {})

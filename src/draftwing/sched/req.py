@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -99,7 +100,7 @@ class Req:
         self.uid, self.params = request.uid, request.params
         self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
-        self._array = np.empty(0, np.int64)
+        self._array, self._digest = np.empty(0, np.int64), b""
         self.allowed = frozenset(self.params.allowed_token_ids) or None
         self.limited = request.limits is not None
         self.may_draft = request.limits is None or request.limits.depth > 0
@@ -111,8 +112,16 @@ class Req:
     def array(self) -> IntArray:
         """`tokens`; kept, for one that waits is looked at before every step."""
         if len(self._array) != len(self.tokens):
-            self._array = np.asarray(self.tokens, np.int64)
+            self._array, self._digest = np.asarray(self.tokens, np.int64), b""
         return self._array
+
+    @property
+    def digest(self) -> bytes:
+        """Of `tokens`: as good as they are to tell whether others are the same."""
+        array = self.array
+        if not self._digest:
+            self._digest = blake2b(array.tobytes(), digest_size=16).digest()
+        return self._digest
 
     def conflict(self) -> str | None:
         """Why the newest token is not one that the request allows, if so: everything was forbidden there."""

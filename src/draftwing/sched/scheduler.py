@@ -180,17 +180,19 @@ class Scheduler:
             self._told.forget()
             return
         admitted: list[Req] = []
-        kept = 0  # rows, for those whose turn it is but for the prompt that they wait for
+        # Rows, for those whose turn it is but for the prompt that they wait for: half of all at most, since they are idle
+        # until it is there.
+        kept, most = 0, max(self.config.max_rows // 2, 1)
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
         for req in self.waiting.in_turn(shares.served):
-            if kept >= self.kv.free_rows and (kept or shares.who_yields(self.running, req) is None):
+            if kept >= self.kv.free_rows and shares.who_yields(self.running, req) is None:
                 break
             tokens = req.array
             if self.kv.on_its_way(req, tokens, self._held):
-                kept += 1  # computed once for all who begin alike
+                kept = min(kept + 1, most)  # computed once for all who begin alike
                 continue
             self._told.give(req, self.running)
-            if not self._give_row(req, tokens, shares):
+            if not self._give_row(req, tokens, shares, self.kv.free_rows - kept):
                 break  # whoever needs less must not pass for ever whoever needs more
             self.waiting.admit(req)
             req.state = ReqState.PREFILL
@@ -200,12 +202,14 @@ class Scheduler:
             admitted.append(req)
         self.choice.skip_prompts(admitted, self.running, self.config.initial_confidence)
 
-    def _give_row(self, req: Req, tokens: IntArray, shares: RowShares) -> bool:
-        """Retracts requests of clients with more than their share for one that has less, where it must."""
+    def _give_row(self, req: Req, tokens: IntArray, shares: RowShares, rows: int) -> bool:
+        """Retracts requests of clients with more than their share for one that has less, where it must. rows: that it may
+        have, of those that are free."""
+        rows = max(rows, 0)
         while True:
             growth = sum(max(other.max_total - other.covered, 0) for other in self.running)
             reserve = int(self._reserve * growth) + self.kv.room * len(self.running)
-            if self.kv.free_rows and self.kv.admit(req, tokens, reserve):
+            if rows and self.kv.admit(req, tokens, reserve):
                 shares.give(req)
                 return True
             victim = shares.who_yields(self.running, req)
@@ -213,6 +217,7 @@ class Scheduler:
                 return False
             shares.take(victim)
             self._retract(victim)
+            rows += 1
 
     def _plan_prefill(self, decoding: bool) -> Plan | None:
         """decoding: whether anybody waits for it who decodes."""
