@@ -15,15 +15,23 @@ from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models.config import ModelConfig
+from draftwing.models.quantised.config import Scheme
 from draftwing.models.weight_map import MTP_PREFIX
-from draftwing.ops.types import MX_BLOCK, MXRows
+from draftwing.ops.types import MX_BLOCK, MXRows, QuantizedRows
 
 SEED = 0
 HEAD_SCALE = 16.0  # standard deviation of logits: the best of 128k tokens has a probability of 0.7 on average
 
 
-def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED, mxfp4: bool = False) -> None:
-    """Puts every parameter of a meta `module` on `device`, where its values are made. mxfp4: those of experts.
+def fill_random(
+    module: nn.Module,
+    device: torch.device | str,
+    seed: int = SEED,
+    mxfp4: bool = False,
+    schemes: Mapping[str, Scheme] | None = None,
+) -> None:
+    """Puts every parameter of a meta `module` on `device`, where its values are made. mxfp4: those of experts. schemes:
+    by which parameters are quantised, where weights may stay so.
 
     A GEMM of a normed row has a variance of about 1, so the residual stream grows by 1 or 2 a layer and stays far
     from the end of float16. Heads are sharper, as trained ones are: of even distributions draft trees come out flat.
@@ -41,6 +49,10 @@ def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED,
             if not layer.op.keep(ParamSlice(name, 0, rows.rows), rows):
                 setattr(layer, leaf, nn.Parameter(rows.dense(meta.dtype)))
             continue
+        if schemes and name in schemes and isinstance(layer, Linear) and meta.is_floating_point():
+            quantised = _quantised_rows(meta, schemes[name], device, generator)
+            if layer.op.keep(ParamSlice(name, 0, meta.shape[0]), quantised):
+                continue
         values = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         if leaf == "bias":
             values.zero_()
@@ -61,6 +73,29 @@ def _mx_rows(like: Tensor, device: torch.device | str, generator: torch.Generato
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device).random_(generator=generator)
     exponent = 127 - round(math.log2(8.56 * columns) / 2)
     return MXRows(codes, torch.full((rows, columns // MX_BLOCK), exponent, dtype=torch.uint8, device=device))
+
+
+def _quantised_rows(
+    like: Tensor, scheme: Scheme, device: torch.device | str, generator: torch.Generator
+) -> QuantizedRows:
+    """With a variance of 1 / columns, as a matrix of this scheme is stored but for the order of its columns."""
+    (rows, columns), deviation = like.shape, _deviation(scheme)
+    if scheme.real:
+        codes = torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        codes = codes.mul_(deviation).to(torch.float8_e4m3fn)
+    else:
+        half = 1 << scheme.bits - 1
+        codes = torch.empty(rows, columns, dtype=torch.int8, device=device).random_(-half, half, generator=generator)
+    tall, wide = scheme.tall or rows, scheme.wide or columns
+    groups = math.ceil(rows / tall), math.ceil(columns / wide)
+    scales = torch.full(groups, columns**-0.5 / deviation, device=device)
+    zeros = None if scheme.symmetric else torch.zeros(groups, dtype=torch.int16, device=device)
+    return QuantizedRows(codes, 8 if scheme.real else scheme.bits, scales, zeros, tall, wide, None)
+
+
+def _deviation(scheme: Scheme) -> float:
+    """Of codes: normal ones in fp8, which ends at 448; else all are as frequent."""
+    return 64.0 if scheme.real else float(1 << scheme.bits) / 12**0.5
 
 
 def draft_weights(

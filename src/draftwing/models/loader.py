@@ -34,7 +34,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gguf import Progress
-from draftwing.models.quantised.config import Quantization
+from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
@@ -106,7 +106,7 @@ def load_model(
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     if dummy:
         in_mxfp4 = config.quantization is not None and config.quantization.method == "mxfp4"
-        fill_random(model, device, SEED + ranks.rank, in_mxfp4)
+        fill_random(model, device, SEED + ranks.rank, in_mxfp4, _schemes(config, ranks))
     else:
         fill_parameters(model, checkpoint_names(config, ranks), tensors, device, harmless)
     model.kv_scales = kv_scales
@@ -117,6 +117,19 @@ def load_model(
     log_blocks(model)
     log_groups(model)
     return model.requires_grad_(False)
+
+
+def _schemes(config: ModelConfig, ranks: Ranks) -> dict[str, Scheme]:
+    """How parameters are stored that are quantised: as the first matrix that is in each."""
+    found: dict[str, Scheme] = {}
+    if config.quantization is None:
+        return found
+    for name, part in checkpoint_names(config, ranks).items():
+        if part.param not in found and part.param.endswith(".weight"):
+            scheme = config.quantization.scheme_of(name.rpartition(".")[0])
+            if scheme is not None:
+                found[part.param] = scheme
+    return found
 
 
 def check_size(config: ModelConfig, dtype: torch.dtype, most_bytes: int) -> None:

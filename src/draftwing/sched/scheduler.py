@@ -180,8 +180,8 @@ class Scheduler:
             self._told.forget()
             return
         admitted: list[Req] = []
-        # Rows, for those whose turn it is but for the prompt that they wait for: half of all at most, since they are idle
-        # until it is there.
+        # Rows, for those whose turn it is but for the prompt that they wait for: half of all at most, since they are
+        # idle until it is there.
         kept, most = 0, max(self.config.max_rows // 2, 1)
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
         for req in self.waiting.in_turn(shares.served):
@@ -203,8 +203,8 @@ class Scheduler:
         self.choice.skip_prompts(admitted, self.running, self.config.initial_confidence)
 
     def _give_row(self, req: Req, tokens: IntArray, shares: RowShares, rows: int) -> bool:
-        """Retracts requests of clients with more than their share for one that has less, where it must. rows: that it may
-        have, of those that are free."""
+        """Retracts requests of clients with more than their share for one that has less, where it must. rows: that it
+        may have, of those that are free."""
         rows = max(rows, 0)
         while True:
             growth = sum(max(other.max_total - other.covered, 0) for other in self.running)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftwing import LLM, SamplingParams
 from draftwing.layers.linear import operations
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle import EagleHead
@@ -80,6 +81,21 @@ def test_it_is_the_model_of_the_matrices_multiplied_out(
     if name.startswith("int4"):  # scales in bfloat16, which lose nothing
         assert torch.equal(found, expected)
     assert float((found - expected).std() / expected.std()) < 0.02
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_weights_are_stored_as_the_config_says(tmp_path: Path, name: str) -> None:
+    """As long as the checkpoint's own, and with as large values as those of a model that is not quantised."""
+    folder, ops = checkpoint(tmp_path, name), GroupTorchOps(CPU)
+    stored, dummy, dense = (
+        load_model(folder, torch.bfloat16, "cpu", dummy=dummy, weight_format=form)
+        for dummy, form in ((False, GroupFormat(None, ops)), (True, GroupFormat(None, ops)), (True, DENSE))
+    )
+    for model in (stored, dummy, dense):
+        model.pack(ops, True)
+    assert dummy.weight_bytes() == stored.weight_bytes() and set(dense.weight_bytes()) == {"bfloat16"}
+    found, expected = logits(dummy).float(), logits(dense).float()
+    assert found.isfinite().all() and 0.5 < float(found.std() / expected.std()) < 2
 
 
 def made(folder: Path, name: str) -> tuple[Path, dict[str, Any]]:
