@@ -104,7 +104,22 @@ def add_commands(commands: Any) -> dict[str, Run]:
     token_map.add_argument(
         "files", nargs="+", metavar="FILE", help="plain text, or .jsonl and .json with text, messages or conversations"
     )
-    return {"chat": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
+
+    prompts = commands.add_parser(
+        "write-prompts",
+        usage="draftwing write-prompts --model M --out FILE [options]",
+        help="let a model write prompts, for `train --prompts`",
+        description="The model writes what a user may say, by its own chat template: more prompts to train a draft on.",
+        allow_abbrev=False,
+    )
+    prompts.add_argument("--out", required=True, metavar="FILE", help="JSON lines; must not be there yet")
+    prompts.add_argument(
+        "--count", type=_count, default=1000, metavar="INT", help="prompts that are asked for (default: 1000)"
+    )
+    prompts.add_argument("--seed", type=int, default=0, metavar="INT", help="others for another one (default: 0)")
+    _add_engine_options(prompts)
+    runs = {"chat": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
+    return {**runs, "write-prompts": run_write_prompts}
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +162,17 @@ def run_token_map(arguments: dict[str, Any]) -> None:
 
     tokenizer = load_tokenizer(resolve_model(arguments["model"], arguments["revision"]))
     write_token_map(arguments["files"], tokenizer, arguments["size"], arguments["out"])
+
+
+def run_write_prompts(arguments: dict[str, Any]) -> None:
+    own = _taken(arguments, "out", "count", "seed")
+    options = Options.from_kwargs(**{"log_level": "warning", **arguments}).resolve()
+    from draftwing.engine.engine import Engine
+    from draftwing.train.own_prompts import write_prompts
+
+    with contextlib.closing(Engine(options)) as engine:
+        found = write_prompts(engine, own["count"], Path(own["out"]), own["seed"])
+    print(f"{found} prompts of {own['count']} are in {own['out']}")
 
 
 def run_chat(arguments: dict[str, Any]) -> None:

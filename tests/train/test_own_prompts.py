@@ -1,0 +1,108 @@
+"""Prompts by the model itself: as the engine goes on behind the template's opening, each once, without its marks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from draftwing import LLM
+from draftwing.core import Output
+from draftwing.errors import ConfigError
+from draftwing.requests.request import GenerationRequest
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.train import own_prompts
+from draftwing.train.data import Skipped, read_prompts
+from draftwing.train.own_prompts import write_prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    options = {"max_total_tokens": 3000, "max_running_requests": 4, "speculative_algorithm": "none"}
+    with LLM(str(folder), dtype="float32", **options) as loaded:
+        yield loaded
+
+
+class Model:
+    """In place of a session: says what it is told, one after the other, a token at a time. None: it did not end."""
+
+    def __init__(self, tokenizer: Tokenizer, says: Sequence[str | None]) -> None:
+        self.tokenizer, self.says, self.asked = tokenizer, says, list[GenerationRequest]()
+
+    def __call__(self, engine: Any) -> Model:
+        return self
+
+    def run(self, requests: Iterator[GenerationRequest], window: int) -> Iterator[Output]:
+        for request, text in zip(requests, self.says, strict=True):
+            self.asked.append(request)
+            ids = self.tokenizer.encode(text or "goes on and on")
+            yield Output(request.uid, ids[:2], None)
+            if text is None:
+                yield Output(request.uid, ids[2:], {"type": "length"})
+            else:
+                yield Output(request.uid, [*ids[2:], *self.tokenizer.stop_ids], {"type": "stop"})
+
+
+def test_they_are_what_the_model_says_for_a_user(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = llm.engine.tokenizer
+    says = [
+        "Why is the sky blue?",
+        None,
+        "Hm",
+        " Why is the sky blue?\n",
+        "Say <pad> to me, please.",
+        "Über 30 Möwen?",
+    ] * 4
+    model = Model(tokenizer, says)
+    monkeypatch.setattr(own_prompts, "Session", model)
+    file = tmp_path / "own.jsonl"
+    count = write_prompts(llm.engine, len(says), file, seed=3)
+    expected, opening = set[str](), "user: "
+    for request, text in zip(model.asked, says, strict=True):
+        begun = tokenizer.decode(list(request.prompt_ids))
+        assert begun.startswith(opening)
+        whole = (begun.removeprefix(opening) + (text or "")).strip()
+        if text is not None and len(whole) >= 12 and "<pad>" not in whole:
+            expected.add(whole)
+    found = [prompt.turns for prompt in read_prompts([file], Skipped())]
+    assert {turns[0] for turns in found} == expected and len(found) == count == len(expected)
+    assert {"Why is the sky blue?", "Über 30 Möwen?"} < expected, "half of them are all the model's own"
+
+
+def test_a_seed_asks_the_same(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for name, seed in ("a", 1), ("b", 1), ("c", 2):
+        model = Model(llm.engine.tokenizer, ["Why is the sky blue?"] * 20)
+        monkeypatch.setattr(own_prompts, "Session", model)
+        write_prompts(llm.engine, 20, tmp_path / name, seed)
+        asked.append([(one.prompt_ids, one.params.sampling_seed) for one in model.asked])
+    assert asked[0] == asked[1] != asked[2] and len({seed for _, seed in asked[0]}) == 20
+
+
+def test_an_engine_writes_them(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes of random weights is mostly no text."""
+    monkeypatch.setattr(own_prompts, "LONGEST", 8)
+    count = write_prompts(llm.engine, 30, tmp_path / "own.jsonl")
+    assert len((tmp_path / "own.jsonl").read_text().splitlines()) == count
+
+
+def test_what_is_there_is_not_written_over(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match=r"own\.jsonl cannot be made: File exists\. Name another"):
+        write_prompts(llm.engine, 3, tmp_path / "own.jsonl")
+    assert (tmp_path / "own.jsonl").read_text() == "mine"
+
+
+def test_it_needs_a_chat_template(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match="chat template"):
+        write_prompts(llm.engine, 3, tmp_path / "own.jsonl")
+    assert not (tmp_path / "own.jsonl").exists()
