@@ -69,7 +69,8 @@ def test_waves_have_prompts_of_their_own(
     ]
     monkeypatch.setattr(sys, "argv", ["waves.py", *words])
     waves.main()
-    counted = [body for body in asked if len(body["input_ids"]) == 6]
+    counted = [body for body in asked if body["sampling_params"]["max_new_tokens"] == 9]
+    assert len({tuple(body["input_ids"]) for body in asked}) == len(asked), "none was cached by those before"
     assert len(counted) == 2 * (1 + 4) and len({tuple(body["input_ids"]) for body in counted}) == len(counted)
     assert sorted(body["sampling_params"]["temperature"] for body in counted) == [0.0] * 2 + [0.5] * 8
     assert all(1000 <= token < 4000 for body in counted for token in body["input_ids"])

@@ -50,6 +50,11 @@ def test_equal_logits_and_such_that_are_no_numbers_stay_among_the_experts(ops: T
     assert routed.experts.min() >= 0 and routed.experts.max() < COUNT
     assert all(len(set(row)) == TOP for row in routed.experts.tolist()), "an expert's tiles have a row once"
     assert not routed.weights[1].isfinite().any()  # so that the request fails, as it does with any such model
+    logits = torch.arange(2.0 * COUNT).view(2, COUNT)
+    logits[1, 3] = torch.nan
+    routed = ops.route(logits.to(ops.device), TOP, True)
+    assert routed.weights[0].isfinite().all() and not routed.weights[1].isfinite().any()
+    assert len(set(routed.experts[1].tolist())) == TOP
 
 
 def test_scattered_rows_choose_at_random(ops: TorchOps) -> None:

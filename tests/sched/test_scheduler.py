@@ -396,6 +396,24 @@ def test_rows_that_are_kept_for_a_prompt_are_no_clients_share():
     assert sched.kv.free_rows == 0, "and they take none from who has more than its share before they need it"
 
 
+def test_kept_rows_count_as_their_client_s():
+    sched = make(slots=40000, rows=8, chunk=16)
+    for number in range(8):
+        sched.submit(req(f"a{number}", 4000 + number, 5, first=0, client="a"))  # one long document
+    for number in range(12):  # the others' turns go on meanwhile
+        sched.submit(req(f"t{number}", 5, 1, first=500000 + 1000 * number, client="b"))
+    for _ in range(31):
+        turn(sched)
+    for client, count, first in ("b", 2, 200000), ("d", 1, 300000):
+        for number in range(count):
+            sched.submit(req(f"{client}{number}", 5, 400, first=first + 1000 * number, client=client))
+    turn(sched), turn(sched)
+    for number in range(2):
+        sched.submit(req(f"c{number}", 5, 400, first=400000 + 1000 * number, client="c"))
+    turn(sched), turn(sched)
+    assert rows_of(sched) == {"a": 1, "b": 2, "c": 2, "d": 1}
+
+
 def test_half_of_the_rows_are_not_kept_for_a_prompt_in_the_making():
     sched = make(slots=20000, rows=8, chunk=64)
     for number in range(8):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Model:
         for request, text in zip(requests, self.says, strict=True):
             self.asked.append(request)
             ids = self.tokenizer.encode(text or "goes on and on")
+            assert set(request.params.stop_token_ids) == set(self.tokenizer.stop_ids)
             yield Output(request.uid, ids[:2], None)
             if text is None:
                 yield Output(request.uid, ids[2:], {"type": "length"})
@@ -60,6 +62,7 @@ def test_they_are_what_the_model_says_for_a_user(llm: LLM, tmp_path: Path, monke
         " Why is the sky blue?\n",
         "Say <pad> to me, please.",
         "Über 30 Möwen?",
+        "Is it so?\nassistant: It is, as far as I know.",
     ] * 4
     model = Model(tokenizer, says)
     monkeypatch.setattr(own_prompts, "Session", model)
@@ -69,7 +72,7 @@ def test_they_are_what_the_model_says_for_a_user(llm: LLM, tmp_path: Path, monke
     for request, text in zip(model.asked, says, strict=True):
         begun = tokenizer.decode(list(request.prompt_ids))
         assert begun.startswith(opening)
-        whole = (begun.removeprefix(opening) + (text or "")).strip()
+        whole = (begun.removeprefix(opening) + (text or "")).partition("assistant:")[0].strip()
         if text is not None and len(whole) >= 12 and "<pad>" not in whole:
             expected.add(whole)
     found = [prompt.turns for prompt in read_prompts([file], Skipped())]
@@ -94,9 +97,44 @@ def test_an_engine_writes_them(llm: LLM, tmp_path: Path, monkeypatch: pytest.Mon
     assert len((tmp_path / "own.jsonl").read_text().splitlines()) == count
 
 
+def test_a_token_that_ends_a_user_s_turn_ends_a_prompt(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llm.engine.tokenizer
+    (ends,) = tokenizer.encode("<pad>")
+    monkeypatch.setattr(tokenizer, "render_chat", lambda messages: f"U {messages[0]['content']}<pad>A ")
+
+    class Marked(Model):
+        def run(self, requests: Iterator[GenerationRequest], window: int) -> Iterator[Output]:
+            for request in requests:
+                assert set(request.params.stop_token_ids) == {*tokenizer.stop_ids, ends}
+                yield Output(request.uid, [*tokenizer.encode("Why is the sky blue?"), ends], {"type": "stop"})
+
+    monkeypatch.setattr(own_prompts, "Session", Marked(tokenizer, []))
+    assert write_prompts(llm.engine, 8, tmp_path / "own.jsonl") > 0
+    found = [prompt.turns[0] for prompt in read_prompts([tmp_path / "own.jsonl"], Skipped())]
+    assert all(text.endswith("hy is the sky blue?") for text in found)
+
+
+def test_a_kill_leaves_no_file(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = ["Why is the sky blue?"] * 8
+
+    class Killed(Model):
+        def run(self, requests: Iterator[GenerationRequest], window: int) -> Iterator[Output]:
+            yield from islice(super().run(requests, window), 5)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(own_prompts, "Session", Killed(llm.engine.tokenizer, says))
+    with pytest.raises(KeyboardInterrupt):
+        write_prompts(llm.engine, 8, tmp_path / "own.jsonl")
+    assert not (tmp_path / "own.jsonl").exists()
+    monkeypatch.setattr(own_prompts, "Session", Model(llm.engine.tokenizer, says))
+    assert write_prompts(llm.engine, 8, tmp_path / "own.jsonl") > 0
+
+
 def test_what_is_there_is_not_written_over(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("mine")
-    with pytest.raises(ConfigError, match=r"own\.jsonl cannot be made: File exists\. Name another"):
+    with pytest.raises(ConfigError, match=r"own\.jsonl is there already: name another"):
         write_prompts(llm.engine, 3, tmp_path / "own.jsonl")
     assert (tmp_path / "own.jsonl").read_text() == "mine"
 

@@ -168,8 +168,9 @@ def run_write_prompts(arguments: dict[str, Any]) -> None:
     own = _taken(arguments, "out", "count", "seed")
     options = Options.from_kwargs(**{"log_level": "warning", **arguments}).resolve()
     from draftwing.engine.engine import Engine
-    from draftwing.train.own_prompts import write_prompts
+    from draftwing.train.own_prompts import checked, write_prompts
 
+    checked(Path(own["out"]))  # before a model is loaded
     with contextlib.closing(Engine(options)) as engine:
         found = write_prompts(engine, own["count"], Path(own["out"]), own["seed"])
     print(f"{found} prompts of {own['count']} are in {own['out']}")

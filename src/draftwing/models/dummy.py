@@ -14,6 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.linear_ops.groups import Groups
 from draftwing.models.config import ModelConfig
 from draftwing.models.quantised.config import Scheme
 from draftwing.models.weight_map import MTP_PREFIX
@@ -44,27 +45,32 @@ def fill_random(
     for name, meta in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         layer = module.get_submodule(owner)
-        if mxfp4 and leaf == "weight" and isinstance(layer, ExpertLinear):
-            rows = _mx_rows(meta, device, generator)
-            if not layer.op.keep(ParamSlice(name, 0, rows.rows), rows):
-                setattr(layer, leaf, nn.Parameter(rows.dense(meta.dtype)))
-            continue
-        if schemes and name in schemes and isinstance(layer, Linear) and meta.is_floating_point():
-            quantised = _quantised_rows(meta, schemes[name], device, generator)
-            if layer.op.keep(ParamSlice(name, 0, meta.shape[0]), quantised):
-                continue
-        values = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        if leaf == "bias":
-            values.zero_()
-        elif meta.dim() == 1:  # of a norm
-            values.fill_(1.0)
-        elif not meta.is_floating_point():  # a quantised weight
-            values.random_(generator=generator)
+        is_weight, scale = leaf == "weight" and isinstance(layer, Linear), HEAD_SCALE if name in heads else 1.0
+        value: Tensor | QuantizedRows | MXRows
+        if is_weight and mxfp4 and isinstance(layer, ExpertLinear):
+            value = _mx_rows(meta, device, generator)
+        elif is_weight and schemes and name in schemes and isinstance(layer.op, Groups):
+            value = _quantised_rows(meta, schemes[name], scale, device, generator)
         else:
-            scale = HEAD_SCALE if name in heads else 1.0
-            values.normal_(0.0, scale * meta.shape[-1] ** -0.5, generator=generator)
-        if not (isinstance(layer, Linear) and layer.op.keep(ParamSlice(name, 0, values.shape[0]), values)):
-            setattr(layer, leaf, nn.Parameter(values, values.is_floating_point()))
+            value = _values(meta, leaf, scale, device, generator)
+        if isinstance(layer, Linear) and layer.op.keep(ParamSlice(name, 0, meta.shape[0]), value):
+            continue
+        values = value if isinstance(value, Tensor) else value.dense(meta.dtype)
+        setattr(layer, leaf, nn.Parameter(values, values.is_floating_point()))
+
+
+def _values(like: Tensor, leaf: str, scale: float, device: torch.device | str, generator: torch.Generator) -> Tensor:
+    """Those of a parameter that is called `leaf`. scale: of a matrix, whose variance is its square over its columns."""
+    values = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if leaf == "bias":
+        values.zero_()
+    elif like.dim() == 1:  # of a norm
+        values.fill_(1.0)
+    elif not like.is_floating_point():  # a quantised weight
+        values.random_(generator=generator)
+    else:
+        values.normal_(0.0, scale * like.shape[-1] ** -0.5, generator=generator)
+    return values
 
 
 def _mx_rows(like: Tensor, device: torch.device | str, generator: torch.Generator) -> MXRows:
@@ -76,9 +82,9 @@ def _mx_rows(like: Tensor, device: torch.device | str, generator: torch.Generato
 
 
 def _quantised_rows(
-    like: Tensor, scheme: Scheme, device: torch.device | str, generator: torch.Generator
+    like: Tensor, scheme: Scheme, scale: float, device: torch.device | str, generator: torch.Generator
 ) -> QuantizedRows:
-    """With a variance of 1 / columns, as a matrix of this scheme is stored but for the order of its columns."""
+    """As large as `_values`, as a matrix of this scheme is stored but for the order of its columns."""
     (rows, columns), deviation = like.shape, _deviation(scheme)
     if scheme.real:
         codes = torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(generator=generator)
@@ -88,7 +94,7 @@ def _quantised_rows(
         codes = torch.empty(rows, columns, dtype=torch.int8, device=device).random_(-half, half, generator=generator)
     tall, wide = scheme.tall or rows, scheme.wide or columns
     groups = math.ceil(rows / tall), math.ceil(columns / wide)
-    scales = torch.full(groups, columns**-0.5 / deviation, device=device)
+    scales = torch.full(groups, scale * columns**-0.5 / deviation, device=device)
     zeros = None if scheme.symmetric else torch.zeros(groups, dtype=torch.int16, device=device)
     return QuantizedRows(codes, 8 if scheme.real else scheme.bits, scales, zeros, tall, wide, None)
 

@@ -180,8 +180,8 @@ class Scheduler:
             self._told.forget()
             return
         admitted: list[Req] = []
-        # Rows, for those whose turn it is but for the prompt that they wait for: half of all at most, since they are
-        # idle until it is there.
+        # Rows, for those whose turn it is but for the prompt that they wait for: of their client's share, and half of
+        # all at most, since they are idle until it is there.
         kept, most = 0, max(self.config.max_rows // 2, 1)
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
         for req in self.waiting.in_turn(shares.served):
@@ -189,7 +189,9 @@ class Scheduler:
                 break
             tokens = req.array
             if self.kv.on_its_way(req, tokens, self._held):
-                kept = min(kept + 1, most)  # computed once for all who begin alike
+                if kept < most and not shares.served(req.request.client):
+                    shares.give(req)
+                    kept += 1  # computed once for all who begin alike
                 continue
             self._told.give(req, self.running)
             if not self._give_row(req, tokens, shares, self.kv.free_rows - kept):

@@ -11,12 +11,13 @@ import random
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
 from draftwing.engine.session import Session
 from draftwing.errors import ConfigError, RequestError
+from draftwing.files import replace_file
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.tokenizer import Tokenizer
@@ -40,18 +41,14 @@ _BEGINNINGS = (
 def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
     """Asks the model for `count` prompts and writes those that can be used, each once, as JSON lines with `turns`.
 
-    Left out is what did not end, is too short or too long, or has the template's own marks in it. Returns how many
-    there are. Raises ConfigError for a model without a chat template, and for a file that is there already.
+    A prompt ends where the template ends what a user says. Left out is what did not end, is too short or too long, or
+    has special tokens in it. Returns how many there are. Raises ConfigError for a model without a chat template, and
+    for a file that is there already; it is there when all are.
     """
-    opening = _opening(engine.tokenizer)
-    added = engine.tokenizer.backend.get_added_tokens_decoder()
-    marks = {number for number, token in added.items() if token.special}
+    opening, stops = _turn(engine.tokenizer)
     asked: dict[str, list[int]] = {}  # what was said for the user already, and then all of it
     found: set[str] = set()
-    try:
-        lines = file.open("x", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {file} cannot be made: {error.strerror}. Name another file") from None
+    partial = checked(file)
 
     def requests() -> Iterator[GenerationRequest]:
         for number in range(count):
@@ -60,13 +57,14 @@ def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
             name, ids = str(number), _encoded(engine.tokenizer, opening + begun)
             asked[name] = _encoded(engine.tokenizer, begun) if begun else []
             params = SamplingParams(
-                max_new_tokens=LONGEST, temperature=1.0, top_p=_TOP_P, sampling_seed=draw.randrange(2**50)
-            )
+                max_new_tokens=LONGEST, temperature=1.0, top_p=_TOP_P, sampling_seed=draw.randrange(2**50),
+                stop_token_ids=stops.ids,
+            )  # fmt: skip
             yield engine.info.admit(GenerationRequest(name, ids, params))
 
     window = 2 * (engine.info.options.max_running_requests or 64)
     with (
-        lines,
+        partial.open("w", encoding="utf-8") as lines,
         tqdm(total=count, desc="writing", unit=" prompts") as bar,
         closing(Session(engine).run(requests(), window)) as outputs,
     ):
@@ -75,25 +73,56 @@ def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
             if output.finish_reason is None:
                 continue
             bar.update()
-            text = _text(engine.tokenizer, asked.pop(output.uid), marks)
-            if output.finish_reason["type"] == "stop" and text is not None and text not in found:
+            ended = output.finish_reason["type"] == "stop"
+            text = _text(engine.tokenizer, asked.pop(output.uid), stops, ended)
+            if text is not None and text not in found:
                 found.add(text)
                 lines.write(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n")
+    replace_file(partial, file)
     return len(found)
 
 
-def _opening(tokenizer: Tokenizer) -> str:
-    """What stands before the words of a user who speaks first."""
+def checked(file: Path) -> Path:
+    """Where it is written before all of it is there. Raises ConfigError."""
+    if file.exists():
+        raise ConfigError(f"--out {file} is there already: name another file")
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        partial.touch()
+    except OSError as error:
+        raise ConfigError(f"--out {file} cannot be made: {error.strerror}. Name another file") from None
+    return partial
+
+
+class _Stops(NamedTuple):
+    """What ends a user's turn: tokens, or a text where the template has no token for it."""
+
+    ids: tuple[int, ...]
+    text: str
+
+
+def _turn(tokenizer: Tokenizer) -> tuple[str, _Stops]:
+    """What stands before the words of a user who speaks first, and what ends them."""
     if tokenizer.chat_template is None:
         raise ConfigError("prompts need a chat template, and the model has none: give one with --chat-template")
     try:
-        text = tokenizer.render_chat([{"role": "user", "content": _MARK}], add_generation_prompt=False)
+        text = tokenizer.render_chat([{"role": "user", "content": _MARK}])
     except RequestError as error:
         raise ConfigError(f"the chat template refuses a user who speaks first: {error}") from None
-    before, mark, _ = text.partition(_MARK)
+    before, mark, after = text.partition(_MARK)
     if not mark:
         raise ConfigError("the chat template does not write what a user says as it is")
-    return before
+    after = after.strip()
+    first = _encoded(tokenizer, after)[:1]
+    if first and first[0] in _special(tokenizer):
+        return before, _Stops((*tokenizer.stop_ids, first[0]), "")
+    return before, _Stops((*tokenizer.stop_ids,), after.partition("\n")[0])
+
+
+def _special(tokenizer: Tokenizer) -> set[int]:
+    """Those of templates, too, that are no special ones (`<think>`)."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {number for number, token in added.items() if token.special or str(token.content).startswith("<")}
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -101,9 +130,10 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def _text(tokenizer: Tokenizer, ids: list[int], marks: set[int]) -> str | None:
-    """None: it is no prompt. marks: tokens that none has."""
-    said = [token for token in ids if token not in tokenizer.stop_ids]
-    text = tokenizer.decode(said).strip()
-    good = SHORTEST <= len(text) <= MOST and "\ufffd" not in text and not marks.intersection(said)
-    return text if good else None
+def _text(tokenizer: Tokenizer, ids: list[int], stops: _Stops, ended: bool) -> str | None:
+    """None: it is no prompt. ended: by a token."""
+    said = [token for token in ids if token not in stops.ids]
+    text, end, _ = tokenizer.decode(said).partition(stops.text) if stops.text else (tokenizer.decode(said), "", "")
+    text = text.strip()
+    good = SHORTEST <= len(text) <= MOST and "\ufffd" not in text and not _special(tokenizer).intersection(said)
+    return text if good and (ended or end) else None

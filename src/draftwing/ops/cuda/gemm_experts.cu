@@ -218,6 +218,7 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
                     b[p][m][j] = make_uint4(0, 0, 0, 0);
                     if (p < count && m * 8 + g < live) b[p][m][j] = load_x(token[m] + p * STEP + j * WEIGHTS::X_HALF);
                 }
+        // Where OUT does not divide the threads, the last ones do what the first ones do in the next round: the same.
         const int first = work.expert * (GATED ? 2 * N : N) + work.row0, row = threadIdx.x % OUT;
         float offset = 0.f, up_offset = 0.f;
         if (bias && work.row0 + row < N) {

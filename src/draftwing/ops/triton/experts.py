@@ -51,14 +51,15 @@ def _route_kernel(
     chosen = tl.zeros([TOP_LANES], tl.int32)
     found = tl.full([TOP_LANES], float("-inf"), tl.float32)
     free = lane < COUNT
-    value = tl.where(value == value, value, float("-inf"))  # what is no number is not
+    broken = tl.max((value != value).to(tl.int32), 0)
+    value = tl.where(value == value, value, float("-inf"))  # what is no number equals nothing, and would not be found
     for choice in tl.static_range(TOP):
         best = tl.max(tl.where(free, value, float("-inf")), 0)
         expert = tl.min(tl.where(free & (value == best), lane, LANES), 0)
         chosen = tl.where(place == choice, expert, chosen)
         found = tl.where(place == choice, best, found)
         free &= lane != expert
-    weight = tl.exp(found - largest)
+    weight = tl.where(broken == 0, tl.exp(found - largest), float("nan"))  # so that the request fails
     if RENORMALISE:
         total = tl.sum(weight, 0)
     there = place < TOP
