@@ -171,11 +171,12 @@ def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The first row is what the others are compared with."""
+    """Rows of several replicas are compared with the last one before them that has one."""
     yield "| run | replicas | requests | failed | tokens/s | x | hit rate | of the first | busiest |"
     yield "|---|---|---|---|---|---|---|---|---|"
     first = rows[0]
     for row in rows:
+        first = row if row["replicas"] == 1 else first
         speed = row["tokens_per_s"] / first["tokens_per_s"] if first["tokens_per_s"] else 0.0
         share = row["hit_rate"] / first["hit_rate"] if first["hit_rate"] else 0.0
         yield (

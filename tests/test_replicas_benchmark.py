@@ -57,7 +57,11 @@ def test_table(replicas: ModuleType) -> None:
     }
     lines = list(
         replicas.table(
-            [row, {**row, "run": "balanced", "replicas": 2, "tokens_per_s": 19.0, "hit_rate": 0.76, "busiest": 0.6}]
+            [
+                {**row, "tokens_per_s": 7.0},
+                row,  # of the second round
+                {**row, "run": "balanced", "replicas": 2, "tokens_per_s": 19.0, "hit_rate": 0.76, "busiest": 0.6},
+            ]
         )
     )
     assert lines[-1] == "| balanced | 2 | 8 | 0 | 19.0 | 1.90 | 0.760 | 95.0% | 60% |"

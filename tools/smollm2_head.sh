@@ -21,7 +21,7 @@ DRAFTWING=${DRAFTWING:-draftwing}
 
 case $FIRST in own | generate | fit | eval) ;; *) echo "FIRST: expected own, generate, fit or eval, found $FIRST" >&2; exit 2 ;; esac
 PARTS=$((GPUS > 0 ? GPUS * ENGINES : ENGINES))
-ENGINE="--model $MODEL --quantization none --speculative-algorithm none --max-total-tokens ${POOL:-180000}"
+OPTIONS="--model $MODEL --quantization none --speculative-algorithm none --max-total-tokens ${POOL:-180000}"
 mkdir -p "$RUN"
 
 # each COMMAND: for each engine r a process, all at once; fails where one does.
@@ -36,9 +36,9 @@ each() {
   [ $failed = 0 ] || { tail -n 2 "$RUN/$1"-*.log; exit 1; }
 }
 own() {
-  [ -e "$RUN/own-$1.jsonl" ] || $DRAFTWING write-prompts $ENGINE --seed "$1" --count $(((OWN + PARTS - 1) / PARTS)) --out "$RUN/own-$1.jsonl"
+  [ -e "$RUN/own-$1.jsonl" ] || $DRAFTWING write-prompts $OPTIONS --seed "$1" --count $(((OWN + PARTS - 1) / PARTS)) --out "$RUN/own-$1.jsonl"
 }
-generate() { $DRAFTWING train generate --out "$RUN/head" "${DATA[@]}" $ENGINE; }
+generate() { $DRAFTWING train generate --out "$RUN/head" "${DATA[@]}" $OPTIONS; }
 
 case $FIRST in own) [ "$OWN" = 0 ] || each own ;; esac
 shopt -s nullglob

@@ -196,6 +196,7 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
         assert again is not None and torch.equal(again, gated[own])
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["dense", "fp8", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 40, 128])

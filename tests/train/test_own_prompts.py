@@ -53,7 +53,9 @@ class Model:
                 yield Output(request.uid, [*ids[2:], *self.tokenizer.stop_ids], {"type": "stop"})
 
 
-def test_they_are_what_the_model_says_for_a_user(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_what_the_model_says_for_a_user(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = llm.engine.tokenizer
     says = [
         "Why is the sky blue?",
@@ -78,6 +80,16 @@ def test_they_are_what_the_model_says_for_a_user(llm: LLM, tmp_path: Path, monke
     found = [prompt.turns for prompt in read_prompts([file], Skipped())]
     assert {turns[0] for turns in found} == expected and len(found) == count == len(expected)
     assert {"Why is the sky blue?", "Über 30 Möwen?"} < expected, "half of them are all the model's own"
+    assert {one.params.stop for one in model.asked} == {("assistant:",)}
+    for reason in ("4 of 28: did not end", "special tokens", "repeated", "shorter than 12"):
+        assert reason in caplog.text
+
+
+def test_nothing_to_use_is_an_error(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_prompts, "Session", Model(llm.engine.tokenizer, [None] * 3))
+    with pytest.raises(ConfigError, match=r"no prompt is left of 3 read: 3 did not end within 240 tokens"):
+        write_prompts(llm.engine, 3, tmp_path / "own.jsonl")
+    assert not (tmp_path / "own.jsonl").exists()
 
 
 def test_a_seed_asks_the_same(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +103,10 @@ def test_a_seed_asks_the_same(llm: LLM, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_engine_writes_them(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes of random weights is mostly no text."""
-    monkeypatch.setattr(own_prompts, "LONGEST", 8)
-    count = write_prompts(llm.engine, 30, tmp_path / "own.jsonl")
-    assert len((tmp_path / "own.jsonl").read_text().splitlines()) == count
+    """What comes of random weights is mostly no text, so it counts here whatever it is."""
+    monkeypatch.setattr(own_prompts, "_text", lambda tokenizer, ids, stops, ended: str(ids))
+    count = write_prompts(llm.engine, 12, tmp_path / "own.jsonl")
+    assert len((tmp_path / "own.jsonl").read_text().splitlines()) == count > 6
 
 
 def test_a_token_that_ends_a_user_s_turn_ends_a_prompt(

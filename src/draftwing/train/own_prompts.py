@@ -21,6 +21,7 @@ from draftwing.files import replace_file
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data import BadData, Skipped
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -41,13 +42,13 @@ _BEGINNINGS = (
 def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
     """Asks the model for `count` prompts and writes those that can be used, each once, as JSON lines with `turns`.
 
-    A prompt ends where the template ends what a user says. Left out is what did not end, is too short or too long, or
-    has special tokens in it. Returns how many there are. Raises ConfigError for a model without a chat template, and
-    for a file that is there already; it is there when all are.
+    A prompt ends where the template ends what a user says. Left out is, and the log says how often, what did not end,
+    is too short or too long, or has special tokens in it. Returns how many there are. Raises ConfigError for a model
+    without a chat template, for a file that is there already, which it is when all are, and where nothing is left.
     """
     opening, stops = _turn(engine.tokenizer)
     asked: dict[str, list[int]] = {}  # what was said for the user already, and then all of it
-    found: set[str] = set()
+    found, skipped = set[str](), Skipped(read=count)
     partial = checked(file)
 
     def requests() -> Iterator[GenerationRequest]:
@@ -58,7 +59,7 @@ def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
             asked[name] = _encoded(engine.tokenizer, begun) if begun else []
             params = SamplingParams(
                 max_new_tokens=LONGEST, temperature=1.0, top_p=_TOP_P, sampling_seed=draw.randrange(2**50),
-                stop_token_ids=stops.ids,
+                stop_token_ids=stops.ids, stop=stops.text,
             )  # fmt: skip
             yield engine.info.admit(GenerationRequest(name, ids, params))
 
@@ -73,11 +74,18 @@ def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
             if output.finish_reason is None:
                 continue
             bar.update()
-            ended = output.finish_reason["type"] == "stop"
-            text = _text(engine.tokenizer, asked.pop(output.uid), stops, ended)
-            if text is not None and text not in found:
-                found.add(text)
-                lines.write(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n")
+            ids = asked.pop(output.uid)
+            try:
+                text = _text(engine.tokenizer, ids, stops, output.finish_reason["type"] == "stop")
+                if text in found:
+                    raise BadData("repeated")
+            except BadData as error:
+                skipped.note(error, repr(engine.tokenizer.decode(ids)[:60]))
+                continue
+            found.add(text)
+            lines.write(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n")
+    skipped.log()
+    skipped.require(len(found), "prompt")
     replace_file(partial, file)
     return len(found)
 
@@ -89,16 +97,19 @@ def checked(file: Path) -> Path:
     partial = file.with_name(f"{file.name}.partial")
     try:
         partial.touch()
+        partial.unlink()
     except OSError as error:
         raise ConfigError(f"--out {file} cannot be made: {error.strerror}. Name another file") from None
     return partial
 
 
 class _Stops(NamedTuple):
-    """What ends a user's turn: tokens, or a text where the template has no token for it."""
+    """What ends a user's turn: tokens, or a text where the template has no token for it. marks: tokens that no prompt
+    has, templates' too, that are no special ones (`<think>`)."""
 
     ids: tuple[int, ...]
-    text: str
+    text: tuple[str, ...]
+    marks: frozenset[int]
 
 
 def _turn(tokenizer: Tokenizer) -> tuple[str, _Stops]:
@@ -112,17 +123,13 @@ def _turn(tokenizer: Tokenizer) -> tuple[str, _Stops]:
     before, mark, after = text.partition(_MARK)
     if not mark:
         raise ConfigError("the chat template does not write what a user says as it is")
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    marks = frozenset(number for number, token in added if token.special or str(token.content).startswith("<"))
     after = after.strip()
-    first = _encoded(tokenizer, after)[:1]
-    if first and first[0] in _special(tokenizer):
-        return before, _Stops((*tokenizer.stop_ids, first[0]), "")
-    return before, _Stops((*tokenizer.stop_ids,), after.partition("\n")[0])
-
-
-def _special(tokenizer: Tokenizer) -> set[int]:
-    """Those of templates, too, that are no special ones (`<think>`)."""
-    added = tokenizer.backend.get_added_tokens_decoder()
-    return {number for number, token in added.items() if token.special or str(token.content).startswith("<")}
+    ends = _encoded(tokenizer, after)[:1]
+    if marks.issuperset(ends):
+        return before, _Stops((*tokenizer.stop_ids, *ends), (), marks)
+    return before, _Stops((*tokenizer.stop_ids,), (after.partition("\n")[0],), marks)
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -130,10 +137,17 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def _text(tokenizer: Tokenizer, ids: list[int], stops: _Stops, ended: bool) -> str | None:
-    """None: it is no prompt. ended: by a token."""
+def _text(tokenizer: Tokenizer, ids: list[int], stops: _Stops, ended: bool) -> str:
+    """Raises BadData for what is no prompt."""
     said = [token for token in ids if token not in stops.ids]
-    text, end, _ = tokenizer.decode(said).partition(stops.text) if stops.text else (tokenizer.decode(said), "", "")
+    text = tokenizer.decode(said)
+    for end in stops.text:
+        text = text.partition(end)[0]
     text = text.strip()
-    good = SHORTEST <= len(text) <= MOST and "\ufffd" not in text and not _special(tokenizer).intersection(said)
-    return text if good and (ended or end) else None
+    if not ended:
+        raise BadData(f"did not end within {LONGEST} tokens")
+    if not SHORTEST <= len(text) <= MOST:
+        raise BadData(f"shorter than {SHORTEST} or longer than {MOST} characters")
+    if "\ufffd" in text or stops.marks.intersection(said):
+        raise BadData("special tokens or broken characters")
+    return text
