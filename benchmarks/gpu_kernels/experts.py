@@ -50,8 +50,20 @@ FEW, MANY = (1, 4, 16, 64), 1024  # tokens of a sweep
 # Outputs of a program, warps, stages; of tiles of many pairs.
 TRIED = [(f, w, s) for f, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)) for s in (3, 4)]
 # Cuts of few pairs; weights that are quantised take fewer registers.
-CUTS = [Cut(*cut) for cut in ((4, 1, 1, 2), (3, 1, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2), (2, 1, 1, 3), (2, 1, 1, 4))]
-SHORT = [Cut(*cut) for cut in ((4, 1, 1, 3), (3, 1, 1, 3), (4, 2, 1, 2), (3, 2, 1, 2), (2, 2, 1, 3))]
+CUTS = [
+    Cut(*cut)
+    for cut in (
+        (4, 1, 1, 2), (3, 1, 1, 2), (2, 1, 1, 2), (2, 1, 1, 3), (2, 2, 1, 2), (2, 2, 2, 2), (1, 2, 2, 2), (1, 2, 2, 3),
+        (1, 3, 3, 2), (1, 4, 1, 2), (1, 4, 2, 2),
+    )
+]  # fmt: skip
+SHORT = [
+    Cut(*cut)
+    for cut in (
+        (3, 1, 1, 3), (4, 2, 1, 2), (3, 2, 1, 2), (3, 2, 2, 2), (2, 2, 2, 3), (2, 3, 1, 2), (2, 3, 3, 2), (1, 3, 3, 3),
+        (1, 4, 4, 2), (1, 6, 2, 2),
+    )
+]  # fmt: skip
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 Weight = Tensor | PackedGroups | MXRows
 

@@ -260,6 +260,18 @@ static u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 
 #ifdef EXPERTS
 static int load_route(const int* p) { return *p; }
+static std::vector<int> votes;  // by thread
+static int count_in_warp(bool so) {
+    const int first = me / 32 * 32;
+    votes.resize(fibers.size());
+    votes[me] = so;
+    meet(warp_arrived[me / 32], 32);
+    int count = 0;
+    for (int i = first; i < first + 32; ++i) count += votes[i];
+    meet(warp_arrived[me / 32], 32);
+    return count;
+}
+static u32 byte_twice(u32 word, int which) { return (word >> which * 8 & 0xff) * 0x10001; }
 static uint2 load_half_weight(const u32* p) {
     if ((uintptr_t)p % 8) abort();
     return {p[0], p[1]};

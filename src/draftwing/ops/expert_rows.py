@@ -22,13 +22,13 @@ INT4, INT8, FP8, MX = range(1, 5)  # kinds of codes
 # this power of 2, which scales and exponents are kept with.
 MX_LESS, FP8_LESS = 126, 120
 # By kind: of each code of a word's half the bits, and by how much they are moved. Floating point codes lie so that
-# signs and bodies come to their places in a bfloat16 by one shift, of the first code by none. The last one of four has
-# what bits there are left.
+# signs and bodies come to their places in a bfloat16 by one shift or rotation, of the first code by none. The last one
+# of four has what bits there are left, and takes two. From 16 on: to the other half.
 _PLACES = {
     INT4: [[(15, 4 * i)] for i in range(4)],
     INT8: [[(255, 8 * i)] for i in range(2)],
     FP8: [[(128, 8), (127, 4)], [(128, 4), (112, 8), (15, 0)]],
-    MX: [[(8, 12), (7, 6)], [(8, 9), (7, 3)], [(8, 6), (7, 0)], [(8, 11), (4, 11), (2, 9), (1, 11)]],
+    MX: [[(8, 12), (7, 6)], [(8, 6), (7, 0)], [(8, 0), (7, 26)], [(8, 10), (4, 12), (3, 4)]],
 }
 _AT_ONCE = 1 << 26  # codes that are turned into words at a time
 
@@ -127,7 +127,7 @@ def _words(codes: Tensor, kind: int) -> Tensor:
     for i, moves in enumerate(places):
         for bits, up in moves:
             for half in (0, 1):
-                words |= (parts[:, :, i, half] & bits).int() << up + 16 * half
+                words |= (parts[:, :, i, half] & bits).int() << (up + 16 * half) % 32
     return words
 
 
@@ -137,6 +137,6 @@ def _from_words(words: Tensor, kind: int) -> Tensor:
     for moves, half in itertools.product(_PLACES[kind], (0, 16)):
         code = torch.zeros_like(words)
         for bits, up in moves:
-            code |= words >> up + half & bits
+            code |= words >> (up + half) % 32 & bits
         codes.append(code.to(torch.uint8))
     return torch.stack(codes, -1).flatten(1)

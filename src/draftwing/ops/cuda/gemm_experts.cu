@@ -15,12 +15,18 @@ __device__ __forceinline__ int load_route(const int* p) {
     return v;
 }
 
+// Byte `which`, in both halves.
+__device__ __forceinline__ u32 byte_twice(u32 word, int which) { return __byte_perm(word, 0, 0x4040 + which * 0x101); }
+
 // As `load_weight`.
 __device__ __forceinline__ uint2 load_half_weight(const u32* p) {
     uint2 v;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
+
+// How many lanes of the warp say so.
+__device__ __forceinline__ int count_in_warp(bool so) { return __popc(__ballot_sync(0xffffffff, so)); }
 
 // What lane t has of a chunk of x: 8 columns from X_LANE * t on, and 8 from X_HALF further on.
 struct StoredExperts : Stored {
@@ -52,7 +58,13 @@ struct Words {
     }
 
     struct Part {
-        u32 words[2][SMALL ? 2 : 4], scales[2], zeros[2];  // of features g and g + 8
+        // Of features g and g + 8, as loaded: what is done to them at once waits for them.
+        u32 words[2][SMALL ? 2 : 4], scales[2], zeros[2];
+
+        // Of the four of a word; a warp's chunks are even ones, or odd ones.
+        __device__ __forceinline__ static u32 exponent_twice(u32 word) {
+            return byte_twice(word, (threadIdx.x >> 5) % 2 * 2 + (threadIdx.x & 3) / 2) << 7;
+        }
 
         __device__ __forceinline__ void expand(int j, u32 (&top)[4], u32 (&bottom)[4]) const {
             expand_row(0, j, top);
@@ -60,8 +72,9 @@ struct Words {
         }
 
         __device__ __forceinline__ void expand_row(int half, int j, u32 (&out)[4]) const {
-            const u32 scale = high_twice(scales[half]);
-            const u32 zero = ZEROS ? high_twice(zeros[half]) : 0xc308c308;  // -136
+            const u32 scale = CODES == MX ? exponent_twice(scales[half]) : high_twice(scales[half]);
+            const u32 less = ZEROS ? __float_as_uint(__uint_as_float(zeros[half]) - 128.f) : 0;
+            const u32 zero = ZEROS ? high_twice(less) : 0xc308c308;  // -136
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // a pair of columns
                 const u32 word = SMALL ? words[half][j] : words[half][j * 2 + i / 2];
@@ -75,8 +88,9 @@ struct Words {
                     const u32 low = (word << 4 & 0x80f080f0) | (word >> 4 & 0x07000700);
                     out[i] = times(i % 2 ? low : word & 0x87f087f0, scale);
                 } else {
-                    const u32 last = (word << 1 & 0x80008000) | (word >> 5 & 0x01400140) | (word >> 3 & 0x00800080);
-                    out[i] = times(i < 3 ? word << 3 * i & 0x81c081c0 : last, scale);
+                    const u32 moved = i == 2 ? rotate_right(word, 20) : word << 6 * i;
+                    const u32 last = (word << 2 & 0x80c080c0) | (word >> 6 & 0x01000100);
+                    out[i] = times(i < 3 ? moved & 0x81c081c0 : last, scale);
                 }
             }
         }
@@ -84,22 +98,22 @@ struct Words {
 
     template <int KIND>
     struct Rows {
-        const u32 *row[2], *scale[2], *zero[2];
-        int of_all, shift;  // rows of the weight; MX: where the lane's exponent is in the four of a word
+        const u32 *words, *scales, *zeros;  // of the expert
+        u32 row[2], scale[2];               // from there, in words: pointers would take twice the registers
+        u32 of_all;                         // rows of the weight
         u32 scale_of[2], zero_of[2];  // where a row has but one
 
         __device__ __forceinline__ void find(const Words& weights, int row0, int at, int chunk, int N, int K) {
             const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-            const size_t groups = (CODES == MX ? chunk / 2 : OF_STEP == 4 ? chunk * 2 + t / 2 : chunk * OF_STEP / 2);
+            const u32 group = CODES == MX ? chunk / 2 : OF_STEP == 4 ? chunk * 2 + t / 2 : chunk * OF_STEP / 2;
+            words = weights.words, scales = weights.scales, zeros = weights.zeros;
             of_all = weights.rows;
-            shift = (chunk % 2 * 2 + t / 2) * 8;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int n =
                     KIND != PLAIN ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
-                row[half] = weights.words + (size_t)n * (K / CHUNK * OF_CHUNK) + (chunk * OF_CHUNK + t * (OF_CHUNK / 4));
-                scale[half] = weights.scales + (groups * weights.rows + n);
-                if (ZEROS) zero[half] = weights.zeros + (groups * weights.rows + n);
+                row[half] = n * (K / CHUNK * OF_CHUNK) + (chunk * OF_CHUNK + t * (OF_CHUNK / 4));
+                scale[half] = group * of_all + n;
                 if (OF_STEP == 0) load_scale(scale_of[half], zero_of[half], half, 0);
             }
         }
@@ -109,11 +123,12 @@ struct Words {
             if (j == 0) return;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                const u32* const from = words + (row[half] + chunk * OF_CHUNK);
                 if constexpr (SMALL) {
-                    const uint2 v = load_half_weight(row[half] + chunk * OF_CHUNK);
+                    const uint2 v = load_half_weight(from);
                     into.words[half][0] = v.x, into.words[half][1] = v.y;
                 } else {
-                    const uint4 v = load_weight((const u16*)(row[half] + chunk * OF_CHUNK));
+                    const uint4 v = load_weight((const u16*)from);
                     into.words[half][0] = v.x, into.words[half][1] = v.y;
                     into.words[half][2] = v.z, into.words[half][3] = v.w;
                 }
@@ -123,12 +138,16 @@ struct Words {
         }
 
         __device__ __forceinline__ void load_scale(u32& of, u32& its_zero, int half, int chunk) const {
-            const size_t group = (size_t)(CODES == MX ? chunk / 2 : chunk * OF_STEP / 2) * of_all;
-            const u32 word = load_word(scale[half] + group);
-            of = CODES == MX ? word >> shift << 24 >> 1 : word;
-            if (ZEROS) its_zero = __float_as_uint(__uint_as_float(load_word(zero[half] + group)) - 128.f);
+            const u32 at = scale[half] + (CODES == MX ? chunk / 2 : chunk * OF_STEP / 2) * of_all;
+            of = load_word(scales + at);
+            if (ZEROS) its_zero = load_word(zeros + at);
         }
     };
+};
+
+template <int N>
+struct Number {
+    static constexpr int VALUE = N;
 };
 
 // KIND and LIMIT's part of it: what becomes of a gate and its up.
@@ -141,13 +160,33 @@ __device__ __forceinline__ float gated(float gate, float up, float limit) {
     return gate / (1.f + __expf(-ALPHA * gate)) * (up + 1.f);
 }
 
+// What a block does, one after the other: from `at` until `end`, mostly parts of one tile, whose rows of x are in the
+// L1 cache from the first one on.
+struct Share {
+    int at, end;
+
+    // tiles: those that are not there come last.
+    __device__ __forceinline__ static Share of(const int* tiles, int tile_count, int parts) {
+        const int block = blockIdx.x, blocks = gridDim.x;
+        if (tile_count * parts <= blocks) return {block, block + 1};  // there may be none
+        int live = 0;
+        for (int first = 0; first < tile_count; first += 32) {
+            const int tile = first + (threadIdx.x & 31);
+            live += count_in_warp(tile < tile_count && load_route(tiles + min(tile, tile_count - 1)) >= 0);
+        }
+        const int each = live * parts / blocks, rest = live * parts % blocks, at = each * block + min(block, rest);
+        return {at, at + each + (block < rest)};
+    }
+};
+
 // A tile of pairs of one expert, and the features of it that a block has next.
 struct Work {
     int expert, begin, live, row0;  // expert: -1: there is none
 
-    __device__ __forceinline__ static Work of(int work, const int* tiles, int tile_count, int parts, int features) {
+    __device__ __forceinline__ static Work of(int work, int end, const int* tiles, int tile_count, int parts,
+                                              int features) {
+        if (work >= end) return {-1, 0, 1, 0};
         const int tile = work / parts;
-        if (tile >= tile_count) return {-1, 0, 1, 0};
         return {load_route(tiles + tile), load_route(tiles + tile_count + tile), load_route(tiles + 2 * tile_count + tile),
                 work % parts * features};
     }
@@ -158,7 +197,8 @@ struct Work {
 // have up to TOKEN_TILES * 8 pairs each, and those that are not there last. known: whether order and tiles were there
 // before the kernel before this one let this one come.
 //
-// Blocks stay. While one adds up what its warps have, its next weights are on their way.
+// Blocks stay. While one adds up what its warps have, its next weights and rows of x are on their way; which these are
+// it asks for before.
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
 __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
                                             const int* __restrict__ order, const int* __restrict__ tiles,
@@ -193,22 +233,27 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
                     for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], p * SHARES, j);
     };
 
-    int at = blockIdx.x;
-    Work work = Work::of(at, tiles, tile_count, parts, OUT);
+    Share share = Share::of(tiles, tile_count, parts);
+    const auto next_work = [&] { return Work::of(share.at++, share.end, tiles, tile_count, parts, OUT); };
+    Work work = next_work();
     if (work.expert < 0) return;
     begin_weights(work);
     if (known) wait_for_earlier_kernels();
 
-    while (true) {
-        const int live = work.live;
-        const u16* token[TOKEN_TILES];
+    const u16* token[TOKEN_TILES];
+    uint4 b[X_AHEAD][TOKEN_TILES][2];
+    int pair[TOKEN_TILES];
+    const auto find_pairs = [&](const Work& work) {
 #pragma unroll
         for (int m = 0; m < TOKEN_TILES; ++m) {
-            const int place = work.begin + min(m * 8 + g, live - 1), pair = order ? load_route(order + place) : place;
-            if (warp == 0 && t == 0) pairs[m * 8 + g] = pair;
-            token[m] = x + (size_t)(pair / choices) * K + (warp * CHUNK + t * WEIGHTS::X_LANE);
+            const int place = work.begin + min(m * 8 + g, work.live - 1);
+            pair[m] = order ? load_route(order + place) : place;
         }
-        uint4 b[X_AHEAD][TOKEN_TILES][2];
+    };
+    const auto begin_x = [&](int live) {
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+            token[m] = x + (size_t)(pair[m] / choices) * K + (warp * CHUNK + t * WEIGHTS::X_LANE);
 #pragma unroll
         for (int p = 0; p < X_AHEAD; ++p)
 #pragma unroll
@@ -218,6 +263,18 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
                     b[p][m][j] = make_uint4(0, 0, 0, 0);
                     if (p < count && m * 8 + g < live) b[p][m][j] = load_x(token[m] + p * STEP + j * WEIGHTS::X_HALF);
                 }
+    };
+    find_pairs(work);
+    begin_x(work.live);
+    Work next = next_work();
+
+    while (true) {
+        const int live = work.live;
+        if (warp == 0 && t == 0)
+#pragma unroll
+            for (int m = 0; m < TOKEN_TILES; ++m) pairs[m * 8 + g] = pair[m];
+        if (next.expert >= 0) find_pairs(next);
+        const Work after = next_work();
         // Where OUT does not divide the threads, the last ones do what the first ones do in the next round: the same.
         const int first = work.expert * (GATED ? 2 * N : N) + work.row0, row = threadIdx.x % OUT;
         float offset = 0.f, up_offset = 0.f;
@@ -225,8 +282,6 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
             offset = load_value(bias + first + row);
             if (GATED) up_offset = load_value(bias + first + N + row);
         }
-        at += gridDim.x;
-        const Work next = Work::of(at, tiles, tile_count, parts, OUT);
 
         float d[ROW_TILES][TOKEN_TILES][4];
 #pragma unroll
@@ -234,10 +289,12 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
 #pragma unroll
             for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
 
-        for (int c = 0; c < count; c += AHEAD) {
+        const auto multiply = [&](auto token_tiles) {
+            constexpr int TILES = decltype(token_tiles)::VALUE;
+            for (int c = 0; c < count; c += AHEAD) {
 #pragma unroll
-            for (int p = 0; p < AHEAD; ++p) {
-                if (c + p < count) {
+                for (int p = 0; p < AHEAD; ++p) {
+                    if (c + p >= count) continue;
                     const int q = p % X_AHEAD;
 #pragma unroll
                     for (int r = 0; r < ROW_TILES; ++r)
@@ -246,7 +303,7 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
                             u32 top[4], bottom[4];
                             a[p][r].expand(j, top, bottom);
 #pragma unroll
-                            for (int m = 0; m < TOKEN_TILES; ++m) {
+                            for (int m = 0; m < TILES; ++m) {
                                 const uint4 in = b[q][m][j];
                                 mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
                                 mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
@@ -259,16 +316,18 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
                             for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
                     if (c + p + X_AHEAD < count)
 #pragma unroll
-                        for (int m = 0; m < TOKEN_TILES; ++m)
+                        for (int m = 0; m < TILES; ++m)
 #pragma unroll
                             for (int j = 0; j < 2; ++j)
                                 if (m * 8 + g < live)
                                     b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
                 }
             }
-        }
+        };
+        if (TOKEN_TILES > 1 && live <= 8) multiply(Number<1>());
+        else multiply(Number<TOKEN_TILES>());
 
-        if (next.expert >= 0) begin_weights(next);
+        if (next.expert >= 0) begin_x(next.live), begin_weights(next);
         keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
         __syncthreads();
         const int at_row = GATED ? row / 8 * 16 + row % 8 : row;
@@ -287,7 +346,7 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
             }
         if (next.expert < 0) return;
         __syncthreads();
-        work = next;
+        work = next, next = after;
     }
 }
 

@@ -49,10 +49,12 @@ def _pair(words, AT: tl.constexpr, KIND: tl.constexpr):
     if KIND == _INT4:
         found = ((words >> 4 * AT) & 0x000F000F) | 0x43004300
     elif KIND == _MX:
-        if AT < 3:
-            found = (words << 3 * AT) & -0x7E3F7E40
+        if AT < 2:
+            found = (words << 6 * AT) & -0x7E3F7E40
+        elif AT == 2:
+            found = ((words << 12) & -0x7FFF8000) | ((words << 12) & 0x01C00000) | ((words >> 20) & 0x000001C0)
         else:
-            found = ((words << 1) & -0x7FFF8000) | ((words >> 5) & 0x01400140) | ((words >> 3) & 0x00800080)
+            found = ((words << 2) & -0x7F3F7F40) | ((words >> 6) & 0x01000100)
     elif AT == 0:
         found = words & -0x780F7810
     else:
