@@ -36,15 +36,28 @@ INLINE vb bytes_at(const uint8_t *p) {
     return v;
 }
 INLINE pf floats_of(vn v) { return __builtin_convertvector(v, pf); }
+/* PART bytes as whole numbers. GCC 12 would move them one by one for `__builtin_convertvector`. */
 INLINE vn from_bytes(const uint8_t *p) {
+#if PART == 16
+    return (vn)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
+#elif defined(__AVX2__)
+    return (vn)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
+#else
     few_bytes v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, vn);
+#endif
 }
 INLINE vn from_signed(const uint8_t *p) {
+#if PART == 16
+    return (vn)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p));
+#elif defined(__AVX2__)
+    return (vn)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p));
+#else
     few_signed v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, vn);
+#endif
 }
 INLINE pf from_halves(const uint8_t *p) {
 #if PART == 16
@@ -260,6 +273,38 @@ static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row
 /* -- rows in 8 bits -------------------------------------------------------------------------------------------------- */
 
 typedef int8_t byte_half __attribute__((vector_size(LANES)));
+typedef int32_t four __attribute__((vector_size(16)));
+typedef union {
+    vi all;
+    four parts[LANES / 4];
+} Fours;
+
+/* Of 16 numbers: the largest; the sum; all of them, which fit, as bytes. */
+INLINE four larger_four(four a, four b) {
+    const four first = a > b;
+    return (first & a) | (~first & b);
+}
+INLINE int32_t largest_of(vi v) {
+    const Fours x = {.all = v};
+    four most = larger_four(larger_four(x.parts[0], x.parts[1]), larger_four(x.parts[2], x.parts[3]));
+    most = larger_four(most, __builtin_shufflevector(most, most, 2, 3, 0, 1));
+    return larger_four(most, __builtin_shufflevector(most, most, 1, 0, 3, 2))[0];
+}
+INLINE int32_t sum_of(vi v) {
+    const Fours x = {.all = v};
+    four sum = (x.parts[0] + x.parts[1]) + (x.parts[2] + x.parts[3]);
+    sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
+    return sum[0] + sum[1];
+}
+INLINE byte_half bytes_of(vi v) {
+#if PART < 16 && defined(__SSE2__)
+    const Fours x = {.all = v};
+    const __m128i low = _mm_packs_epi32((__m128i)x.parts[0], (__m128i)x.parts[1]);
+    return (byte_half)_mm_packs_epi16(low, _mm_packs_epi32((__m128i)x.parts[2], (__m128i)x.parts[3]));
+#else
+    return __builtin_convertvector(v, byte_half);
+#endif
+}
 
 int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 16); }
 Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
@@ -273,15 +318,6 @@ Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
                      .inputs = inputs};
 }
 
-#define ROTATED(v, n)                                                                                             \
-    __builtin_shufflevector(v, v, (n) & 15, (n + 1) & 15, (n + 2) & 15, (n + 3) & 15, (n + 4) & 15, (n + 5) & 15, \
-                            (n + 6) & 15, (n + 7) & 15, (n + 8) & 15, (n + 9) & 15, (n + 10) & 15, (n + 11) & 15, \
-                            (n + 12) & 15, (n + 13) & 15, (n + 14) & 15, (n + 15) & 15)
-INLINE vi larger(vi a, vi b) {
-    const vi first = a > b;
-    return (first & a) | (~first & b);
-}
-
 /* Sizes are compared as whole numbers, as which floats above 0 have the same order, and what is infinite or no number
    comes last. It must not get lost: a block with it has no number as its scale. */
 INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, const int half) {
@@ -289,28 +325,21 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
     for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
         const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
         const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
-        vi size = larger((vi)low & 0x7fffffff, (vi)high & 0x7fffffff);
-        size = larger(size, ROTATED(size, 8));
-        size = larger(size, ROTATED(size, 4));
-        size = larger(size, ROTATED(size, 2));
-        size = larger(size, ROTATED(size, 1));
-        const float most = ((vf)size)[0];
-        const int lost = size[0] >= 0x7f800000;
+        const int32_t one = largest_of((vi)low & 0x7fffffff), other = largest_of((vi)high & 0x7fffffff);
+        const int32_t size = one > other ? one : other;
+        float most;
+        memcpy(&most, &size, sizeof most);
+        const int lost = size >= 0x7f800000;
         const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
         vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
         if (lost) a = c = (vi){0};
-        const byte_half bytes[2] = {__builtin_convertvector(a, byte_half), __builtin_convertvector(c, byte_half)};
+        const byte_half bytes[2] = {bytes_of(a), bytes_of(c)};
         memcpy(to->bytes + place * BLOCK, bytes, sizeof bytes);
-        /* Sums of both, in lanes 0 to 7 and 8 to 15. */
-        vi sums = __builtin_shufflevector(a, c, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                  __builtin_shufflevector(a, c, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        sums += ROTATED(sums, 4);
-        sums += ROTATED(sums, 2);
-        sums += ROTATED(sums, 1);
+        const int32_t first = sum_of(a), second = sum_of(c);
         to->scales[place] = scale;
-        to->sums[place] = scale * (float)(sums[0] + sums[8]);
-        to->halves[2 * place] = sums[0];
-        to->halves[2 * place + 1] = sums[8];
+        to->sums[place] = scale * (float)(first + second);
+        to->halves[2 * place] = first;
+        to->halves[2 * place + 1] = second;
     }
 }
 void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {

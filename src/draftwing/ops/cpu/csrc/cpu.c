@@ -18,13 +18,17 @@
 #define TILE_ROWS 32 /* query heads that share what is staged of a block of keys */
 
 #define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-/* The sums of 16 vectors, in their order; each is summed in the same order, whichever of the 16 it is. */
-INLINE vf sums16(const vf *v) {
-    vf a[8], b[4], c[2], d;
+/* The sums of 16 vectors, in their order. Each is summed in the order of `sum_lanes`: its upper half to the lower one,
+   and so on. */
+#if PART == 16
+INLINE void sums16(const float (*v)[LANES], float *to) {
+    pf a[8], b[4], c[2], d;
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++)
-        a[j] = FOLD(v[j], v[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               FOLD(v[j], v[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int j = 0; j < 8; j++) {
+        const pf x = part_at(v[j]), y = part_at(v[j + 8]);
+        a[j] = FOLD(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               FOLD(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++)
         b[j] = FOLD(a[j], a[j + 4], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
@@ -35,8 +39,42 @@ INLINE vf sums16(const vf *v) {
                FOLD(b[j], b[j + 2], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
     d = FOLD(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
         FOLD(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    return FOLD(d, d, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+    d = FOLD(d, d, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+    memcpy(to, &d, sizeof d);
 }
+#elif PART == 8
+INLINE void sums16(const float (*v)[LANES], float *to) {
+    pf a[16], b[8], c[4], d[2];
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) a[j] = part_at(v[j]) + part_at(v[j] + 8);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++)
+        b[j] = FOLD(a[j], a[j + 8], 0, 1, 2, 3, 8, 9, 10, 11) + FOLD(a[j], a[j + 8], 4, 5, 6, 7, 12, 13, 14, 15);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+        c[j] = FOLD(b[j], b[j + 4], 0, 1, 8, 9, 4, 5, 12, 13) + FOLD(b[j], b[j + 4], 2, 3, 10, 11, 6, 7, 14, 15);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+        d[j] = FOLD(c[j], c[j + 2], 0, 2, 8, 10, 4, 6, 12, 14) + FOLD(c[j], c[j + 2], 1, 3, 9, 11, 5, 7, 13, 15);
+    const pf low = FOLD(d[0], d[1], 0, 8, 2, 10, 1, 9, 3, 11), high = FOLD(d[0], d[1], 4, 12, 6, 14, 5, 13, 7, 15);
+    memcpy(to, &low, sizeof low);
+    memcpy(to + 8, &high, sizeof high);
+}
+#else
+INLINE void sums16(const float (*v)[LANES], float *to) {
+    pf a[16], b[8];
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++)
+        a[j] = (part_at(v[j]) + part_at(v[j] + 8)) + (part_at(v[j] + 4) + part_at(v[j] + 12));
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) b[j] = FOLD(a[j], a[j + 8], 0, 1, 4, 5) + FOLD(a[j], a[j + 8], 2, 3, 6, 7);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const pf c = FOLD(b[j], b[j + 4], 0, 2, 4, 6) + FOLD(b[j], b[j + 4], 1, 3, 5, 7);
+        to[j] = c[0], to[j + 8] = c[1], to[j + 4] = c[2], to[j + 12] = c[3];
+    }
+}
+#endif
 INLINE float sum_lanes(vf v) {
     float s[LANES];
     storef(s, v);
@@ -138,7 +176,7 @@ INLINE void silu_row(const Rows *r, int64_t i, int64_t from, int64_t to, const i
         vf gate = load(r->x, 2 * i * n + c, to - c, half), up = load(r->x, (2 * i + 1) * n + c, to - c, half);
         vf power = gate * splat(-1.44269504f);
         if (r->gelu) power = gate * (splat(-2.30220819f) - gate * gate * splat(0.102943240f));
-        power = select_f(power > splat(126.0f), splat(126.0f), power);
+        power = select_f(above(power, splat(126.0f)), splat(126.0f), power);
         store(r->out, i * n + c, to - c, half, rounded(gate / (1.0f + exp2_16(power)), half) * up);
     }
 }
@@ -237,9 +275,7 @@ INLINE void score_sized(const float *q, const float *keys, const int64_t padded,
             }
             for (int j = 0; j < KEYS; j++) memcpy(lanes[first + j] + part, sum + j, sizeof sum[j]);
         }
-    vf acc[LANES];
-    memcpy(acc, lanes, sizeof acc);
-    storef(scores, sums16(acc));
+    sums16(lanes, scores);
 }
 static void score_block(const float *q, const float *keys, int64_t padded, float *scores) {
     if (padded == 64) score_sized(q, keys, 64, scores); /* constant strides: half the time */
@@ -286,8 +322,7 @@ static float softmax(float *s, int64_t low, int64_t count, const float *sink) {
     const float joins = sink ? *sink * 1.44269504f : -INFINITY;
     vf most = loadf(s + from), sum = {0};
     for (int64_t j = from + LANES; j <= last; j += LANES) {
-        vf x = loadf(s + j);
-        most = select_f(x > most, x, most);
+        most = larger(loadf(s + j), most);
     }
     float max = most[0];
     for (int l = 1; l < LANES; l++) max = most[l] > max ? most[l] : max;

@@ -38,7 +38,11 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 #endif
 typedef float pf __attribute__((vector_size(4 * PART)));
 typedef uint32_t pu __attribute__((vector_size(4 * PART)));
+typedef int32_t pi __attribute__((vector_size(4 * PART)));
 typedef uint16_t ph __attribute__((vector_size(2 * PART)));
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 /* -- vectors ------------------------------------------------------------------------------------------------------ */
 
@@ -50,14 +54,74 @@ INLINE vf loadf(const float *p) {
 INLINE void storef(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf select_f(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+/* A vector by registers. What GCC 12 compares, shuffles or converts of a longer one goes lane by lane. */
+#define REGISTERS (LANES / PART)
+#define EACH_REGISTER _Pragma("GCC unroll 4") for (int c = 0; c < REGISTERS; c++)
+typedef union {
+    vf f;
+    vi i;
+    pf floats[REGISTERS];
+    pi ints[REGISTERS];
+    pu bits[REGISTERS];
+} Parted;
+typedef union {
+    vh all;
+    ph parts[REGISTERS];
+} PartedHalf;
+
+INLINE vi above(vf a, vf b) {
+    Parted x = {.f = a}, y = {.f = b};
+    EACH_REGISTER x.ints[c] = x.floats[c] > y.floats[c];
+    return x.i;
+}
+INLINE vi at_least(vf a, vf b) {
+    Parted x = {.f = a}, y = {.f = b};
+    EACH_REGISTER x.ints[c] = x.floats[c] >= y.floats[c];
+    return x.i;
+}
+INLINE vi same(vf a, vf b) {
+    Parted x = {.f = a}, y = {.f = b};
+    EACH_REGISTER x.ints[c] = x.floats[c] == y.floats[c];
+    return x.i;
+}
+INLINE vi more(vi a, vi b) {
+    Parted x = {.i = a}, y = {.i = b};
+    EACH_REGISTER x.ints[c] = x.ints[c] > y.ints[c];
+    return x.i;
+}
+INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
+INLINE vf larger(vf a, vf b) { return select_f(above(a, b), a, b); } /* b where either is no number */
+
+INLINE pu wider(ph h) {
+#if PART == 8 && defined(__AVX2__)
+    return (pu)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+    return __builtin_convertvector(h, pu);
+#endif
+}
+INLINE vf widen(vh h) {
+    const PartedHalf from = {.all = h};
+    Parted to;
+    EACH_REGISTER to.bits[c] = wider(from.parts[c]) << 16;
+    return to.f;
+}
 
 /* To bfloat16, to the nearest and to even. */
 INLINE vh narrow(vf v) {
-    vu u = (vu)v;
-    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    u = (vu)select_f(v == v, (vf)u, (vf)(u * 0 + 0x7fc0));
-    return __builtin_convertvector(u, vh);
+    Parted x = {.f = v};
+    EACH_REGISTER {
+        const pu bits = x.bits[c], number = (pu)(x.floats[c] == x.floats[c]);
+        const pu nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        x.bits[c] = (number & nearest) | (~number & 0x7fc0);
+    }
+#if PART == 8 && defined(__AVX2__)
+    return (vh)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x.bits[0], (__m256i)x.bits[1]), 0xd8);
+#else
+    PartedHalf to;
+    EACH_REGISTER to.parts[c] = __builtin_convertvector(x.bits[c], ph);
+    return to.all;
+#endif
 }
 INLINE vf rounded(vf v, int half) { return half ? widen(narrow(v)) : v; }
 
@@ -77,7 +141,7 @@ INLINE void to_floats(float *to, const void *from, int64_t count, int half) {
     for (; i + PART <= count; i += PART) {
         ph some;
         memcpy(&some, values + i, sizeof some);
-        const pu wide = __builtin_convertvector(some, pu) << 16;
+        const pu wide = wider(some) << 16;
         memcpy(to + i, &wide, sizeof wide);
     }
     for (; i < count; i++) {
@@ -113,7 +177,7 @@ INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a s
 /* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
 INLINE vf exp2_16(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
-    vi normal = x >= splat(-126.0f);
+    vi normal = at_least(x, splat(-126.0f));
     vf y = select_f(normal, x, splat(0.0f));
     vf r = y + magic;
     vi n = (vi)r - (vi)magic;

@@ -66,9 +66,9 @@ static APART float log_of(float x) { return log16(splat(x))[0]; }
    rounding took from u (Kahan; Goldberg 1991, theorem 4). */
 INLINE vf gumbel16(vi bits) {
     vi below = (vi)__builtin_convertvector(bits, vf);
-    below += below > 0; /* a true comparison is -1 */
+    below += more(below, splat_int(0)); /* a true comparison is -1 */
     vf u = (vf)below * 0x1p-31f + 0x1p-32f, rest = 1.0f - u, taken = 1.0f - rest;
-    vi none = taken == 0.0f;
+    vi none = same(taken, splat(0.0f));
     vf log1p = log16(rest) * (u / select_f(none, splat(1.0f), taken));
     return -log16(select_f(none, u, -log1p));
 }
@@ -167,7 +167,7 @@ INLINE vf logits_of(const Draw *d, int64_t at, int64_t c, const int half) {
     const int64_t left = d->vocab - c;
     if (left >= LANES) return load(d->logits, at + c, LANES, half);
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return select_f(lane < (int32_t)left, load(d->logits, at + c, left, half), splat(-INFINITY));
+    return select_f(more(splat_int((int32_t)left), lane), load(d->logits, at + c, left, half), splat(-INFINITY));
 }
 
 INLINE void scan_block(const Draw *d, const Row *r, Best *b, int64_t first, const int vectors, const int half,
@@ -177,7 +177,7 @@ INLINE void scan_block(const Draw *d, const Row *r, Best *b, int64_t first, cons
     for (int v = 0; v < vectors; v++) {
         x[v] = logits_of(d, r->at, first + v * LANES, half);
         if (filtered) {
-            vi stays = (vi)(r->top - x[v]) <= r->limit;
+            vi stays = ~more((vi)(r->top - x[v]), splat_int(r->limit));
             x[v] = select_f(stays, x[v], splat(-INFINITY));
             kept |= stays;
         }
@@ -187,11 +187,11 @@ INLINE void scan_block(const Draw *d, const Row *r, Best *b, int64_t first, cons
     for (int v = 0; v < vectors; v++) {
         if (noisy) bits[v] = bits_of(ids_from(first + v * LANES), r->key);
         bound[v] = noisy ? x[v] + bound16(bits[v]) * unit : x[v];
-        over |= bound[v] > b->cutoff;
+        over |= above(bound[v], b->cutoff);
     }
     if (!any(over)) return;
     for (int v = 0; v < vectors; v++) {
-        if (!any(bound[v] > b->cutoff)) continue;
+        if (!any(above(bound[v], b->cutoff))) continue;
         Scored s = {.noise = {0}, .z = x[v]};
         if (noisy) score(&x[v], &bits[v], r->temperature, &s);
         for (int l = 0; l < LANES; l++)
@@ -219,10 +219,10 @@ INLINE float row_top(const Draw *d, int64_t at, float *sets, const int half) {
         vf part = splat(-INFINITY);
         for (int64_t end = c + GROUP * LANES; c < end && c < d->vocab; c += LANES) {
             vf x = logits_of(d, at, c, half);
-            part = select_f(x > part, x, part);
+            part = larger(x, part);
         }
         storef(sets, part);
-        most = select_f(part > most, part, most);
+        most = larger(part, most);
     }
     float top = most[0];
     for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
@@ -485,7 +485,7 @@ INLINE void top_node(const Top *t, int64_t i, const float *noise, float *z, cons
     for (int64_t c = 0; c < t->vocab; c += LANES) {
         vf x = logits_of(&whole, i * t->vocab, c, half);
         if (noise) x += loadf(noise + c);
-        most = select_f(x > most, x, most);
+        most = larger(x, most);
         storef(z + c, x);
     }
     float top = most[0];
@@ -546,7 +546,7 @@ INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, Fo
     begin(&found->best, count);
     for (int64_t c = from; c < to; c += LANES) {
         const vf x = load(logits, at + c, LANES, half);
-        most = select_f(x > most, x, most);
+        most = larger(x, most);
         if (!any(x > found->best.cutoff)) continue;
         for (int l = 0; l < LANES; l++)
             if (x[l] > found->best.worst) enter_best(&found->best, c + l, x[l], 0.0f, 0.0f);
