@@ -94,7 +94,9 @@ INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 INLINE vf larger(vf a, vf b) { return select_f(above(a, b), a, b); } /* b where either is no number */
 
 INLINE pu wider(ph h) {
-#if PART == 8 && defined(__AVX2__)
+#if PART == 16
+    return (pu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif PART == 8 && defined(__AVX2__)
     return (pu)_mm256_cvtepu16_epi32((__m128i)h);
 #else
     return __builtin_convertvector(h, pu);
