@@ -53,6 +53,7 @@ static std::vector<int> warp_arrived, block_arrived;  // at barriers, in all
 static int cluster_arrived, threads, first_block, me;
 static long steps;  // barriers that somebody has come to
 static jmp_buf scheduler;
+static std::vector<char> waited;  // by thread of a block of experts': for the earlier kernel
 static int early;  // copies happen as early as they can; else as late. So do instructions, but for 2: as late as they can
 
 static void enter(int fiber) {
@@ -94,7 +95,11 @@ static uint4 read16(const u16* p) {
     return v;
 }
 static uint4 load_weight(const u16* p) { return read16(p); }
-static uint4 load_x(const u16* p) { return read16(p); }
+static bool may_read(bool x);
+static uint4 load_x(const u16* p) {
+    if (!may_read(true)) abort();
+    return read16(p);
+}
 static uint4 load_shared(const u16* p) { return read16(p); }
 static float load_value(const u16* p) { return to_float(*p); }
 static float load_from_rank(const float* p, int rank) { return memory[rank][p - shared_memory()]; }
@@ -259,7 +264,10 @@ static u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 #endif
 
 #ifdef EXPERTS
-static int load_route(const int* p) { return *p; }
+static int load_route(const int* p) {
+    if (!may_read(false)) abort();
+    return *p;
+}
 static std::vector<int> votes;  // by thread
 static int count_in_warp(bool so) {
     const int first = me / 32 * 32;
@@ -311,30 +319,15 @@ static struct {  // of the next runs, where the weight is one of experts
     int there;
 } expert;
 
-// What an earlier kernel writes is not there before a block of experts' has waited for it: x, and where routes are not
-// known, tiles. Nor may the next kernel come before.
-static bool hidden;
-static std::vector<u16> written_x;
-static std::vector<int> written_tiles;
-static void hide() {
-    if (!expert.there) return;
-    hidden = true;
-    u16* const x = const_cast<u16*>(job.x);
-    written_x.assign(x, x + (size_t)job.M * job.K);
-    std::fill(x, x + written_x.size(), 0x7fc0);  // no number
-    int* const tiles = const_cast<int*>(expert.tiles);
-    written_tiles.assign(tiles, tiles + expert.tile_count);
-    if (!expert.known) std::fill(tiles, tiles + expert.tile_count, -1);
-}
+// A thread of a block of experts' has to wait for the earlier kernel before it reads what that one writes, which is x and,
+// where routes are not known, these; and then before it lets the next kernel come.
 static void wait_for_earlier_kernels() {
-    if (!hidden) return;
-    hidden = false;
-    std::copy(written_x.begin(), written_x.end(), const_cast<u16*>(job.x));
-    std::copy(written_tiles.begin(), written_tiles.end(), const_cast<int*>(expert.tiles));
+    if (expert.there) waited[me] = true;
 }
 static void launch_dependents() {
-    if (hidden && !expert.known) abort();
+    if (expert.there && !expert.known && !waited[me]) abort();
 }
+static bool may_read(bool x) { return !expert.there || waited[me] || (expert.known && !x); }
 
 static void body() {
     const int fiber = me;
@@ -396,9 +389,8 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             block_arrived.assign(cluster, 0);
             cluster_arrived = 0;
             barriers.clear();
-            hide();
+            waited.assign(fibers.size(), false);
             run_cluster();
-            wait_for_earlier_kernels();
             for (auto& block : memory)
                 for (size_t i = shared / 4; i < block.size(); ++i) kept &= block[i] == GUARD;
         }
