@@ -136,14 +136,18 @@ class Chats:
             variables = {"reasoning_effort": effort} | variables
         tokenizer = self._service.tokenizer
         if chat.offers:
+            if not self._takes_tools:
+                raise RequestError(
+                    f"{names['tools']}: the model's chat template knows no tools; start the server with a "
+                    "--chat-template that does",
+                    names["tools"],
+                )
             if self.tools is None and not self.harmony:
                 raise RequestError(
                     f"{names['tools']}: the model's chat template does not tell how it writes calls; start the server "
                     "with --tool-call-parser",
                     names["tools"],
                 )
-            if not self._takes_tools:
-                raise RequestError(f"{names['tools']}: the model's chat template knows no tools", names["tools"])
             variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
             _check_values(variables["tools"], MOST_TOLD, names["tools"], f"all {names['tools']}")
         _check_values(chat.messages, MOST_TOLD, "messages", "all messages")
