@@ -1,5 +1,8 @@
 """The errors a user can meet. Each says what was expected, what was found, and what to do about it."""
 
+# Clients know by these words, or by the code "context_length_exceeded", that a conversation has to be made shorter.
+TOO_LONG = "this model's maximum context length is"
+
 
 class DraftwingError(Exception):
     """Base of all errors raised on purpose."""
@@ -18,8 +21,10 @@ class GenerationError(DraftwingError):
 
 
 class RequestError(DraftwingError):
-    """A request that is refused. `param` names the offending field (HTTP 400)."""
+    """A request that is refused. `param` names the offending field (HTTP 400). `code` is what clients know the reason
+    by, where they can do something about it."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code

@@ -42,3 +42,14 @@ def test_a_round_of_tools(client: anthropic.Anthropic, say: Any) -> None:
 def test_errors(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="top_k"):
         client.messages.create(model="m", max_tokens=5, messages=HI, extra_body={"top_k": -5})
+
+
+def test_the_tool_runner(client: anthropic.Anthropic, say: Any) -> None:
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather."""
+        return f"{city}: sun"
+
+    say("text")
+    runner = client.beta.messages.tool_runner(model="m", max_tokens=500, messages=HI, tools=[get_weather])
+    assert [message.stop_reason for message in runner] == ["end_turn"]

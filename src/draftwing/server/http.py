@@ -63,7 +63,9 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
     same flat, as SGLang has it; for native endpoints the nested message alone."""
     kind = dialect(path)
     if kind == "anthropic":
-        return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}}
+        told = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+        known = {"details": {"error_code": code}} if code and code.startswith("thread_") else {}
+        return {"type": "error", "error": told | known}
     if kind == "native":
         return {"error": {"message": message}}
     name = _TYPES.get(status, "InternalServerError")
@@ -122,7 +124,7 @@ DONE = "data: [DONE]\n\n"
 def install_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return error_response(request, 400, str(error), error.param)
+        return error_response(request, 400, str(error), error.param, error.code)
 
     async def full(request: Request, error: Exception) -> Response:
         assert isinstance(error, QueueFull)

@@ -25,6 +25,9 @@ from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 ABORT_SECONDS = 2.0  # for the engine to end aborted requests, after the drain; then they end without it
+# Of a connection without a request. More than what clients and balancers keep one for (httpx 5, aiohttp 15, many
+# balancers 60): with the same time, requests are sent into connections that are being closed, and fail.
+IDLE_SECONDS = 75
 SEND_SECONDS = 5.0  # for clients to take what is left
 
 
@@ -46,6 +49,7 @@ def make_server(
         ws="none",
         log_level=options.log_level,
         log_config=None,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS + SEND_SECONDS),
     )
     return Server(config, engine, options.drain_timeout, url(options.host, port))

@@ -248,7 +248,7 @@ class Asking(Body):
         param = names.get(error.param or "", error.param)
         found = re.compile("|".join(re.escape(name) for name in names if name != "prompt"))
         message = found.sub(lambda match: names[match[0]], str(error))
-        return RequestError(message if param is None or param in message else f"{param}: {message}", param)
+        return RequestError(message if param is None or param in message else f"{param}: {message}", param, error.code)
 
 
 def split_prompts(field: str, value: str | list[Any]) -> tuple[list[str] | list[list[int]], bool]:

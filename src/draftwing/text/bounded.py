@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from draftwing.errors import RequestError
+from draftwing.errors import TOO_LONG, RequestError
 from draftwing.text.tokenizer import Tokenizer
 
 PIECE = 65_536  # characters that are tokenized without looking up
@@ -61,4 +61,5 @@ def _check(tokenizer: Tokenizer, text: str, most: int, field: str, stopped: Call
             raise Stopped
         count += len(tokenizer.encode_many([text[start : start + PIECE]], add_special_tokens=False)[0])
         if count > most + most // 4 + 64:
-            raise RequestError(f"{field} has more than {most} tokens, which do not fit the context", field)
+            message = f"the prompt is too long: {field} has more than {most} tokens; {TOO_LONG} exceeded"
+            raise RequestError(message, field, "context_length_exceeded")

@@ -278,7 +278,7 @@ def test_without_parsers_and_templates() -> None:
         assert ask(client).content[0].text == CALL
     with serving(ScriptedEngine(CALL, "qwen3", "hermes", WITHOUT_TOOLS)) as url:
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.BadRequestError, match="knows no tools.*--chat-template"):
+        with pytest.raises(anthropic.BadRequestError, match=r"knows no tools.*--chat-template"):
             client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
         with pytest.raises(anthropic.BadRequestError, match="cannot switch reasoning off"):
             client.messages.create(model="m", max_tokens=5, messages=HI, thinking={"type": "disabled"})

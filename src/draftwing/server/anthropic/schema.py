@@ -153,6 +153,7 @@ class MessagesRequest(CountRequest, ChatBody):
     # Beyond Anthropic's, as in the other APIs.
     seed: Any = sampled("seed")
 
+    thread: Any = None  # Anthropic's tool runner sends it, and goes on without it when it is told by the code below
     container: NotBuilt = None
     inference_geo: NotBuilt = None
     diagnostics: NotBuilt = None
@@ -160,6 +161,9 @@ class MessagesRequest(CountRequest, ChatBody):
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.max_tokens is None:
             raise RequestError("max_tokens is missing", "max_tokens")
+        if self.thread is not None:
+            message = "thread is not supported: conversations are not stored; send all messages"
+            raise RequestError(message, "thread", "thread_unsupported_request")
         _check_edits(self.context_management)
         form, thinking = (self.output_config or OutputConfig()).format, self.thinking
         budget = None if thinking is None else thinking.budget_tokens
