@@ -145,11 +145,6 @@ struct Words {
     };
 };
 
-template <int N>
-struct Number {
-    static constexpr int VALUE = N;
-};
-
 // KIND and LIMIT's part of it: what becomes of a gate and its up.
 template <int KIND>
 __device__ __forceinline__ float gated(float gate, float up, float limit) {
@@ -191,6 +186,48 @@ struct Work {
                 work % parts * features};
     }
 };
+
+// The warp's share of a tile, of which TILES times 8 pairs are live at most. a, b: the first chunks of weights and x,
+// loaded; token: where this lane's rows of x begin.
+template <class WEIGHTS, int TILES, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, class OF_ROWS>
+__device__ __forceinline__ void multiply(float (&d)[ROW_TILES][TOKEN_TILES][4],
+                                         typename WEIGHTS::Part (&a)[AHEAD][ROW_TILES],
+                                         uint4 (&b)[X_AHEAD][TOKEN_TILES][2], const OF_ROWS (&rows)[ROW_TILES],
+                                         const u16* const (&token)[TOKEN_TILES], int count, int live) {
+    const int g = (threadIdx.x & 31) >> 2;
+    for (int c = 0; c < count; c += AHEAD) {
+#pragma unroll
+        for (int p = 0; p < AHEAD; ++p) {
+            if (c + p >= count) continue;
+            const int q = p % X_AHEAD;
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    u32 top[4], bottom[4];
+                    a[p][r].expand(j, top, bottom);
+#pragma unroll
+                    for (int m = 0; m < TILES; ++m) {
+                        const uint4 in = b[q][m][j];
+                        mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
+                        mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
+                    }
+                }
+            if (c + p + AHEAD < count)
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
+            if (c + p + X_AHEAD < count)
+#pragma unroll
+                for (int m = 0; m < TILES; ++m)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j)
+                        if (m * 8 + g < live)
+                            b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
+        }
+    }
+}
 
 // y [pairs, N], a pair its row of x [pairs / choices, K] times the weight [N, K] of its expert; gated: of [2 * N, K], of
 // which the upper half are gates. bias: as the weight has rows. order, tiles [3][tile_count]: `ExpertTiles`, which may
@@ -289,43 +326,8 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
 #pragma unroll
             for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
 
-        const auto multiply = [&](auto token_tiles) {
-            constexpr int TILES = decltype(token_tiles)::VALUE;
-            for (int c = 0; c < count; c += AHEAD) {
-#pragma unroll
-                for (int p = 0; p < AHEAD; ++p) {
-                    if (c + p >= count) continue;
-                    const int q = p % X_AHEAD;
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) {
-                            u32 top[4], bottom[4];
-                            a[p][r].expand(j, top, bottom);
-#pragma unroll
-                            for (int m = 0; m < TILES; ++m) {
-                                const uint4 in = b[q][m][j];
-                                mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
-                                mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
-                            }
-                        }
-                    if (c + p + AHEAD < count)
-#pragma unroll
-                        for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                            for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
-                    if (c + p + X_AHEAD < count)
-#pragma unroll
-                        for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                            for (int j = 0; j < 2; ++j)
-                                if (m * 8 + g < live)
-                                    b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
-                }
-            }
-        };
-        if (TOKEN_TILES > 1 && live <= 8) multiply(Number<1>());
-        else multiply(Number<TOKEN_TILES>());
+        if (TOKEN_TILES > 1 && live <= 8) multiply<WEIGHTS, 1>(d, a, b, rows, token, count, live);
+        else multiply<WEIGHTS, TOKEN_TILES>(d, a, b, rows, token, count, live);
 
         if (next.expert >= 0) begin_x(next.live), begin_weights(next);
         keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
