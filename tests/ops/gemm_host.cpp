@@ -26,6 +26,7 @@ typedef unsigned short u16;
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __expf expf
+using std::max;
 using std::min;
 
 struct uint4 { u32 x, y, z, w; };
@@ -115,7 +116,10 @@ static void copy_async(const Copy& copy) {
     if (early) finish(copy);
     else fibers[me].open.push_back(copy);
 }
-static void copy_async(u16* to, const u16* from, bool there = true) { copy_async({to, there ? from : nullptr, 16}); }
+static void copy_async(u16* to, const u16* from, bool there = true) {
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
+    copy_async({to, there ? from : nullptr, 16});
+}
 static void copy_word_async(u32* to, const u32* from) { copy_async({to, from, 4}); }
 static void end_copies() {
     fibers[me].groups.push_back(std::move(fibers[me].open));
@@ -137,6 +141,7 @@ static void meet(int& arrived, int count) {
     }
 }
 static void __syncthreads() { meet(block_arrived[me / threads], threads); }
+static void __syncwarp() { meet(warp_arrived[me / 32], 32); }
 static void sync_cluster() { meet(cluster_arrived, fibers.size()); }
 
 // The sum is made in the order of k, so that a GEMM that is given its k in another order gives other bits.
@@ -191,13 +196,13 @@ static void wait_wide() {
 
 // A barrier opens when all have arrived and all copies that it is to see are done: at once, or when it is waited for.
 typedef unsigned long long Barrier;
-struct Open { int count = 0, missing = 0, times = 0; std::vector<Copy> copies; };
+struct Open { int count = 0, missing = 0, times = 0; long expected = 0, bulk = 0; std::vector<Copy> copies; };
 static std::map<const Barrier*, Open> barriers;
 static bool opens(Open& open) {
-    if (open.missing) return false;
+    if (open.missing || open.bulk != open.expected) return false;
     for (const Copy& copy : open.copies) finish(copy);
     open.copies.clear();
-    open.missing = open.count;
+    open.missing = open.count, open.expected = open.bulk = 0;
     ++open.times, ++steps;
     return true;
 }
@@ -212,11 +217,24 @@ static void arrive(Barrier* barrier) {
     --open.missing, ++steps;
     if (open.copies.empty()) opens(open);
 }
-static void copy_bulk(u16* to, const u16* from, int bytes, Barrier* barrier) {
+static void expect_bytes(Barrier* barrier, int bytes) {
     Open& open = barriers.at(barrier);
-    if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !open.missing) abort();
-    --open.missing, ++steps;
+    if (!open.missing) abort();
+    --open.missing, open.expected += bytes, ++steps;
+}
+static void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier) {
+    Open& open = barriers.at(barrier);
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) abort();
+    open.bulk += bytes, ++steps;
     open.copies.push_back({to, from, bytes});
+    if (early) opens(open);
+}
+static void arrive_after_copies(Barrier* barrier) {
+    Open& open = barriers.at(barrier);
+    if (!open.missing) abort();
+    --open.missing, ++steps;
+    for (const Copy& copy : fibers[me].open) open.copies.push_back(copy);
+    fibers[me].open.clear();
     if (early) opens(open);
 }
 static void wait_barrier(Barrier* barrier, int parity) {

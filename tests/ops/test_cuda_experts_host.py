@@ -1,5 +1,5 @@
-"""The kernels of gemm_experts.cu in C++ on the CPU (gemm_host.cpp): a pair has the bits that gemm.cu's smallest kernel
-gives its row and the matrix of its expert, whatever tile and batch. What only a GPU can tell is in test_experts.py."""
+"""The kernels of gemm_experts.cu and gemm_stream.cu in C++ on the CPU (gemm_host.cpp): a pair has the bits that gemm.cu's
+smallest kernel gives its row and the matrix of its expert, whatever tile and batch. What only a GPU can tell is in test_experts.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemm_inputs import compiled, pointer, quantized, random
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_experts
-from draftwing.ops.cuda.gemm_experts import Layout
+from draftwing.ops.cuda.gemm_experts import Cuts, Layout, Stream
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows, expert_rows
 from draftwing.ops.groups import WHOLE, pack
@@ -31,6 +31,13 @@ WIDTHS = {  # of what is packed, and its groups of rows and columns
     Layout(FP8, 1): (Width(8, False, 1, True), (16, 128)),
 }
 LAYOUTS = [Layout(), Layout(MX, 4), *WIDTHS]
+# Of gemm_stream.cu: fewer chunks than warps; one for some and two for others, in an odd number, too.
+STREAMS = [
+    (Layout()._replace(chunks=3), 1), (Layout()._replace(chunks=20), 2), (Layout(MX, 4)._replace(chunks=21), 1),
+    (Layout(MX, 4)._replace(chunks=16), 2), (Layout(FP8, 1)._replace(chunks=18), 1), (Layout(FP8, 0)._replace(chunks=4), 2),
+    (Layout(INT4, 1)._replace(chunks=20), 2), (Layout(INT4, 2, True)._replace(chunks=18), 1),
+    (Layout(INT4, 4)._replace(chunks=18), 1), (Layout(INT8, 0)._replace(chunks=17), 1),
+]  # fmt: skip
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
@@ -42,8 +49,8 @@ pytestmark = [
 class Host:
     """The kernels of one layout, and those of gemm.cu."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self.layout, self.cuts = layout, gemm_experts.cuts_for(layout)
+    def __init__(self, folder: Path, layout: Layout, cuts: Cuts | None = None) -> None:
+        self.cuts = gemm_experts.cuts_for(layout) if cuts is None else cuts
         self.plain = {kind: gemm.shapes_for((8, 0))[kind, 8] for kind in ("plain", "silu")}
         _, begin, source = gemm_experts.read_source(layout, self.cuts).partition("enum { PLAIN")
         before, _, rest = source.partition("#if TYPE_BF16")
@@ -67,8 +74,9 @@ class Host:
         return out
 
     def __call__(
-        self, name: str, x: Tensor, w: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, limit: float = 0.0
-    ) -> Tensor:
+        self, name: str, x: Tensor, w: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, limit: float = 0.0,
+        early: bool = False,
+    ) -> Tensor:  # fmt: skip
         kind, tile, tiles = name.partition("_")[0], int(name.partition("_")[2]), routed.tiles
         assert tiles is not None
         codes, scales, zeros = (w, None, None) if isinstance(w, Tensor) else (w.words, w.scales, w.zeros)
@@ -81,8 +89,8 @@ class Host:
         self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
         kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         pointers = map(pointer, (x, codes, bias, None, out))
-        sizes = len(x), width, x.shape[1], cut.grid(kind, many, width, MULTIPROCESSORS), 1
-        assert self._library.run(kernel, gemm.SHARES * 32, 1, cut.shared_bytes(tile), *pointers, *sizes, 0)
+        sizes = len(x), width, x.shape[1], gemm_experts.grid(cut, kind, many, width, MULTIPROCESSORS), 1
+        assert self._library.run(kernel, cut.threads, 1, cut.shared_bytes(tile), *pointers, *sizes, early)
         return out
 
 
@@ -123,7 +131,7 @@ def weight_of(layout: Layout, rows: int, columns: int) -> tuple[Tensor | ExpertR
     else:
         width, groups = WIDTHS[layout]
         packed = expert_rows(pack(quantized(width, rows, columns, *groups), torch.bfloat16, "cpu"))
-    assert gemm_experts.layout_of(packed) == layout
+    assert gemm_experts.layout_of(packed)._replace(chunks=0) == layout
     return packed, packed.dense(torch.bfloat16)
 
 
@@ -144,14 +152,11 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Host:
     return Host(tmp_path_factory.mktemp("experts"), layout)
 
 
-@pytest.mark.parametrize("depth", [192, 704])  # fewer chunks than shares; one chunk for some, two for others
-@pytest.mark.parametrize("rows", [1, 5, 23])
-@pytest.mark.parametrize("kind", ["plain", "silu"])
-def test_bits_are_those_of_the_expert_alone(run: Host, layout: Layout, kind: str, rows: int, depth: int) -> None:
+def check(run: Host, layout: Layout, kind: str, rows: int, depth: int, early: bool = False) -> None:
     weight, dense = weight_of(layout, COUNT * 80, depth)
-    routed, bias = routed_of(rows), random(COUNT * 80, seed=2) if depth == 704 else None
+    routed, bias = routed_of(rows), random(COUNT * 80, seed=2) if depth > 256 else None
     x = random(rows if kind == "silu" else routed.pairs, depth, seed=3)
-    found = run(f"{kind}_{8 if rows <= 8 else 16}", x, weight, bias, routed)
+    found = run(f"{kind}_{8 if rows <= 8 else 16}", x, weight, bias, routed, early=early)
     expected, choices = torch.empty_like(found), routed.choices(x)
     for expert in range(COUNT):
         pairs = (routed.experts.flatten() == expert).nonzero().flatten()
@@ -162,6 +167,13 @@ def test_bits_are_those_of_the_expert_alone(run: Host, layout: Layout, kind: str
         expected[pairs] = run.matrix(kind, *args, None if bias is None else bias[own])
     assert expected.isfinite().all() and expected.any()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("depth", [192, 704])  # fewer chunks than shares; one chunk for some, two for others
+@pytest.mark.parametrize("rows", [1, 5, 23])
+@pytest.mark.parametrize("kind", ["plain", "silu"])
+def test_bits_are_those_of_the_expert_alone(run: Host, layout: Layout, kind: str, rows: int, depth: int) -> None:
+    check(run, layout, kind, rows, depth)
 
 
 def test_clamps(run: Host, layout: Layout) -> None:
@@ -177,3 +189,22 @@ def test_clamps(run: Host, layout: Layout) -> None:
             gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
             expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
             torch.testing.assert_close(found[pair].double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture(scope="module", params=STREAMS, ids=str)
+def stream(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, Host]:
+    layout, row_tiles = request.param
+    cuts: Cuts = {
+        (kind, tile): Stream(row_tiles, 3, layout) for kind, tile in gemm_experts.cuts_for(layout) if kind != "clamped"
+    }
+    return layout._replace(chunks=0), Host(tmp_path_factory.mktemp("stream"), layout, cuts)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 23])
+@pytest.mark.parametrize("kind", ["plain", "silu"])
+def test_streams_have_the_bits_of_the_expert_alone(stream: tuple[Layout, Host], kind: str, rows: int) -> None:
+    layout, run = stream
+    cut = run.cuts[kind, 8]
+    assert isinstance(cut, Stream)
+    for early in (False, True):
+        check(run, layout, kind, rows, 64 * cut.layout.chunks, early)

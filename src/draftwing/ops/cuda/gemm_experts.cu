@@ -28,9 +28,23 @@ __device__ __forceinline__ uint2 load_half_weight(const u32* p) {
 // How many lanes of the warp say so.
 __device__ __forceinline__ int count_in_warp(bool so) { return __popc(__ballot_sync(0xffffffff, so)); }
 
-// What lane t has of a chunk of x: 8 columns from X_LANE * t on, and 8 from X_HALF further on.
+// What lane t has of a chunk of x: 8 columns from X_LANE * t on, and 8 from X_HALF further on. For gemm_stream.cu: words of
+// a row and a chunk, the first of a lane, the rows of scales that chunks have, and the first of a chunk.
 struct StoredExperts : Stored {
-    static constexpr int X_LANE = 8, X_HALF = 32;
+    static constexpr int X_LANE = 8, X_HALF = 32, OF_CHUNK = 32;
+    static constexpr bool SMALL = false, WITH_ZEROS = false;
+
+    struct Part : Stored::Part {
+        __device__ __forceinline__ void take(const u32* words, int below, const u32*, int) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i / 2][i % 2] = load_shared((const u16*)(words + i % 2 * below + i / 2 * 16));
+        }
+    };
+
+    __device__ __forceinline__ static constexpr int scales_of(int) { return 0; }
+    __device__ __forceinline__ static int word_of(int chunk) { return chunk * OF_CHUNK + (threadIdx.x & 3) * 4; }
+    __device__ __forceinline__ static int scale_of(int) { return 0; }
+    __device__ __forceinline__ const u32* codes() const { return (const u32*)w; }
 
     __device__ __forceinline__ static StoredExperts of(const void* w, const u32*, const u32*, int) { return {{(const u16*)w}}; }
 
@@ -43,7 +57,7 @@ struct StoredExperts : Stored {
 enum { INT4 = 1, INT8 = 2, FP8 = 3, MX = 4 };
 template <int CODES, int OF_STEP, bool ZEROS>
 struct Words {
-    static constexpr bool TAKE_TURNS = false, SMALL = CODES == INT4 || CODES == MX;
+    static constexpr bool TAKE_TURNS = false, SMALL = CODES == INT4 || CODES == MX, WITH_ZEROS = ZEROS;
     static constexpr int POWER = 0, X_LANE = 16, X_HALF = 8;
     static constexpr int OF_CHUNK = SMALL ? 8 : 16;  // words of a row and a chunk
     const u32 *words, *scales, *zeros;
@@ -57,9 +71,39 @@ struct Words {
         return {words + row * (K / CHUNK * OF_CHUNK), scales + row, ZEROS ? zeros + row : zeros, rows};
     }
 
+    __device__ __forceinline__ static constexpr int scales_of(int chunks) {
+        return CODES == MX ? (chunks + 1) / 2 : OF_STEP == 0 ? 1 : (chunks + 1) / 2 * OF_STEP;
+    }
+
+    __device__ __forceinline__ static int word_of(int chunk) {
+        return chunk * OF_CHUNK + (threadIdx.x & 3) * (OF_CHUNK / 4);
+    }
+
+    __device__ __forceinline__ static int scale_of(int chunk) {
+        return CODES == MX ? chunk / 2 : OF_STEP == 4 ? chunk * 2 + (threadIdx.x & 3) / 2 : chunk * OF_STEP / 2;
+    }
+
+    __device__ __forceinline__ const u32* codes() const { return words; }
+
     struct Part {
         // Of features g and g + 8, as loaded: what is done to them at once waits for them.
         u32 words[2][SMALL ? 2 : 4], scales[2], zeros[2];
+
+        // From shared memory. of_scales: those of feature g, and `its_zeros` further on its zeros.
+        __device__ __forceinline__ void take(const u32* from, int below, const u32* of_scales, int its_zeros) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (SMALL) {
+                    const uint2 v = *(const uint2*)(from + half * below);
+                    words[half][0] = v.x, words[half][1] = v.y;
+                } else {
+                    const uint4 v = load_shared((const u16*)(from + half * below));
+                    words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
+                }
+                scales[half] = of_scales[half * 8];
+                if (ZEROS) zeros[half] = of_scales[half * 8 + its_zeros];
+            }
+        }
 
         // Of the four of a word; a warp's chunks are even ones, or odd ones.
         __device__ __forceinline__ static u32 exponent_twice(u32 word) {
@@ -104,15 +148,15 @@ struct Words {
         u32 scale_of[2], zero_of[2];  // where a row has but one
 
         __device__ __forceinline__ void find(const Words& weights, int row0, int at, int chunk, int N, int K) {
-            const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-            const u32 group = CODES == MX ? chunk / 2 : OF_STEP == 4 ? chunk * 2 + t / 2 : chunk * OF_STEP / 2;
+            const int g = (threadIdx.x & 31) >> 2;
+            const u32 group = Words::scale_of(chunk);
             words = weights.words, scales = weights.scales, zeros = weights.zeros;
             of_all = weights.rows;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int n =
                     KIND != PLAIN ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
-                row[half] = n * (K / CHUNK * OF_CHUNK) + (chunk * OF_CHUNK + t * (OF_CHUNK / 4));
+                row[half] = n * (K / CHUNK * OF_CHUNK) + word_of(chunk);
                 scale[half] = group * of_all + n;
                 if (OF_STEP == 0) load_scale(scale_of[half], zero_of[half], half, 0);
             }

@@ -1,4 +1,4 @@
-"""GEMMs of few rows with the weights of experts on CUDA: the Python side of gemm_experts.cu.
+"""GEMMs of few rows with the weights of experts on CUDA: the Python side of gemm_experts.cu and gemm_stream.cu.
 
 A pair's result has the same bits whatever other pairs are in the batch, for any number of them, as long as tiles have
 no more than `MOST` pairs.
@@ -15,15 +15,20 @@ from torch import Tensor
 
 from draftwing.ops.cuda.gemm import SHARES, read_files
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
-from draftwing.ops.expert_rows import FP8, MX, ExpertRows
+from draftwing.ops.expert_rows import FP8, INT4, MX, ExpertRows
 from draftwing.ops.torch.experts import Routed
 
-FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu")
+FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_bulk.cu", "gemm_stream.cu")
 DENSE = 0  # a kind of codes beside those of `expert_rows`
 MOST = 16  # pairs of a tile
 _TILES = (8, MOST)  # that there are kernels for
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
 _CHUNK = 64  # columns
+# Of gemm_stream.cu:
+_LONGEST = 64  # chunks, of which x is in registers
+_MUCH = 64  # of these
+_SHARED = 227 << 10  # bytes that a block can have
+_MOST_STAGES = 16
 
 
 class Layout(NamedTuple):
@@ -32,28 +37,90 @@ class Layout(NamedTuple):
     kind: int = DENSE
     groups: int = 0  # as `ExpertRows` has them
     zeros: bool = False
+    chunks: int = 0  # of a row, where gemm_stream.cu takes it
+
+    def on(self, capability: tuple[int, int]) -> Layout:
+        """What it is on such a device."""
+        return self if capability[0] == 9 else self._replace(chunks=0)
 
 
 class Cut(NamedTuple):
-    """How a kernel cuts its work, which has no influence on the result."""
+    """How a kernel of gemm_experts.cu cuts its work, which has no influence on the result."""
 
     row_tiles: int  # 16 rows of the weight each, of a block
     ahead: int  # chunks of weights in flight
     x_ahead: int  # and of x
     blocks: int  # of a multiprocessor, for which there are to be registers and shared memory
 
-    def grid(self, kind: str, tiles: int, width: int, multiprocessors: int) -> int:
-        """Blocks: no more than run at once. width: of the result."""
-        parts = -(-width // (self.row_tiles * (16 if kind == "plain" else 8)))
-        return min(parts * tiles, self.blocks * multiprocessors)
+    @property
+    def threads(self) -> int:
+        return SHARES * 32
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: sums as in gemm.cu, and the pairs of its tile."""
-        rows = self.row_tiles * 16
-        return SHARES * tokens * (rows + (4 if rows > 16 else 2)) * 4 + tokens * 4
+        return SHARES * tokens * _pitch(self.row_tiles) * 4 + tokens * 4
+
+    def line(self, name: str, kind: str, tokens: int) -> str:
+        """Of source."""
+        template = f"{tokens // 8}, {self.row_tiles}, {self.ahead}, {self.x_ahead}, {KINDS[kind]}"
+        return f"EXPERT_KERNEL({name}, {self.blocks}, {template})\n"
 
 
-Cuts = dict[tuple[str, int], Cut]  # by kind and pairs that a tile may have
+class Stream(NamedTuple):
+    """The same of a kernel of gemm_stream.cu."""
+
+    row_tiles: int
+    stages: int
+    layout: Layout
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return (SHARES + 1) * 32
+
+    @classmethod
+    def of(cls, layout: Layout, row_tiles: int, tokens: int) -> Stream:
+        """With as many stages as there is room for."""
+        none = cls(row_tiles, 0, layout)
+        room = _SHARED - none.shared_bytes(tokens)
+        return none._replace(stages=min(room // (none.stage_bytes() + 16), _MOST_STAGES))
+
+    @classmethod
+    def best(cls, layout: Layout, tokens: int) -> Stream:
+        """Of those tried on an H200: three row tiles that leave two stages, four that leave three, or fewer; no more than
+        two beside much of x."""
+        x_registers = -(-layout.chunks // SHARES) * tokens
+        tried = [cls.of(layout, row_tiles, tokens) for row_tiles in range(1, 3 if x_registers > _MUCH else 5)]
+        return max((cut for cut in tried if cut.stages > 1 + cut.row_tiles // 4), default=tried[0])
+
+    def stage_bytes(self) -> int:
+        """As `Stage` in gemm_stream.cu has them."""
+        kind, groups, zeros, chunks = self.layout
+        words = chunks * (32 if kind == DENSE else 8 if kind in (INT4, MX) else 16)
+        scales = 0 if kind == DENSE else 1 if groups == 0 else (chunks + 1) // 2 * (1 if kind == MX else groups)
+        return self.row_tiles * 16 * (words + scales * (2 if zeros else 1)) * 4
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Of a block: sums and pairs by turns, with a barrier each, and stages with two."""
+        sums = SHARES * tokens * _pitch(self.row_tiles) * 4
+        return 2 * (sums + tokens * 4 + 8) + self.stages * (self.stage_bytes() + 16)
+
+    def line(self, name: str, kind: str, tokens: int) -> str:
+        template = f"{tokens // 8}, {self.row_tiles}, {self.stages}, {self.layout.chunks}, {KINDS[kind]}"
+        return f"STREAM_KERNEL({name}, {template})\n"
+
+
+def _pitch(row_tiles: int) -> int:
+    return row_tiles * 16 + (4 if row_tiles > 1 else 2)
+
+
+def grid(cut: Cut | Stream, kind: str, tiles: int, width: int, multiprocessors: int) -> int:
+    """Blocks: no more than run at once. width: of the result."""
+    parts = -(-width // (cut.row_tiles * (16 if kind == "plain" else 8)))
+    return min(parts * tiles, cut.blocks * multiprocessors)
+
+
+Cuts = dict[tuple[str, int], Cut | Stream]  # by kind and pairs that a tile may have
 
 # Of those tried on an H200 the fastest for 1, 4, 16 and 64 tokens together: for most, and by kind of codes what else.
 _CUT, _LESS = Cut(row_tiles=4, ahead=1, x_ahead=1, blocks=2), Cut(row_tiles=3, ahead=1, x_ahead=1, blocks=2)
@@ -70,6 +137,8 @@ _OWN_CUTS: dict[int, Cuts] = {
 
 
 def cuts_for(layout: Layout) -> Cuts:
+    if layout.chunks:
+        return {(kind, tile): Stream.best(layout, tile) for kind in KINDS for tile in _TILES}
     return dict.fromkeys(itertools.product(KINDS, _TILES), _CUT) | _OWN_CUTS.get(layout.kind, {})
 
 
@@ -78,12 +147,13 @@ class FewPairs:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layout: Layout, cuts: Cuts | None = None) -> None:
         """cuts: in place of the engine's, to try others."""
+        layout = layout.on(torch.cuda.get_device_capability(device))
         cuts = cuts_for(layout) if cuts is None else cuts
         module = Module(read_source(layout, cuts), _options(dtype), device)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels: dict[tuple[str, int], tuple[Kernel, Cut]] = {
+        self._kernels: dict[tuple[str, int], tuple[Kernel, Cut | Stream]] = {
             (kind, tile): (
-                module.kernel(f"{kind}_{tile}", SHARES * 32, cut.shared_bytes(tile), blocks=cut.blocks),
+                module.kernel(f"{kind}_{tile}", cut.threads, cut.shared_bytes(tile), blocks=cut.blocks),
                 cut,
             )
             for (kind, tile), cut in cuts.items()
@@ -104,7 +174,7 @@ class FewPairs:
         out = x.new_empty(routed.pairs, width)
         count, choices = tiles.tiles.shape[1], routed.choices(x)
         kernel(
-            (cut.grid(kind, count, width, self._multiprocessors),), x, codes, scales, zeros, len(codes), bias,
+            (grid(cut, kind, count, width, self._multiprocessors),), x, codes, scales, zeros, len(codes), bias,
             tiles.order, tiles.tiles, out, count, choices, int(routes_known(routed, choices)), width, depth, limit,
         )  # fmt: skip
         return out
@@ -116,8 +186,15 @@ def routes_known(routed: Routed, choices: int) -> bool:
     return choices == 1 < routed.experts.shape[1]
 
 
-def layout_of(weight: Tensor | ExpertRows) -> Layout:
-    return Layout() if isinstance(weight, Tensor) else Layout(weight.kind, weight.groups, weight.zeros is not None)
+def layout_of(weight: Tensor | ExpertRows, width: int = 16) -> Layout:
+    """width: of an expert's result. Where four of its features have no scales side by side, there is no stream."""
+    if isinstance(weight, Tensor):
+        layout, columns = Layout(), weight.shape[1]
+    else:
+        layout, columns = Layout(weight.kind, weight.groups, weight.zeros is not None), weight.columns
+    stream = layout._replace(chunks=columns // _CHUNK)
+    fits = width % 4 == 0 and stream.chunks <= _LONGEST and Stream.of(stream, 1, MOST).stages > 1
+    return stream if fits else layout
 
 
 def takes(weight: Tensor | ExpertRows, dtype: torch.dtype) -> bool:
@@ -139,7 +216,7 @@ def multiply(
     ups, N / 2. kind: one of `KINDS`; limit: of `clamped`. On the meta device nothing runs."""
     if x.is_meta or not routed.pairs:
         return x.new_empty(routed.pairs, width)
-    kernels = few_pairs(x.device, x.dtype, layout_of(weight))
+    kernels = few_pairs(x.device, x.dtype, layout_of(weight, width))
     return kernels(kind, x, weight, bias, routed, width, limit)
 
 
@@ -151,19 +228,18 @@ def few_pairs(device: torch.device, dtype: torch.dtype, layout: Layout) -> FewPa
 
 def compile_ahead(dtype: torch.dtype, layout: Layout, capability: tuple[int, int], cuts: Cuts | None = None) -> bytes:
     """Puts what `FewPairs` compiles into the user's cache folder, for devices of this compute capability."""
+    layout = layout.on(capability)
     cuts = cuts_for(layout) if cuts is None else cuts
     return compile_source(read_source(layout, cuts), _options(dtype), capability)
 
 
 def read_source(layout: Layout, cuts: Cuts) -> str:
     """What is compiled."""
-    kind, groups, zeros = layout
+    kind, groups, zeros, chunks = layout
     weights = "StoredExperts" if kind == DENSE else f"Words<{kind}, {groups}, {str(zeros).lower()}>"
-    parts = [*read_files(FILES), f"using Weights = {weights};\n"]
-    for (name, tile), cut in cuts.items():
-        template = f"{tile // 8}, {cut.row_tiles}, {cut.ahead}, {cut.x_ahead}, {KINDS[name]}"
-        parts.append(f"EXPERT_KERNEL({name}_{tile}, {cut.blocks}, {template})\n")
-    return "".join(parts)
+    files = (*FILES, *(STREAM_FILES if chunks else ()))
+    lines = (cut.line(f"{kind}_{tile}", kind, tile) for (kind, tile), cut in cuts.items())
+    return "".join([*read_files(files), f"using Weights = {weights};\n", *lines])
 
 
 def _options(dtype: torch.dtype) -> list[str]:

@@ -276,7 +276,7 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 def read_source(width: Width, shapes: Shapes) -> str:
     """What is compiled."""
     order = order_lines(shapes.values())
-    parts = read_files((*FILES, "gemm_groups.cu", *(["gemm_tall.cu"] if order else [])))
+    parts = read_files((*FILES, "gemm_groups.cu", *(["gemm_bulk.cu", "gemm_tall.cu"] if order else [])))
     parts += [weights_line(width), *order]
     parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
     parts.append("UNPACK_KERNEL(unpack_all)\n")

@@ -1,4 +1,4 @@
-// Follows gemm_groups.cu: the GEMM of more than 16 rows with weights in 4 or 8 bits (wgmma, compute capability 9.0 alone).
+// Follows gemm_groups.cu and gemm_bulk.cu: the GEMM of more than 16 rows with weights in 4 or 8 bits (wgmma, compute capability 9.0 alone).
 //
 // As in gemm_wide.cu weights become an instruction's first operand in registers, and x is read from shared memory. But
 // here a block has one sum of all its chunks, so that bits are not those of the other kernels, unless a cluster has as
@@ -13,41 +13,6 @@
 #define LATE 2  // chunks: so far a warp group may be behind the other before that waits
 
 #ifndef ON_HOST
-typedef unsigned long long Barrier;
-
-__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void init_barrier(Barrier* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(barrier)), "r"(count) : "memory");
-}
-
-// New barriers become visible to bulk copies, and behind __syncthreads to all.
-__device__ __forceinline__ void show_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(Barrier* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(barrier)) : "memory");
-}
-
-// Copies from global to shared memory, at whose end `barrier` opens; its count is 1. bytes: a multiple of 16.
-__device__ __forceinline__ void copy_bulk(u16* to, const u16* from, int bytes, Barrier* barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(barrier)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_at(to)),
-                 "l"(from), "r"(bytes), "r"(shared_at(barrier))
-                 : "memory");
-}
-
-// Until the barrier has opened an odd (parity 0) or even number of times.
-__device__ __forceinline__ void wait_barrier(Barrier* barrier, int parity) {
-    asm volatile(
-        "{\n.reg .pred open;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1;\n@open bra done;\nbra again;\ndone:\n}" ::"r"(
-            shared_at(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
 __device__ __forceinline__ float4 load_four(const float* p) { return *(const float4*)p; }
 
 __device__ __forceinline__ float4 load_four_from_rank(const float* p, int rank) {
@@ -172,7 +137,10 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     const u16* const panels = x + (size_t)token_block * chunks * STAGE;
     int x_ahead = rank;
     auto copy_x = [&](int s) {
-        if (lane == 0) copy_bulk(stages + s * STAGE, panels + (size_t)x_ahead * STAGE, STAGE * 2, full + s);
+        if (lane == 0) {
+            expect_bytes(full + s, STAGE * 2);
+            copy_bulk(stages + s * STAGE, panels + (size_t)x_ahead * STAGE, STAGE * 2, full + s);
+        }
         x_ahead = after(x_ahead);
     };
     if (warp == 0)
