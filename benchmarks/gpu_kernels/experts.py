@@ -1,5 +1,5 @@
 """Mixtures of experts: the kernels of ops/triton/expert{s,_gemm}.py and ops/cuda/gemm_experts.py, right and how fast,
-at the sizes of two models.
+at the sizes of three models.
 
     python benchmarks/gpu_kernels/experts.py                 # all models and formats of weights
     python benchmarks/gpu_kernels/experts.py gpt-oss-20b     # one of them
@@ -33,7 +33,7 @@ from torch import Tensor
 from draftwing.engine.startup import precompile
 from draftwing.layers.linear_ops.groups import multiplied_out
 from draftwing.ops.cuda import gemm_experts
-from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout
+from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout, Stream
 from draftwing.ops.expert_rows import FP8, INT4, MX
 from draftwing.ops.groups import WHOLE, PackedGroups, pack, quantized
 from draftwing.ops.torch.experts import Routed
@@ -64,8 +64,10 @@ SHORT = [
         (1, 4, 4, 2), (1, 6, 2, 2),
     )
 ]  # fmt: skip
+STREAMS = (1, 2, 3, 4)  # row tiles
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 Weight = Tensor | PackedGroups | MXRows
+Tried = Cut | int  # row tiles of a stream
 
 
 class Model(NamedTuple):
@@ -172,24 +174,33 @@ def compile_one(wanted: Kernels) -> str | None:
     return None
 
 
-def compile_cut(layout: Layout, cut: Cut | None) -> str | None:
-    """Kernels of few pairs; cut: of all of them, None: as the engine has them."""
+def compile_cut(layout: Layout, tried: Tried | None) -> str | None:
+    """Kernels of few pairs; tried: of all of them, None: as the engine has them."""
     try:
-        gemm_experts.compile_ahead(HALF, layout, divmod(CAPABILITY, 10), None if cut is None else all_cut(cut))
+        of, cuts = (layout, None) if tried is None else all_cut(layout, tried)
+        gemm_experts.compile_ahead(HALF, of, divmod(CAPABILITY, 10), cuts)
     except Exception as error:
-        return f"{layout} {cut}: {str(error)[:120]}"
+        return f"{layout} {tried}: {str(error)[:120]}"
     return None
 
 
-def all_cut(cut: Cut) -> Cuts:
-    return dict.fromkeys(gemm_experts.cuts_for(Layout()), cut)
+def all_cut(layout: Layout, tried: Tried) -> tuple[Layout, Cuts]:
+    """What few pairs of this layout are multiplied with."""
+    every = gemm_experts.cuts_for(Layout())
+    if isinstance(tried, Cut):
+        return layout._replace(chunks=0), dict.fromkeys(every, tried)
+    cuts: Cuts = {}
+    for kind, tile in every:
+        most = [cut for tiles in range(1, tried + 1) if (cut := Stream.of(layout, tiles, tile)).stages > 1]
+        cuts[kind, tile] = most[-1]
+    return layout, cuts
 
 
-def cuts_to_try(layout: Layout) -> list[Cut]:
-    return CUTS + ([] if layout.kind == DENSE else SHORT)
+def to_try(layout: Layout) -> list[Tried]:
+    return [*CUTS, *([] if layout.kind == DENSE else SHORT), *(STREAMS if layout.chunks else ())]
 
 
-def compile_all(wanted: Iterable[Kernels], few: Iterable[tuple[Layout, Cut | None]]) -> None:
+def compile_all(wanted: Iterable[Kernels], few: Iterable[tuple[Layout, Tried | None]]) -> None:
     begin, jobs = time.monotonic(), list(wanted)
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
         cuts = [workers.submit(compile_cut, *one) for one in few]
@@ -344,26 +355,32 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
 
 
 def sweep(name: str, model: Model, kind: str, until: float) -> None:
-    """The best of all cuts of few pairs and of all programs of many for each GEMM, beside the engine's own."""
+    """The best of all cuts and streams of few pairs and of all programs of many for each GEMM, beside the engine's
+    own."""
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
-    layout = layout_of(model, kind)
     own_shapes, own_kernels = expert_gemm.SHAPES[KINDS[kind], LARGE_TILE], gemm_experts.few_pairs
-    made: dict[Cut, FewPairs] = {}
+    made: dict[tuple[Layout, Tried], FewPairs] = {}
+
+    def kernels(layout: Layout, tried: Tried) -> FewPairs:
+        if (layout, tried) not in made:
+            made[layout, tried] = FewPairs(CUDA, HALF, *all_cut(layout, tried))
+        return made[layout, tried]
+
     for tokens in FEW if "few" in sys.argv else (*FEW, MANY):
         bench, found = Bench(model, layers, tokens), list[tuple[float, float, Any]]()
         now = bench.timed(bench.gate_up), bench.timed(bench.down)
         with TritonsOwn():
             triton = bench.timed(bench.gate_up), bench.timed(bench.down)
-        for tried in cuts_to_try(layout) if tokens in FEW else TRIED:
+        for tried in to_try(layouts_of(model, kind)[0]) if tokens in FEW else TRIED:
             if time.monotonic() > until:
                 break
             try:
-                if isinstance(tried, Cut):
-                    kernels = made[tried] = made.get(tried) or FewPairs(CUDA, HALF, layout, all_cut(tried))
-                    gemm_experts.few_pairs = lambda *_, kernels=kernels: kernels
+                if isinstance(tried, Cut | int):
+                    gemm_experts.few_pairs = lambda _, __, layout, tried=tried: kernels(layout, tried)
                 else:
                     expert_gemm.SHAPES[KINDS[kind], LARGE_TILE] = tried, tried
-                found.append((bench.timed(bench.gate_up), bench.timed(bench.down), tuple(tried)))
+                shown = tried if isinstance(tried, int) else tuple(tried)
+                found.append((bench.timed(bench.gate_up), bench.timed(bench.down), shown))
             except Exception as error:  # too much shared memory, for one
                 print(f"  {tried}: {str(error)[:60]}")
         gemm_experts.few_pairs, expert_gemm.SHAPES[KINDS[kind], LARGE_TILE] = own_kernels, own_shapes
@@ -376,10 +393,10 @@ def sweep(name: str, model: Model, kind: str, until: float) -> None:
             )  # fmt: skip
 
 
-def layout_of(model: Model, kind: str) -> Layout:
-    """Of all sizes."""
-    weight = weight_of(kind, 16, 128)
-    return gemm_experts.layout_of(ExpertGemm(weight, 1).weight)
+def layouts_of(model: Model, kind: str) -> list[Layout]:
+    """Of gate_up and down."""
+    weights = (weight_of(kind, 16, columns) for columns in (model.hidden, model.ffn))
+    return [gemm_experts.layout_of(ExpertGemm(weight, 1).weight) for weight in weights]
 
 
 def main() -> None:
@@ -390,11 +407,11 @@ def main() -> None:
     only = [arg for arg in sys.argv[1:] if arg in {kind for _, kind in kinds}]
     kinds = [(name, kind) for name, kind in kinds if not only or kind in only]
     wanted = [Kernels(name, kind, tokens) for name, kind in kinds for tokens in (1, 512)]
-    layouts = {layout_of(MODELS[name], kind) for name, kind in kinds}
-    few: list[tuple[Layout, Cut | None]] = [(layout, None) for layout in layouts]
+    layouts = {layout for name, kind in kinds for layout in layouts_of(MODELS[name], kind)}
+    few: list[tuple[Layout, Tried | None]] = [(layout, None) for layout in layouts]
     if sweeps:
         wanted += [Kernels(*kind, 512, shape) for kind in kinds for shape in TRIED if "few" not in sys.argv]
-        few += [(layout, cut) for layout in layouts for cut in cuts_to_try(layout)]
+        few += [(layout, tried) for layout in layouts for tried in to_try(layout)]
     compile_all(wanted, few)
     for name, kind in kinds:
         print(f"\n{name}")

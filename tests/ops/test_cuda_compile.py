@@ -3,16 +3,24 @@ another torch with `pip install nvidia-cuda-nvrtc`."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall, nvrtc
+from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups, gemm_tall, nvrtc
+from draftwing.ops.cuda.gemm_experts import DENSE, Layout
 from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.expert_rows import FP8, INT4, INT8, MX
 
 HOPPER, OLDER = (9, 0), [(8, 0), (8, 9)]
 WIDTHS = [Width(4, False, 1), Width(4, True, -1), Width(8, False, 1, True), Width(8, False, -1)]
+# With the chunks of gpt-oss and of Qwen3-30B-A3B; the last one has no stream.
+EXPERTS = [
+    Layout(MX, 4, chunks=45), Layout(FP8, 1, chunks=12), Layout(DENSE, chunks=32), Layout(INT4, 2, True, chunks=32),
+    Layout(INT8, 0, chunks=64), Layout(INT4, 4),
+]  # fmt: skip
 
 
 def has_compiler() -> bool:
@@ -24,8 +32,11 @@ def has_compiler() -> bool:
 
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.slow,
     pytest.mark.skipif(not has_compiler(), reason="needs NVRTC: pip install nvidia-cuda-nvrtc"),
+    pytest.mark.further(capability=OLDER),
+    pytest.mark.further(width=WIDTHS[1:]),
+    pytest.mark.further(layout=EXPERTS[1:]),
 ]
 
 
@@ -52,6 +63,25 @@ def test_groups_on_hopper(width: Width, tmp_path: Path) -> None:
 def test_groups_on_older_devices(dtype: torch.dtype, capability: tuple[int, int], tmp_path: Path) -> None:
     gemm_groups.compile_ahead(dtype, WIDTHS[0], capability)
     assert list(tmp_path.rglob("*.cubin"))
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts(layout: Layout, tmp_path: Path) -> None:
+    gemm_experts.compile_ahead(torch.bfloat16, layout, HOPPER)
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+def test_experts_on_older_devices(tmp_path: Path) -> None:
+    """Without bulk copies."""
+    gemm_experts.compile_ahead(torch.float16, EXPERTS[2], OLDER[0])
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+def test_older_compilers_take_it() -> None:
+    """NVRTC of CUDA 13.0, which torch 2.11 comes with, takes lambdas with `auto` for functions of the host; 13.5 does
+    not."""
+    for file in Path(nvrtc.__file__).parent.glob("*.cu"):
+        assert not re.search(r"\]\s*\([^)]*\bauto\b", file.read_text()), file
 
 
 def test_what_does_not_compile_is_said() -> None:

@@ -1,5 +1,6 @@
-"""The kernels of gemm_experts.cu and gemm_stream.cu in C++ on the CPU (gemm_host.cpp): a pair has the bits that gemm.cu's
-smallest kernel gives its row and the matrix of its expert, whatever tile and batch. What only a GPU can tell is in test_experts.py."""
+"""The kernels of gemm_experts.cu and gemm_stream.cu in C++ on the CPU (gemm_host.cpp): a pair has the bits that
+gemm.cu's smallest kernel gives its row and the matrix of its expert, whatever tile and batch. What only a GPU can tell
+is in test_experts.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from gemm_inputs import compiled, pointer, quantized, random
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_experts
-from draftwing.ops.cuda.gemm_experts import Cuts, Layout, Stream
+from draftwing.ops.cuda.gemm_experts import Cut, Cuts, Layout, Stream
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows, expert_rows
 from draftwing.ops.groups import WHOLE, pack
@@ -33,10 +34,9 @@ WIDTHS = {  # of what is packed, and its groups of rows and columns
 LAYOUTS = [Layout(), Layout(MX, 4), *WIDTHS]
 # Of gemm_stream.cu: fewer chunks than warps; one for some and two for others, in an odd number, too.
 STREAMS = [
-    (Layout()._replace(chunks=3), 1), (Layout()._replace(chunks=20), 2), (Layout(MX, 4)._replace(chunks=21), 1),
-    (Layout(MX, 4)._replace(chunks=16), 2), (Layout(FP8, 1)._replace(chunks=18), 1), (Layout(FP8, 0)._replace(chunks=4), 2),
-    (Layout(INT4, 1)._replace(chunks=20), 2), (Layout(INT4, 2, True)._replace(chunks=18), 1),
-    (Layout(INT4, 4)._replace(chunks=18), 1), (Layout(INT8, 0)._replace(chunks=17), 1),
+    (Layout(chunks=3), 1), (Layout(chunks=20), 2), (Layout(MX, 4, chunks=21), 1), (Layout(MX, 4, chunks=16), 2),
+    (Layout(FP8, 1, chunks=18), 1), (Layout(FP8, 0, chunks=4), 4), (Layout(INT4, 1, chunks=20), 2),
+    (Layout(INT4, 2, True, chunks=18), 1), (Layout(INT4, 4, chunks=18), 1), (Layout(INT8, 0, chunks=17), 1),
 ]  # fmt: skip
 pytestmark = [
     pytest.mark.slow,
@@ -152,11 +152,13 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Host:
     return Host(tmp_path_factory.mktemp("experts"), layout)
 
 
-def check(run: Host, layout: Layout, kind: str, rows: int, depth: int, early: bool = False) -> None:
+def check(
+    run: Host, layout: Layout, kind: str, rows: int, depth: int, early: bool = False, tile: int | None = None
+) -> None:
     weight, dense = weight_of(layout, COUNT * 80, depth)
     routed, bias = routed_of(rows), random(COUNT * 80, seed=2) if depth > 256 else None
     x = random(rows if kind == "silu" else routed.pairs, depth, seed=3)
-    found = run(f"{kind}_{8 if rows <= 8 else 16}", x, weight, bias, routed, early=early)
+    found = run(f"{kind}_{tile or (8 if rows <= 8 else 16)}", x, weight, bias, routed, early=early)
     expected, choices = torch.empty_like(found), routed.choices(x)
     for expert in range(COUNT):
         pairs = (routed.experts.flatten() == expert).nonzero().flatten()
@@ -194,9 +196,8 @@ def test_clamps(run: Host, layout: Layout) -> None:
 @pytest.fixture(scope="module", params=STREAMS, ids=str)
 def stream(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, Host]:
     layout, row_tiles = request.param
-    cuts: Cuts = {
-        (kind, tile): Stream(row_tiles, 3, layout) for kind, tile in gemm_experts.cuts_for(layout) if kind != "clamped"
-    }
+    cuts: Cuts = {(kind, tile): Stream(row_tiles, 3, layout) for kind in ("plain", "silu") for tile in (8, 16)}
+    cuts |= {key: cut for key, cut in gemm_experts.cuts_for(layout).items() if isinstance(cut, Cut)}  # of one token
     return layout._replace(chunks=0), Host(tmp_path_factory.mktemp("stream"), layout, cuts)
 
 
@@ -208,3 +209,5 @@ def test_streams_have_the_bits_of_the_expert_alone(stream: tuple[Layout, Host], 
     assert isinstance(cut, Stream)
     for early in (False, True):
         check(run, layout, kind, rows, 64 * cut.layout.chunks, early)
+    if rows == 1 and (kind, 1) in run.cuts:
+        check(run, layout, kind, rows, 64 * cut.layout.chunks, tile=1)

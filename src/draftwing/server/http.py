@@ -63,7 +63,7 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
     same flat, as SGLang has it; for native endpoints the nested message alone."""
     kind = dialect(path)
     if kind == "anthropic":
-        told = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+        told: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
         known = {"details": {"error_code": code}} if code and code.startswith("thread_") else {}
         return {"type": "error", "error": told | known}
     if kind == "native":

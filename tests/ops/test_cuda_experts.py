@@ -1,0 +1,62 @@
+"""How the GEMMs of experts cut their work. What they compute is tested in test_cuda_experts_host.py and
+test_experts.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from draftwing.ops.cuda import gemm_experts
+from draftwing.ops.cuda.gemm_experts import DENSE, MOST, Cut, Layout, Stream, cuts_for, layout_of, read_source
+from draftwing.ops.expert_rows import FP8, INT4, MX
+
+FORMATS = [Layout(), Layout(MX, 4), Layout(FP8, 0), Layout(FP8, 1), Layout(INT4, 1), Layout(INT4, 4, True)]
+MOST_SHARED = 232_448  # bytes that a block can have on an H100 or H200: CUDA's cudaDevAttrMaxSharedMemoryPerBlockOptin
+
+
+def dense(rows: int, columns: int) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_streams_fit(layout: Layout) -> None:
+    for chunks in range(1, 65):
+        stream = layout._replace(chunks=chunks)
+        if Stream.of(stream, 1, MOST).stages < 2:
+            assert layout.kind == DENSE and chunks > 45
+            continue
+        cuts = cuts_for(stream)
+        assert {(kind, tile) for kind, tile in cuts if tile > 1} == set(
+            itertools.product(gemm_experts.KINDS, (8, MOST))
+        )
+        for (_, tile), cut in cuts.items():
+            assert cut.shared_bytes(tile) <= MOST_SHARED
+            assert isinstance(cut, Cut) or cut.stages > 1
+
+
+def test_which_weights_are_a_stream() -> None:
+    assert layout_of(dense(64, 2048)) == Layout(chunks=32)
+    assert layout_of(dense(64, 2880)) == Layout(chunks=45)
+    assert layout_of(dense(64, 4096)) == Layout(), "two stages of it have no room"
+    assert layout_of(dense(64, 8192)) == Layout(), "so much of x has no room in registers"
+    assert layout_of(dense(66, 2048), width=33) == Layout(), "scales of four features are copied at a time"
+
+
+def test_a_token_alone() -> None:
+    """Its kernel is another one where that was measured to be faster; the bits are those of the stream."""
+    for layout, alone in (
+        (Layout(chunks=32), True),
+        (Layout(FP8, 1, chunks=32), True),
+        (Layout(MX, 4, chunks=45), False),
+    ):
+        assert isinstance(cuts_for(layout).get(("silu", 1)), Cut) == alone
+
+
+def test_devices_without_bulk_copies() -> None:
+    layout = Layout(FP8, 1, chunks=32)
+    assert layout.on((9, 0)) == layout
+    older = layout.on((8, 9))
+    assert "cp.async.bulk" in read_source(layout, cuts_for(layout))
+    assert "cp.async.bulk" not in read_source(older, cuts_for(older))
