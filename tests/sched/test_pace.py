@@ -5,7 +5,21 @@ import random
 import pytest
 
 from draftwing.core import Chunk
-from draftwing.sched.pace import ALONE, BESIDE, CALM, LEAST, LONG, MOST, PRESSED, SHARE, STALL, SWIFT, Pace
+from draftwing.sched.pace import (
+    ALONE,
+    BESIDE,
+    CALM,
+    CROWD,
+    CROWDED,
+    LEAST,
+    LONG,
+    MOST,
+    PRESSED,
+    SHARE,
+    STALL,
+    SWIFT,
+    Pace,
+)
 
 SIZES = [60, 600, 200, 250, 500] * 20
 
@@ -60,22 +74,22 @@ def test_what_contexts_cost_is_not_guessed_where_all_are_alike() -> None:
 
 def test_a_prefill_is_short_beside_those_who_decode() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
-    most = pace.most([0.02], True)
+    most = pace.most([0.02], 1)
     assert pace.seconds(part(round(most / pace.price(0)))) == pytest.approx(STALL * 0.004, rel=0.02)
-    assert pace.most([0.9 * most], True) == 0.9 * most
-    assert pace.most([1.03 * most], True) == 1.03 * most  # no rest of a few tokens
-    assert pace.most([9.0], False) == pytest.approx(CALM - 0.004)
+    assert pace.most([0.9 * most], 1) == 0.9 * most
+    assert pace.most([1.03 * most], 1) == 1.03 * most  # no rest of a few tokens
+    assert pace.most([9.0], 0) == pytest.approx(CALM - 0.004)
 
 
 def test_where_steps_are_short_a_prefill_beside_them_is_not_too_short() -> None:
-    assert learnt(0.01, 2e-5, SIZES).most([0.02] * 4, True) == pytest.approx((STALL - 1) * 0.01)
-    assert learnt(0.002, 2e-5, SIZES).most([0.02] * 4, True) == pytest.approx(SWIFT - 0.002)
+    assert learnt(0.01, 2e-5, SIZES).most([0.02] * 4, 4, False) == pytest.approx((STALL - 1) * 0.01)
+    assert learnt(0.002, 2e-5, SIZES).most([0.02] * 4, 4, False) == pytest.approx(SWIFT - 0.002)
 
 
 def test_alone_it_is_so_many_steps_long_and_never_too_short_for_what_each_takes() -> None:
     """Steps of quantised weights are short, and what each of their prefills takes at least is not."""
-    assert learnt(0.01, 2e-5, SIZES).most([9.0], False) == pytest.approx((ALONE - 1) * 0.01)
-    assert learnt(0.001, 2e-5, SIZES).most([9.0], False) == pytest.approx(CALM - 0.001)
+    assert learnt(0.01, 2e-5, SIZES).most([9.0], 0) == pytest.approx((ALONE - 1) * 0.01)
+    assert learnt(0.001, 2e-5, SIZES).most([9.0], 0) == pytest.approx(CALM - 0.001)
 
 
 def test_alone_it_is_worth_what_each_takes_at_least() -> None:
@@ -84,7 +98,7 @@ def test_alone_it_is_worth_what_each_takes_at_least() -> None:
     for tokens in SIZES:
         pace.record_step(0.0024)
         pace.record(part(tokens), 0.0104 + 2.2e-5 * tokens)
-    tokens = pace.most([9.0], False) / pace.price(0)
+    tokens = pace.most([9.0], 0) / pace.price(0)
     assert 0.1 * 2.2e-5 * tokens > 0.0104  # of dense weights a part would be half as long
 
 
@@ -93,24 +107,24 @@ def test_alone_it_is_bounded_whatever_each_takes_at_least() -> None:
     for tokens in SIZES:
         pace.record_step(0.003)
         pace.record(part(tokens), 0.05 + 2e-5 * tokens)
-    assert pace.most([9.0], False) == pytest.approx(MOST * ALONE * 0.003)  # a twentieth would allow 1 s
+    assert pace.most([9.0], 0) == pytest.approx(MOST * ALONE * 0.003)  # a twentieth would allow 1 s
 
 
 def test_of_long_prompts_it_is_shorter() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
     one = 0.004  # as much again as the shortest one takes
-    assert pace.most([1.1 * LONG * 0.004], True) == pytest.approx(one) == pace.most([9.0] * 4, True)
-    assert pace.most([9.0, 0.5 * one], True) == pytest.approx(one)  # a short one beside it takes of its part
-    assert pace.most([9.0, 1.5 * one], True) == pytest.approx(1.5 * one)
+    assert pace.most([1.1 * LONG * 0.004], 1) == pytest.approx(one) == pace.most([9.0] * 4, 1)
+    assert pace.most([9.0, 0.5 * one], 1) == pytest.approx(one)  # a short one beside it takes of its part
+    assert pace.most([9.0, 1.5 * one], 1) == pytest.approx(1.5 * one)
     for _ in range(40):
         pace.record_step(0.012)  # usual steps of many requests
-    assert pace.most([9.0], True) == pytest.approx(BESIDE * 0.012 - 0.004)
+    assert pace.most([9.0], 1) == pytest.approx(BESIDE * 0.012 - 0.004)
 
 
 def test_on_a_slow_machine_short_prompts_are_not_cut_into_pieces() -> None:
     pace = learnt(0.004, 0.85e-3, [8, 12, 16, 20] * 20)
-    assert pace.most([0.0136], True) == pace.most([9.0, 0.0136], True) == 0.0136  # 16 tokens
-    assert pace.most([0.06], True) == pytest.approx(LEAST * 0.85e-3)
+    assert pace.most([0.0136], 1) == pace.most([9.0, 0.0136], 1) == 0.0136  # 16 tokens
+    assert pace.most([0.06], 1) == pytest.approx(LEAST * 0.85e-3)
 
 
 def test_long_contexts_do_not_make_prefills_long() -> None:
@@ -119,15 +133,35 @@ def test_long_contexts_do_not_make_prefills_long() -> None:
         pace.record_step(0.005)
         pace.record(part(1000, start), 0.005 + 2e-5 * 1000 * (1 + start / 16000))
     for context in (0, 8000, 15000):
-        tokens = pace.most([1.0], True) / pace.price(context)
+        tokens = pace.most([1.0], 1) / pace.price(context)
         assert 2e-5 * tokens * (1 + context / 16000) == pytest.approx(0.005, rel=0.1)
 
 
 def test_where_many_wait_it_goes_in_large_parts() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
-    assert pace.most([0.006] * 100, True) == pytest.approx(0.6 / SHARE)
-    assert pace.most([1.0] * 100, True) == pytest.approx(100 * (STALL - 1) * 0.004 / SHARE)
-    assert Pace().most([2.0, 7.0], True) == 9.0
+    assert pace.most([0.006] * 100, 1) == pytest.approx(0.6 / SHARE)
+    assert pace.most([1.0] * 100, 1) == pytest.approx(100 * (STALL - 1) * 0.004 / SHARE)
+    assert Pace().most([2.0, 7.0], 1) == 9.0
+
+
+def test_of_many_short_prompts_as_many_are_done_at_once_as_few_decode() -> None:
+    pace, each = learnt(0.004, 2e-5, SIZES), (STALL - 1) * 0.004
+    assert pace.most([0.006] * 4, 1) == pytest.approx(0.024)
+    assert pace.most([0.006] * 40, 1) == pytest.approx(CROWD)
+    assert pace.most([0.006] * 10, 5 * CROWDED) == pytest.approx(2 * each)
+    assert pace.most([0.006] * 10, 10 * CROWDED) == pytest.approx(each)
+    assert pace.most([0.01] * 10, 1) == pytest.approx(10 * each / SHARE)  # none that fits in a part
+    assert pace.most([0.006] * 10, 1, False) == pytest.approx(each)  # others' streams go on
+
+
+def test_where_a_prefill_reads_more_than_a_step_it_is_longer() -> None:
+    """A step reads few of a mixture's experts, a prefill all of them: 2 and 8 ms."""
+    pace = Pace()
+    for tokens in SIZES:
+        pace.record_step(0.002)
+        pace.record(part(tokens), 0.008 + 2e-5 * tokens)
+    start = pace.seconds(part(1))
+    assert start > 0.006 and pace.most([0.1], 1) == pytest.approx((STALL - 1) * start, rel=0.01)
 
 
 def test_a_pause_of_the_machine_is_no_price() -> None:

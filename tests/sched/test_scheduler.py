@@ -242,7 +242,7 @@ def test_no_part_of_a_prefill_is_left_over():
             todo.append(one)
         todo.sort(key=lambda r: r.rank)
         budget = int(rng.integers(1, 200))
-        parts = divided(budget, todo, Pace(), False)
+        parts = divided(budget, todo, Pace(), [])
         assert sum(length for _, length in parts) == min(budget, sum(len(one.tokens) for one in todo))
         assert all(0 < length <= len(one.tokens) for one, length in parts)
         assert [one.uid for one, _ in parts] == [one.uid for one in todo if one in [r for r, _ in parts]]
@@ -253,7 +253,7 @@ def test_shares_of_time_are_no_more_tokens_than_a_prefill_may_have():
     for price in (1.0004e-6, 1.4e-9, 2.3456e-5):
         pace._token = price
         todo = [req("long", length=9000), req("short", length=10, client="b")]
-        assert sum(length for _, length in divided(8192, todo, pace, False)) == 8192
+        assert sum(length for _, length in divided(8192, todo, pace, [])) == 8192
 
 
 def test_a_prefill_plan_holds_chunks_of_several_requests_within_the_budget():

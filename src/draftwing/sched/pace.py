@@ -1,9 +1,10 @@
 """How long prefills take, and how much of one may stand between two steps of requests that are being answered.
 
 Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So beside them a prefill is
-short: `STALL` times what the shortest step takes, which reads all weights for next to nothing; then it still uses the
-device well. Where many wait it may be longer, or they would be behind for as long as others decode. A few long prompts
-are not many: those who decode would pay for them at every step, so of these it is shorter.
+short: `STALL` times what it takes to read all weights for next to nothing, as the shortest step does, or the shortest
+prefill, for a step reads few of a mixture's experts; then it still uses the device well. Where many wait it may be
+longer, or they would be behind for as long as others decode; where most wait for short prompts, longer still. A few
+long prompts are not many: those who decode would pay for them at every step, so of these it is shorter.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import numpy as np
 
 from draftwing.core import Chunk
 
-STALL = 3.0  # times the shortest step: as long may a prefill take beside requests that decode
+STALL = 3.0  # times what reads all weights: as long may a prefill take beside requests that decode
 SWIFT = 0.012  # seconds: as long may it take in any case, which no reader notices. Three steps of 2.5 ms, as with
 # quantised weights, are parts of 100 tokens, which take nearly as long as 250
-LONG = 16.0  # times the shortest step: prompts that take longer are long
+LONG = 16.0  # times what reads all weights: prompts that take longer are long
 BESIDE = 1.25  # times a usual step: as long may a prefill of long prompts take, or twice as long as the shortest one
 ALONE = 32.0  # times the shortest step: the same where nobody decodes, but may come. For the device that is long
 CALM = 0.16  # seconds: as long may one take there in any case, which nobody who comes notices. Steps of quantised
@@ -27,6 +28,8 @@ CALM = 0.16  # seconds: as long may one take there in any case, which nobody who
 SPENT = 0.05  # of such a prefill: as much may be what each takes at least. Quantised weights are multiplied out first
 MOST = 3.0  # times `ALONE`: longer a prefill never gets for that, for who comes meanwhile waits until it ends
 SHARE = 8  # of the prefills that wait, each counted up to what one may take, one in so many is done at once
+CROWD = 0.05  # seconds: as long may a prefill take for many prompts that each fit in a usual part
+CROWDED = 8  # so many who decode wait for one more usual part for each such prompt
 LEAST = 32  # tokens of short prompts: fewer are not worth a step
 REST = 0.05  # of a part: as much more is taken along rather than left over
 DECAY = 0.98  # of what older prefills tell, with each new one
@@ -122,18 +125,21 @@ class Pace:
         """Returns the seconds of a prompt's token that attends to so many others; 0 as long as nothing is known."""
         return self._token + self._key * context
 
-    def most(self, waiting: Sequence[float], decoding: bool) -> float:
+    def most(self, waiting: Sequence[float], decoding: int, alike: bool = True) -> float:
         """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
-        decoding: whether others decode meanwhile. All of it as long as nothing is known."""
+        decoding: how many decode meanwhile. alike: whether all are one client's, with one priority; others do not wait
+        for a crowd. All of it as long as nothing is known."""
         total = sum(waiting)
         if not self._steps or not self._token:
             return total
         if decoding:
-            each = max(STALL * self._short - self._start, SWIFT - self._start, self._start)
-            short = sum(one for one in waiting if one <= LONG * self._short)
-            short = min(short, max(each, LEAST * self._token))
+            whole = max(self._short, self._start)
+            each = max(STALL * whole - self._start, SWIFT - self._start)
+            short = min(sum(one for one in waiting if one <= LONG * whole), max(each, LEAST * self._token))
+            fit = [one for one in waiting if alike and one <= each]
+            crowd = min(sum(fit), CROWD, CROWDED * len(fit) / decoding * each)
             beside = max(BESIDE * self._usual - self._start, self._start)
-            part = max(beside, short, sum(min(one, each) for one in waiting) / SHARE)
+            part = max(beside, short, crowd, sum(min(one, each) for one in waiting) / SHARE)
         else:
             longest = max(MOST * ALONE * self._short, CALM)
             part = max(ALONE * self._short - self._start, CALM - self._start, min(self._start / SPENT, longest))

@@ -151,9 +151,9 @@ class Scheduler:
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
         plan = None
         self._foresee()
-        decoding = bool(self._ready())
-        if not (self._prefilled and decoding):  # prefill chunks and decode steps alternate
-            plan = self._plan_prefill(decoding)
+        ready = self._ready()
+        if not (self._prefilled and ready):  # prefill chunks and decode steps alternate
+            plan = self._plan_prefill(ready)
         if plan is None:
             plan = self._plan_tree()
         self._prefilled = plan.chunks if plan is not None else ()
@@ -221,15 +221,15 @@ class Scheduler:
             self._retract(victim)
             rows += 1
 
-    def _plan_prefill(self, decoding: bool) -> Plan | None:
-        """decoding: whether anybody waits for it who decodes."""
+    def _plan_prefill(self, ready: list[Req]) -> Plan | None:
+        """ready: who decodes, and waits for it."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(self.config.chunk_tokens, todo, self._pace, decoding):
+        for req, length in divided(self.config.chunk_tokens, todo, self._pace, ready):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
