@@ -100,6 +100,20 @@ def test_exact_logits_of_half_precision(dtype: torch.dtype, top: int) -> None:
     assert worst["rescored"] * 5 < worst["blurred"]
 
 
+@pytest.mark.parametrize("most", [0, 5, 24, 25, 100])
+def test_what_other_rows_ask_for_changes_nothing(most: int) -> None:
+    """Most candidates are computed for the row that asks for most."""
+    generator = torch.Generator().manual_seed(3)
+    true = torch.randn(2, 3, 257, generator=generator) + 25  # flat: each candidate counts in the normaliser
+    tokens, ids = torch.randint(0, 257, (2, 3), generator=generator), torch.tensor([[7, 8], [9, 10]])
+
+    def found(top: int, wanted: Tensor | None) -> list[TokenLogprobs]:
+        packed = path_logprobs(true.bfloat16(), tokens, top, wanted, lambda i: true.gather(-1, i))
+        return unpack(packed[0].numpy(), top, LogprobParams(2, ()))
+
+    assert found(max(most, 2), ids) == found(2, None)
+
+
 @pytest.mark.parametrize("length", [1, PROMPT_SLICE, 2 * PROMPT_SLICE + 5])
 @pytest.mark.parametrize("half", [False, True])
 def test_prompts_in_slices(length: int, half: bool) -> None:

@@ -5,8 +5,9 @@ They leave the device packed as float64, in which values and token ids are both 
 through a packed int64 download.
 
 Half-precision logits are rounded, by up to 0.06 at a logit of 25 in bfloat16. With `exact` the logits of the reported
-ids and of the best candidates are computed again in float32 and replace the rounded ones, in the normaliser too. What
-is left of the error is at most 1 - m of one rounding, m the candidates' mass.
+ids and of the best candidates are computed again in float32 and replace the rounded ones; those of the token and of the
+best `NORMALISED` in the normaliser, too, which are as many whatever this row or others ask for. What is left of the
+error is at most 1 - m of one rounding, m their mass.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from draftwing.ops.torch.argmax import top_candidates
 from draftwing.ops.torch.sampling import CANDIDATES
 from draftwing.requests.request import LogprobParams
 
+NORMALISED: Final = 32  # candidates whose logits are exact in the normaliser
 PROMPT_SLICE: Final = 64  # prompt positions whose logits exist at once; 40 MB of float32 for a vocabulary of 152k
 
 
@@ -55,17 +57,19 @@ def path_logprobs(
     ids = tokens[..., None]  # [b, P, 1 + T]
     if token_ids is not None:
         ids = torch.cat((ids, token_ids[:, None].expand(-1, tokens.shape[1], -1)), -1)
+    x = logits.float()
     if exact is None:
-        x = logits.float()
         candidates = top_candidates(_ordered(x), top) if top else ids[..., :0]
+        found, weighed = x.gather(-1, ids), x.gather(-1, candidates)  # [b, P, 1 + T], [b, P, K]
     else:
         # More than are reported: rounding may have put the best in another order.
-        candidates = top_candidates(logits, min(top + CANDIDATES, vocab))
-        rescored = torch.cat((candidates, ids), -1)
-        x = logits.float().scatter(-1, rescored, exact(rescored))
+        best = top_candidates(logits, min(NORMALISED, vocab))
+        few = top + CANDIDATES <= NORMALISED
+        candidates = best if few else top_candidates(logits, min(top + CANDIDATES, vocab))
+        weighed, found = exact(torch.cat((candidates, ids), -1)).tensor_split((candidates.shape[-1],), -1)
+        x = x.scatter(-1, best, weighed if few else exact(best)).scatter(-1, ids[..., :1], found[..., :1])
     logsumexp = x.logsumexp(-1, keepdim=True)  # [b, P, 1]
-    value = x.gather(-1, ids) - logsumexp
-    weighed = x.gather(-1, candidates)  # [b, P, K]
+    value = found - logsumexp
     place = _ordered(weighed, candidates).sort(-1, descending=True).indices[..., :top]
     best, best_ids = weighed.gather(-1, place) - logsumexp, candidates.gather(-1, place)
     return torch.cat((value[..., :1].double(), best.double(), best_ids.double(), value[..., 1:].double()), -1)
