@@ -15,7 +15,7 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import BlockRows
 
 # Where a block has its float16 numbers; others: at 0 and 2.
-HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
+HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "MXFP4": ()}
 
 
 def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockRows:
@@ -23,6 +23,8 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockRows:
     rng = np.random.default_rng(seed)
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     data = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
+    if kind == "MXFP4":  # an exponent each
+        data[:, :, 0] = rng.integers(0, 2, (rows, columns // values)) + rng.integers(104, 125, (rows, 1))
     for at in HALVES.get(kind, (0, 2)):
         scale = rng.uniform(-1, 1, (rows, columns // values, 1)) * 10.0 ** rng.integers(-7, 0, (rows, 1, 1))
         data[:, :, at : at + 2] = scale.astype(np.float16).view(np.uint8)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.hf_configs import GPT_OSS_20B, QWEN3_30B
 
 from draftwing import LLM, SamplingParams
 from draftwing.engine.graphs.cpu_tape import RecordedStages
@@ -98,6 +99,36 @@ def test_heads_that_draft_blocks(
         assert answers(llm, together=False) == expected
         stages = llm.engine.parts.executor.graphs
         assert isinstance(stages, RecordedStages) and not stages.refused and stages.replays > 50
+
+
+SMALL = {"vocab_size": 49152, "hidden_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+MIXTURES = {
+    "qwen3": QWEN3_30B | SMALL | {"num_hidden_layers": 2, "num_experts": 24, "moe_intermediate_size": 64},
+    "gpt-oss": GPT_OSS_20B | SMALL | {
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 64,
+        "num_local_experts": 12, "sliding_window": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.further(family="qwen3")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_steps_of_mixtures_are_replayed(smollm2_path: Path, tmp_path: Path, family: str) -> None:
+    """With experts in blocks all that they do are calls of the kernels, too, routes included; in MXFP4 where they are
+    stored so. Drafts change no token."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURES[family] | {"eos_token_id": 2}))
+    options = {"load_format": "dummy", "tokenizer_path": str(smollm2_path), "context_length": 512, "device": "cpu"}
+    params, found = [one.model_copy(update={"ignore_eos": True}) for one in PARAMS], []
+    for drafts in ({"speculative_algorithm": "none"}, {"speculative_algorithm": "NGRAM", **CHAIN}):
+        with LLM(str(tmp_path), quantization="q8_0", max_total_tokens=4096, **options, **drafts) as llm:
+            first = [one.token_ids for one in llm.chat(CONVERSATIONS, params)]
+            asked = zip([2 * tokens for tokens in first], params, strict=True)
+            found.append([first, [llm.generate([tokens], one)[0].token_ids for tokens, one in asked]])
+            stages = llm.engine.parts.executor.graphs
+            assert isinstance(stages, RecordedStages) and not stages.refused and stages.replays > 20
+            stored = llm.engine.parts.model.weight_bytes()
+            assert ("MXFP4" in stored) == (family == "gpt-oss")
+    assert found[0] == found[1]
 
 
 @pytest.mark.exhaustive

@@ -44,9 +44,16 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
     model = harness.tiny_model(experts=ExpertConfig(16, 2, 32))
     rig, shape = harness.Rig(model, shapes=(TREE,), drafter="ngram"), TREE
     model.pack(rig.executor.device.ops)
-    ops, seen = model.layers[0].mlp._ops, []
-    route = ops.route
-    monkeypatch.setattr(ops, "route", lambda *args: (seen.append(route(*args)), seen[-1])[1])
+    mlp, seen = model.layers[0].mlp, []
+    route, whole = mlp._ops.route, mlp._whole
+    monkeypatch.setattr(mlp._ops, "route", lambda *args: (seen.append(route(*args)), seen[-1])[1])
+    if whole is not None:  # routes in the same call as all the rest
+
+        def routed(x, residual, scatter):
+            mlp._ops.route(mlp.router(x), 2, True, False, scatter)
+            return whole(x, residual, scatter)
+
+        monkeypatch.setattr(mlp, "_whole", routed)
     prices = Prices((shape,), False)
     for random, distinct in ((True, 11), (False, 6)):
         seen.clear()

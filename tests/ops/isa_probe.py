@@ -20,6 +20,7 @@ from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.torch.layer_ops import FewRowsGemm, MixtureWeights
 from draftwing.ops.types import BlockRows, Draft, SamplingRows
 
 Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]
@@ -29,6 +30,7 @@ NONE = torch.zeros(0, dtype=torch.int64)
 BLOCKS = {
     "Q4_0": (32, 18, (0,)), "Q4_1": (32, 20, (0, 2)), "Q5_0": (32, 22, (0,)), "Q5_1": (32, 24, (0, 2)),
     "Q8_0": (32, 34, (0,)), "Q4_K": (256, 144, (0, 2)), "Q5_K": (256, 176, (0, 2)), "Q6_K": (256, 210, (208,)),
+    "MXFP4": (32, 17, ()),
 }  # fmt: skip
 
 
@@ -134,6 +136,8 @@ def blocks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         for at in halves:
             scale = made.floats(torch.float16, 60, inputs // values, 1, scale=0.01)
             data[:, :, at : at + 2] = scale.view(torch.uint8)
+        if kind == "MXFP4":  # an exponent
+            data[:, :, 0] = 115 + data[:, :, 0] % 8
         gemm = ops.block_gemm([BlockRows(kind, data.view(60, -1), inputs)], dtype)
         x, bias = made.floats(dtype, 37, inputs), made.floats(dtype, 60)
         yield gemm(x, bias, made.floats(dtype, 37, 60))
@@ -142,6 +146,26 @@ def blocks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     weight = made.floats(dtype, 32, inputs)
     for kind in ("Q8_0", "Q4_0", "Q4_K"):
         yield ops.quantize(weight, kind).data
+
+
+@case
+def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    count, hidden, ffn = 21, 96, 64
+    for kind, limit in (("Q8_0", 0.0), ("Q4_0", 7.0)):
+
+        def gemms(rows: int, columns: int, kind: str = kind) -> list[FewRowsGemm | None]:
+            weights = [made.floats(torch.float32, rows, columns, scale=columns**-0.5) for _ in range(count)]
+            return [ops.block_gemm([ops.quantize(weight, kind)], dtype) for weight in weights]
+
+        router, bias = made.floats(dtype, count, hidden, scale=0.3), made.floats(dtype, count)
+        biases = made.floats(dtype, count * 2 * ffn), made.floats(dtype, count * hidden)
+        more = 5, limit == 0, limit
+        mixture = ops.whole_mixture(
+            MixtureWeights(router, bias, gemms(2 * ffn, hidden), gemms(hidden, ffn), biases, *more)
+        )
+        assert mixture is not None
+        for rows in (1, 37):
+            yield mixture(made.floats(dtype, rows, hidden), made.floats(dtype, rows, hidden), None)
 
 
 @case

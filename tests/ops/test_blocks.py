@@ -18,7 +18,7 @@ from draftwing.ops.types import BlockRows
 
 pytestmark = pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,8 @@ def test_the_largest_numbers_fit(ops: CpuOps, kind: str) -> None:
         data = np.full((16, 512 // values, size), fill, np.uint8)
         for at in HALVES.get(kind, (0, 2)):
             data[:, :, at : at + 2] = np.asarray([0.5], np.float16).view(np.uint8)
+        if kind == "MXFP4":
+            data[:, :, 0] = 127
         part = BlockRows(kind, torch.from_numpy(data.reshape(16, -1)), 512)
         for sign in (1, -1):
             x = torch.full((2, 512), 127.0 * sign)
@@ -137,6 +139,26 @@ def test_the_last_outputs_alone(ops: CpuOps, outputs: int) -> None:
     exact, terms = rounded(x) @ weight.T + bias[-outputs:].numpy(), np.abs(rounded(x)) @ np.abs(weight).T
     assert (np.abs(found[:, -outputs:].numpy() - exact) <= 4e-6 * terms + 1e-5).all()
     assert np.array_equal(gemm.dense()[-outputs:].numpy(), weight.astype(np.float32))
+
+
+def test_mxfp4_has_the_bits_of_its_values_in_other_blocks(ops: CpuOps) -> None:
+    """Twice its values are whole numbers of 5 bits; exponents of all sizes, and those that float16 has."""
+    part = blocks("MXFP4", 48, 512)
+    data = part.data.view(48, 16, 17)
+    low, high = data[:, :, 1:] & 15, data[:, :, 1:] >> 4
+    sizes = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+    whole = torch.cat((sizes, -sizes))[torch.cat((low, high), 2).int()] + 16
+    scales = torch.exp2(data[:, :, :1].float() - 128).half().view(torch.uint8)
+    fifth = (whole >> 4 << torch.arange(32)).sum(2, keepdim=True).int().view(torch.uint8)
+    nibbles = (whole[:, :, :16] & 15 | (whole[:, :, 16:] & 15) << 4).to(torch.uint8)
+    other = BlockRows("Q5_0", torch.cat((scales, fifth, nibbles), 2).flatten(1), 512)
+    x = torch.randn(40, 512, generator=torch.Generator().manual_seed(6))
+    assert np.array_equal(dequantized(part), dequantized(other))
+    assert torch.equal(
+        ops.block_gemm([part], torch.float32)(x, None, None), ops.block_gemm([other], torch.float32)(x, None, None)
+    )
+    data[:, :, 0] = torch.randint(0, 256, (48, 16), generator=torch.Generator().manual_seed(7))
+    assert np.array_equal(ops.block_gemm([part], torch.float32).dense().numpy(), dequantized(part))
 
 
 def test_what_is_no_number_is_not_lost(ops: CpuOps) -> None:

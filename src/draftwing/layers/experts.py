@@ -18,7 +18,7 @@ from draftwing.layers.linear_ops.groups import multiplied_out
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.torch.experts import ExpertGemm, Routed
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.torch.layer_ops import PLAIN, FewRowsGemm, LayerOps, MixtureWeights, WholeMixture
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,21 @@ class ExpertMLP(nn.Module):
         self._ops: LayerOps = PLAIN
         self._exact = False
         self.scatter: Tensor | None = None  # see `ExpertOps.route`
+        self._whole: WholeMixture | None = None  # all of it
 
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
+        """When the parts are packed."""
         self._ops, self._exact = ops, mode.deterministic
+        gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
+        if gate_up and down and self._ranks.size == 1:
+            experts, router, biases = self.experts, self.router.dense_weight(), (self.gate_up.bias, self.down.bias)
+            more = experts.top_k, experts.renormalise, experts.limit
+            self._whole = ops.whole_mixture(MixtureWeights(router, self.router.bias, gate_up, down, biases, *more))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
+        if self._whole is not None:
+            return self._whole(x, residual, self.scatter)
         inner, routed = self._inner(x)
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)
@@ -138,6 +147,10 @@ class ExpertLinear(Linear):
         gate_up = self(x, routed)
         return self._ops.clamped_swiglu(gate_up, limit) if limit else self._ops.silu_mul(gate_up)
 
+    def each_gemm(self) -> list[FewRowsGemm | None]:
+        """The device's GEMM of each expert; none where it takes them together."""
+        return [one.op.few_rows for one in self.op.each] if isinstance(self.op, EachExpert) else []
+
     def _each(self, ops: LayerOps, mode: PackMode) -> list[Linear]:
         """A packed layer for each expert."""
         rows, dense = self.out_features // self.count, None
@@ -182,23 +195,23 @@ class EachExpert(LinearOp):
 
     def __init__(self, each: list[Linear], layer: Linear) -> None:
         super().__init__(layer)
-        self._each = each
+        self.each = each
 
     @property
     def sizes(self) -> Counter[str]:
-        return sum((one.op.sizes for one in self._each), Counter[str]())
+        return sum((one.op.sizes for one in self.each), Counter[str]())
 
     def dense_weight(self) -> Tensor:
-        return torch.cat([one.dense_weight() for one in self._each])
+        return torch.cat([one.dense_weight() for one in self.each])
 
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         choices, (order, places, chosen, counts) = routed.choices(x), routed.by_expert
         if not chosen:
-            return x.new_empty(0, self._each[0].out_features)
+            return x.new_empty(0, self.each[0].out_features)
         rows = x.index_select(0, order // choices if choices > 1 else order)
         parts = []
         for expert, part in zip(chosen, rows.split(counts), strict=True):
-            one = self._each[expert]
+            one = self.each[expert]
             parts.append(one.op(part, None if bias is None else one.bias))
         return torch.cat(parts).index_select(0, places)
 

@@ -317,7 +317,7 @@ def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear |
     # What has two names, a tied head, is called by the last.
     names = {part: name for name, part in module.named_modules(remove_duplicate=False)}
     tables = {part.table for part in names if isinstance(part, Embedding)}
-    layers = []
+    mixtures, layers = [], []
     for part, name in names.items():
         if isinstance(part, Linear):
             rows_only = part in tables and part is not keep
@@ -325,8 +325,10 @@ def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear |
         elif isinstance(part, RMSNorm | Embedding):
             part.pack(ops)
         elif isinstance(part, ExpertMLP):
-            part.pack(ops, mode)
+            mixtures.append(part)
         elif isinstance(part, DecoderLayer):
             layers.append(part)
+    for mixture in mixtures:
+        mixture.pack(ops, mode)
     for layer in layers:
         layer.pack(ops)

@@ -204,10 +204,10 @@ def _of_experts(
         theirs = f"model.layers.{match[1]}.{names.experts}.{expert}.{part}.{match[3]}"
         if bias:
             yield theirs, torch.from_numpy(file.decoded(name, stored)[0])
-        elif kind == MXFP4:
-            yield theirs, mx_rows(stored)
         elif as_stored:
             yield theirs, BlockRows(kind, torch.from_numpy(stored), info.shape[2])
+        elif kind == MXFP4:
+            yield theirs, mx_rows(stored)
         else:
             yield theirs, torch.from_numpy(file.decoded(name, stored))
 

@@ -58,9 +58,9 @@ class BlockFormat(WeightFormat):
         """Whether blocks of this kind are multiplied as they are."""
         return kind in self.ops.block_kinds
 
-    def rows(self, value: Tensor | BlockRows | QuantizedRows) -> BlockRows:
+    def rows(self, value: Tensor | BlockRows | QuantizedRows | MXRows) -> BlockRows:
         """value [rows, columns] -> the same in blocks that there is a GEMM for."""
-        if isinstance(value, QuantizedRows):
+        if isinstance(value, QuantizedRows | MXRows):
             return to_blocks(value, self.ops)
         if isinstance(value, BlockRows):
             if self.has_kernel(value.kind):
@@ -90,8 +90,7 @@ class Blocks(LinearOp):
         if isinstance(value, BlockRows) and not self._format.has_kernel(value.kind):
             self.changed[f"in {value.kind} have no kernel here and are quantised again, to {SAFE_KIND}"] += 1
         elif isinstance(value, QuantizedRows | MXRows):
-            label, value = value.label, value.integers() if isinstance(value, MXRows) else value
-            self.changed[f"in {label}: {becomes(value, self._format.ops)}"] += 1
+            self.changed[f"in {value.label}: {becomes(value, self._format.ops)}"] += 1
         self._parts[part.start] = self._format.rows(value)
         if sum(rows.data.shape[0] for rows in self._parts.values()) == self.layer.out_features:
             del self.layer.weight  # nothing is missing

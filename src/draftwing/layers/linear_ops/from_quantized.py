@@ -8,17 +8,21 @@ from torch import Tensor
 
 from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, QuantizedRows
+from draftwing.ops.types import MX_BLOCK, BlockRows, MXRows, QuantizedRows
 
+MX_KIND = "MXFP4"
 _SLICE = 1 << 22  # codes that are packed at a time
 
 
-def to_blocks(rows: QuantizedRows, ops: LayerOps) -> BlockRows:
+def to_blocks(rows: QuantizedRows | MXRows, ops: LayerOps) -> BlockRows:
     """The matrix, whose columns are a multiple of 32, in the kind of blocks that holds its values best.
 
     Codes of up to 4 bits stay as they are in `Q4_0`, with zeros in `Q4_1`, and those of 5 and of 8 bits without zeros
-    in `Q5_0` and `Q8_0`, where each block of 32 lies in one group. Everything else is rounded to `Q8_0`.
+    in `Q5_0` and `Q8_0`, where each block of 32 lies in one group; MXFP4 has a kind of its own. Everything else is
+    rounded to `Q8_0`.
     """
+    if isinstance(rows, MXRows):
+        return _mx_blocks(rows) if MX_KIND in ops.block_kinds else to_blocks(rows.integers(), ops)
     kind, columns = _same_codes(rows, ops), rows.codes.shape[1]
     if kind is None:
         return ops.quantize(rows.dense(torch.float32), SAFE_KIND)
@@ -27,10 +31,22 @@ def to_blocks(rows: QuantizedRows, ops: LayerOps) -> BlockRows:
     return BlockRows(kind, torch.cat(parts), columns)
 
 
-def becomes(rows: QuantizedRows, ops: LayerOps) -> str:
+def becomes(rows: QuantizedRows | MXRows, ops: LayerOps) -> str:
     """What `to_blocks` does, for the log."""
+    if isinstance(rows, MXRows):
+        return f"kept, as {MX_KIND}" if MX_KIND in ops.block_kinds else becomes(rows.integers(), ops)
     kind = _same_codes(rows, ops)
     return f"quantised again, to {SAFE_KIND}" if kind is None else f"kept, as {kind}"
+
+
+def _mx_blocks(rows: MXRows) -> BlockRows:
+    """A block has its exponent, then 16 values in the low bits of 16 bytes and 16 in the high ones."""
+    pairs = rows.codes.unflatten(1, (-1, MX_BLOCK // 2))  # [rows, blocks, 16]: value 2i, and 2i + 1 above it
+    first, second = pairs.unflatten(2, (2, MX_BLOCK // 4)).unbind(2)
+    low = torch.stack((first & 15, first >> 4), -1).flatten(2)
+    high = torch.stack((second << 4, second & 240), -1).flatten(2)
+    data = torch.cat((rows.exponents.unsqueeze(2), low | high), 2)
+    return BlockRows(MX_KIND, data.flatten(1), rows.columns)
 
 
 def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:

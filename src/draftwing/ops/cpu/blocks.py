@@ -12,7 +12,10 @@ from torch import Tensor
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.types import BlockRows
 
-TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}  # GGML's numbers
+TYPES = {  # GGML's numbers
+    **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
+    "MXFP4": 39,
+}
 QUANTIZED = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144)}  # (values, bytes) of a block that is made here
 _PANEL = 16  # outputs that are stored together
 _SLICE = 1 << 22  # values that are quantised at a time

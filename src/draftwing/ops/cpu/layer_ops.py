@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, quantize
+from draftwing.ops.cpu.experts import NativeMixture, can_mix
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.cpu.tree import with_rows
-from draftwing.ops.torch.layer_ops import FEW_ROWS, FewRowsGemm, LayerOps, LayerWeights
+from draftwing.ops.torch.layer_ops import FEW_ROWS, FewRowsGemm, LayerOps, LayerWeights, MixtureWeights
 from draftwing.ops.types import BlockRows
 
 
@@ -157,6 +158,10 @@ class CpuLayerOps(LayerOps):
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
         """Of layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""
         return NativeLayers(layers, kept, self.take_rows) if can_run(layers, kept) else None
+
+    def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
+        """Of weights that are all of `block_gemm`."""
+        return NativeMixture(weights) if can_mix(weights) else None
 
     def head_top_k(
         self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None

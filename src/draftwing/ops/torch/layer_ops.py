@@ -167,6 +167,28 @@ class LayerWeights(NamedTuple):
     biases: Sequence[Tensor | None]
 
 
+class MixtureWeights(NamedTuple):
+    """What a mixture of experts multiplies with, each expert by itself, in the order of experts."""
+
+    router: Tensor  # [count, hidden]
+    router_bias: Tensor | None  # [count]
+    gate_up: Sequence[FewRowsGemm | None]  # [2 * ffn, hidden] each, gates and then ups; None: it has no such GEMM
+    down: Sequence[FewRowsGemm | None]  # [hidden, ffn] each
+    biases: tuple[Tensor | None, Tensor | None]  # of all: [count * 2 * ffn], [count * hidden]
+    top_k: int
+    renormalise: bool
+    limit: float  # as `ExpertGemm.gated` has it
+
+
+class WholeMixture(Protocol):
+    """A mixture in one call."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None) -> Tensor:
+        """x [M, hidden], residual [M, hidden] -> [M, hidden], all of one dtype; scatter as `ExpertOps.route` has it. A
+        row has the same bits in any batch."""
+        ...
+
+
 class LayerOps(ExpertOps):
     """Norms, gated activation, rows of a table, and which GEMMs there are.
 
@@ -340,6 +362,10 @@ class LayerOps(ExpertOps):
 
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
         """A GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or None."""
+        return None
+
+    def whole_mixture(self, weights: MixtureWeights) -> WholeMixture | None:
+        """All of it in one call, or None where the device has none for these weights."""
         return None
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> WholeLayers | None:

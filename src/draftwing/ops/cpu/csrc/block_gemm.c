@@ -76,6 +76,27 @@ INLINE pf from_halves(const uint8_t *p) {
     return v;
 #endif
 }
+INLINE pf from_exponents(const uint8_t *p) {
+    const vn e = from_bytes(p), small = e < 2;
+    return (pf)((small & (e + 1) << 21) | (~small & (e - 1) << 23));
+}
+/* Twice the values of MXFP4's codes, plus 16. */
+INLINE vb mx_values(vb codes) {
+#if PART == 16
+    const __m128i values = _mm_add_epi8(_mm_setr_epi8(MX_VALUES), _mm_set1_epi8(16));
+    return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)codes);
+#elif defined(__AVX2__)
+    const __m128i values = _mm_add_epi8(_mm_setr_epi8(MX_VALUES), _mm_set1_epi8(16));
+    return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
+#elif defined(__aarch64__)
+    const int8x16_t values = {MX_VALUES};
+    return (vb)vreinterpretq_u8_s8(vaddq_s8(vqtbl1q_s8(values, (uint8x16_t)codes), vdupq_n_s8(16)));
+#else
+    const vb size = codes & 7, five = (vb)(size > 4), six = (vb)(size > 5), seven = (vb)(size > 6);
+    const vb value = size + (five & 1) + (six & 1) + (seven & 3), minus = (vb)(codes > 7);
+    return ((value ^ minus) - minus) + 16;
+#endif
+}
 INLINE vn every(int32_t x) { return x - (vn){0}; }
 INLINE pf every_float(float x) { return x - (pf){0}; }
 
@@ -100,7 +121,7 @@ INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
 #elif defined(__AVX2__)
     /* Pairs are summed in 16 bits, as many as fit: 8 of 15 * 127 * 2, 4 of 31, 2 of 63. Of 8 bits no pair fits, but of
        numbers with a sign it does: -128 to 127, whose sign goes to x. */
-    const int most = k.wide ? 1 : k.high == 2 ? 2 : k.high ? 4 : 8;
+    const int most = k.wide ? 1 : k.high == 2 ? 2 : k.high || k.mx ? 4 : 8;
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = _mm256_setzero_si256();
     for (int first = 0; first < count; first += most) {
@@ -171,8 +192,8 @@ INLINE void unpack(const Kind k, vb *w, const uint8_t *at, int64_t o) {
     }
     for (int g = 0; g < 4; g++) {
         const vb both = bytes_at(at + 64 * g);
-        w[g] = both & 15;
-        w[g + 4] = both >> 4 & 15;
+        w[g] = k.mx ? mx_values(both & 15) : both & 15;
+        w[g + 4] = k.mx ? mx_values(both >> 4 & 15) : both >> 4 & 15;
     }
     if (k.high == 1) {
         const vb bits = bytes_at(at + 256);
@@ -213,7 +234,9 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
             unpack(k, w, at, PART * c);
             vn one = {0}, two = {0};
             pf scale = {0}, min = {0};
-            if (!k.super) {
+            if (k.mx) {
+                scale = from_exponents(values + PART * c);
+            } else if (!k.super) {
                 scale = from_halves(values + 2 * PART * c);
                 if (k.min) min = from_halves(values + 32 + 2 * PART * c);
             } else if (k.halves) {
@@ -256,6 +279,7 @@ OF_TYPE(Q8_0)
 OF_TYPE(Q4_K)
 OF_TYPE(Q5_K)
 OF_TYPE(Q6_K)
+OF_TYPE(MXFP4)
 static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
                   float (*sums)[PANEL_OUTPUTS]) {
     switch (type) {
@@ -267,6 +291,7 @@ static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row
     case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
     case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
     case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
+    case MXFP4: panel_MXFP4(x, at, row, rows, sums); break;
     }
 }
 

@@ -52,6 +52,10 @@ INLINE Values values_of(const int64_t type, const uint8_t *at, int64_t j) {
     case Q8_0:
         for (int i = 0; i < BLOCK; i++) v.q[i] = at[2 + i] ^ 128;
         break;
+    case MXFP4:
+        v.scale[0] = at[0];
+        nibbles(v.q, at + 1);
+        break;
     case Q4_K:
     case Q5_K:
         v.half_min = half_at(at + 2);
@@ -94,7 +98,9 @@ INLINE void put_block(Kind k, uint8_t *to, const Values *v, int64_t output) {
             if (k.high == 2) to[256 + 64 * (g / 4) + lane] |= (uint8_t)((q >> 4 & 3) << 2 * (g % 4));
         }
     uint8_t *scales = to + q_bytes(k);
-    if (!k.super) {
+    if (k.mx) {
+        scales[output] = v->scale[0];
+    } else if (!k.super) {
         memcpy(scales + 2 * output, &v->half_scale, 2);
         if (k.min) memcpy(scales + 32 + 2 * output, &v->half_min, 2);
     } else {
@@ -131,7 +137,8 @@ INLINE void pack_panel(const int64_t type, const Packing *j, int64_t panel) {
     case Q8_0: CALL(Q8_0); break; \
     case Q4_K: CALL(Q4_K); break; \
     case Q5_K: CALL(Q5_K); break; \
-    case Q6_K: CALL(Q6_K); break;
+    case Q6_K: CALL(Q6_K); break; \
+    case MXFP4: CALL(MXFP4); break;
 
 static void some_panels(void *data) {
     Packing *j = data;
@@ -177,7 +184,8 @@ static void floats_of(float *to, Part part, int64_t output, int64_t inputs) {
         const uint8_t *scales = at + q_bytes(k);
         float scale[2], min = 0;
         for (int h = 0; h < 2; h++)
-            scale[h] = !k.super   ? from_half(half_at(scales + 2 * o))
+            scale[h] = k.mx       ? from_exponent(scales[o])
+                       : !k.super ? from_half(half_at(scales + 2 * o))
                        : k.halves ? unit * (float)(int8_t)scales[16 * h + o]
                                   : unit * (float)scales[o];
         if (k.min) min = k.super ? base * (float)scales[16 + o] : from_half(half_at(scales + 32 + 2 * o));
@@ -186,7 +194,8 @@ static void floats_of(float *to, Part part, int64_t output, int64_t inputs) {
             int q = k.wide ? at[64 * g + lane] : g < 4 ? at[64 * g + lane] & 15 : at[64 * (g - 4) + lane] >> 4;
             if (k.high == 1) q |= (at[256 + lane] >> g & 1) << 4;
             if (k.high == 2) q |= (at[256 + 64 * (g / 4) + lane] >> 2 * (g % 4) & 3) << 4;
-            if (k.zero) q -= 1 << k.zero;
+            if (k.mx) q = (int[]){MX_VALUES}[q];
+            else if (k.zero) q -= 1 << k.zero;
             to[i] = scale[i / 16] * (float)q + min;
         }
     }

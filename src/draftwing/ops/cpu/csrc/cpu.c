@@ -75,13 +75,6 @@ INLINE void sums16(const float (*v)[LANES], float *to) {
     }
 }
 #endif
-INLINE float sum_lanes(vf v) {
-    float s[LANES];
-    storef(s, v);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) s[i] += s[i + step];
-    return s[0];
-}
 
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
@@ -547,6 +540,8 @@ static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL, NULL},
     {"layers_spare", (PyCFunction)(void (*)(void))py_layers_spare, METH_FASTCALL, NULL},
     {"layers", (PyCFunction)(void (*)(void))py_layers, METH_FASTCALL, NULL},
+    {"experts_spare", (PyCFunction)(void (*)(void))py_experts_spare, METH_FASTCALL, NULL},
+    {"experts", (PyCFunction)(void (*)(void))py_experts, METH_FASTCALL, NULL},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, NULL},
     {"block_gemm", (PyCFunction)(void (*)(void))py_block_gemm, METH_FASTCALL, NULL},
     {"block_pack", (PyCFunction)(void (*)(void))py_block_pack, METH_FASTCALL, NULL},

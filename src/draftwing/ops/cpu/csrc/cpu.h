@@ -176,6 +176,15 @@ INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a s
     }
 }
 
+/* The upper half to the lower one, and so on. */
+INLINE float sum_lanes(vf v) {
+    float s[LANES];
+    storef(s, v);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) s[i] += s[i + step];
+    return s[0];
+}
+
 /* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
 INLINE vf exp2_16(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
@@ -321,6 +330,10 @@ HIDDEN PyObject *py_panel_bytes(PyObject *self, PyObject *const *args, Py_ssize_
 HIDDEN Product product_of(const int64_t *numbers, int64_t half);
 HIDDEN PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In experts.c. */
+HIDDEN PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In features.c. */
 HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize_t given);

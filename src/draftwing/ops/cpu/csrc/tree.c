@@ -452,14 +452,6 @@ static PyObject *py_take_rows(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 /* -- the input of a draft head's first GEMM ----------------------------------------------------------------------- */
 
-INLINE float sum_lanes(vf v) {
-    float s[LANES];
-    storef(s, v);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) s[i] += s[i + step];
-    return s[0];
-}
-
 /* A row of x, normed as in cpu.c where it has a weight; NULL: zeros. */
 INLINE void fuse_row(void *out, int64_t at, const void *x, int64_t from, const void *weight, int64_t size, float eps,
                      const int half) {

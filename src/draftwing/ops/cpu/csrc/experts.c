@@ -1,0 +1,302 @@
+/* The MLP of a layer as a mixture of experts, in one call: router, the GEMMs of those who were chosen, the gates between
+   them, and the weighted sums. Weights of experts are in blocks.
+
+   A row with one of its choices is a pair. Pairs lie in the order of their experts, so those of one are the rows of its
+   GEMMs, which read its weights once. What a pair gets depends on its row and expert alone, and a row's pairs are summed
+   in the order of its choices: so the bits are those of each operation alone, and the same in any batch. */
+
+#include "blocks.h"
+
+#define UNIT 32      /* outputs that a thread takes at least */
+#define TURNS 8      /* that a thread takes some of a GEMM in, where there are as many units */
+#define OWN_ROUTES 8 /* up to so many rows are routed by one thread, when all have made their logits */
+#define AT_ONCE 4    /* logits of a row: each sum waits for its own last instruction */
+#define PRIME 1000003
+#define SPREAD 618033 /* both as in ops/torch/experts.py, and this: */
+#define ALPHA 1.702f
+
+typedef struct {
+    int64_t expert, first, rows; /* pairs [first, first + rows) */
+    Rounded x, gated;
+} Group;
+
+typedef struct {
+    Team team;
+    const void *x, *residual, *router, *router_bias;
+    void *out;
+    int64_t rows, half;
+    const int32_t *scatter; /* not 0: rows choose anything */
+    int64_t count, top_k, renormalise, hidden, ffn;
+    const int64_t *weights; /* of each expert: blocks and bias of gates and ups, blocks and bias of down */
+    float limit;            /* of gates and ups; 0: none, and silu */
+    /* On the way; pairs by row and choice: */
+    int64_t *chosen, *place; /* the expert; where the pair lies */
+    float *share;
+    /* as they lie: */
+    int64_t *source; /* the row */
+    char *gate_up, *gated, *outs, *x_8, *gated_8;
+    Group *groups;
+    int64_t *first; /* where each expert begins */
+    float *logits, *scores; /* scores: of each thread */
+    int64_t used, next_up, next_down; /* used: groups */
+} Mixture;
+
+/* -- router -------------------------------------------------------------------------------------------------------- */
+
+/* Logits of row i for experts [from, to), rounded to the storage. */
+INLINE void logits_of(const Mixture *j, int64_t i, int64_t from, int64_t to, const int half) {
+    const int64_t n = j->hidden;
+    for (int64_t e = from; e < to; e += AT_ONCE) {
+        const int64_t count = to - e < AT_ONCE ? to - e : AT_ONCE;
+        vf sums[AT_ONCE] = {{0}};
+        for (int64_t c = 0; c < n; c += LANES) {
+            const vf x = load(j->x, i * n + c, LANES, half);
+            for (int l = 0; l < AT_ONCE; l++)
+                sums[l] += x * load(j->router, (e + (l < count ? l : 0)) * n + c, LANES, half);
+        }
+        for (int64_t l = 0; l < count; l++) {
+            const float bias = j->router_bias ? load(j->router_bias, e + l, 1, half)[0] : 0;
+            j->logits[i * j->count + e + l] = rounded(splat(sum_lanes(sums[l]) + bias), half)[0];
+        }
+    }
+}
+static void make_logits(const Mixture *j, int64_t i, int64_t from, int64_t to) {
+    if (j->half) logits_of(j, i, from, to, 1);
+    else logits_of(j, i, from, to, 0);
+}
+
+INLINE int64_t lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE int64_t scores_size(int64_t count) { return 3 * lanes(count); }
+
+/* Whether a is chosen before b: the larger one, what is no number first. */
+INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
+
+/* Of row i the experts with the largest logits, the lower one of equals, and their shares of the softmax of all, or of
+   those chosen. Experts are different ones whatever the logits are. */
+static void route(const Mixture *j, int64_t i, float *scores) {
+    const int64_t count = j->count, k = j->top_k;
+    int64_t *chosen = j->chosen + i * k;
+    float *share = j->share + i * k, *best = scores + lanes(count);
+    char *taken = memset(best + lanes(count), 0, (size_t)count);
+    const int scattered = j->scatter && *j->scatter;
+    memcpy(scores, j->logits + i * count, (size_t)count * 4);
+    for (int64_t e = 0; scattered && e < count; e++) {
+        const int64_t at = i * count + e;
+        scores[e] = (float)(at * at % PRIME * SPREAD % PRIME) / PRIME;
+    }
+    for (int64_t c = 0; c < k; c++) {
+        int64_t most = -1;
+        for (int64_t e = 0; e < count; e++)
+            if (!taken[e] && (most < 0 || before(scores[e], scores[most]))) most = e;
+        taken[most] = 1;
+        chosen[c] = most;
+        best[c] = scores[most];
+    }
+    const float top = best[0];
+    float *of = j->renormalise ? best : scores, sum = 0;
+    const int64_t size = j->renormalise ? k : count;
+    for (int64_t c = 0; c < size; c += LANES) {
+        storef(of + c, exp2_16((loadf(of + c) - splat(top)) * splat(1.44269504f)));
+        for (int64_t l = c; l < c + LANES && l < size; l++) sum += of[l];
+    }
+    if (!(fabsf(top) < INFINITY)) sum = NAN;
+    for (int64_t c = 0; c < k; c++) share[c] = of[j->renormalise ? c : chosen[c]] / sum;
+}
+
+/* Puts pairs in the order of their experts, and of rows. */
+static void group(Mixture *j) {
+    const int64_t pairs = j->rows * j->top_k, *chosen = j->chosen;
+    int64_t *first = j->first;
+    memset(first, 0, (size_t)(j->count + 1) * sizeof *first);
+    for (int64_t p = 0; p < pairs; p++) first[chosen[p] + 1]++;
+    j->used = 0;
+    for (int64_t e = 0; e < j->count; e++) {
+        const int64_t rows = first[e + 1], from = first[e];
+        first[e + 1] += from;
+        if (!rows) continue;
+        j->groups[j->used++] =
+            (Group){.expert = e,
+                    .first = from,
+                    .rows = rows,
+                    .x = rounded_at(j->x_8 + rounded_size(j->rows > 1 ? from : 0, j->hidden), rows, j->hidden),
+                    .gated = rounded_at(j->gated_8 + rounded_size(from, j->ffn), rows, j->ffn)};
+    }
+    for (int64_t p = 0; p < pairs; p++) {
+        j->place[p] = first[chosen[p]]++;
+        j->source[j->place[p]] = p / j->top_k;
+    }
+}
+
+/* -- what is done to pairs ------------------------------------------------------------------------------------------ */
+
+/* gate * sigmoid(ALPHA * gate) * (up + 1), of gates of at most `limit` and ups within it. */
+static void clamped(const Rows *r, int64_t i, int64_t from, int64_t to, float limit) {
+    const int64_t n = r->size;
+    const int half = (int)r->half;
+    const vf most = splat(limit);
+    for (int64_t c = from; c < to; c += LANES) {
+        vf gate = load(r->x, 2 * i * n + c, to - c, half), up = load(r->x, (2 * i + 1) * n + c, to - c, half);
+        gate = select_f(above(gate, most), most, gate);
+        up = select_f(above(up, most), most, up);
+        up = select_f(above(-most, up), -most, up);
+        vf power = gate * splat(-1.44269504f * ALPHA);
+        power = select_f(above(power, splat(126.0f)), splat(126.0f), power);
+        store(r->out, i * n + c, to - c, half, gate * (1.0f / (1.0f + exp2_16(power))) * (up + 1.0f));
+    }
+}
+static Product product_with(const Mixture *j, const int64_t *weight, const Rounded *x, void *out, int64_t outputs) {
+    return (Product){.blocks = POINTER(weight[0]),
+                     .bias = POINTER(weight[1]),
+                     .rounded = *x,
+                     .out = out,
+                     .rows = x->rows,
+                     .inputs = x->inputs,
+                     .outputs = outputs,
+                     .half = j->half};
+}
+/* Inner elements [from, to) of an expert's pairs: multiples of UNIT. */
+static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
+    const int64_t ffn = j->ffn, width = j->half ? 2 : 4;
+    char *gate_up = j->gate_up + g->first * 2 * ffn * width, *gated = j->gated + g->first * ffn * width;
+    const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, gate_up, 2 * ffn);
+    multiply_blocks(&p, from, to);
+    multiply_blocks(&p, ffn + from, ffn + to);
+    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half};
+    for (int64_t i = 0; i < g->rows; i++) {
+        if (j->limit != 0) clamped(&gates, i, from, to, j->limit);
+        else silu_part(&gates, i, from, to);
+        round_part(&g->gated, gated, i, from, to, j->half);
+    }
+}
+static void down_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
+    char *out = j->outs + g->first * j->hidden * (j->half ? 2 : 4);
+    const Product p = product_with(j, j->weights + 4 * g->expert + 2, &g->gated, out, j->hidden);
+    multiply_blocks(&p, from, to);
+}
+/* The sum of row i's pairs, elements [from, to). */
+static void mix(const Mixture *j, int64_t i, int64_t from, int64_t to) {
+    const int64_t n = j->hidden, k = j->top_k, *place = j->place + i * k;
+    const float *share = j->share + i * k;
+    const int half = (int)j->half;
+    for (int64_t c = from; c < to; c += LANES) {
+        vf sum = load(j->outs, place[0] * n + c, to - c, half) * splat(share[0]);
+        for (int64_t p = 1; p < k; p++) sum += load(j->outs, place[p] * n + c, to - c, half) * splat(share[p]);
+        if (j->residual) sum += load(j->residual, i * n + c, to - c, half);
+        store(j->out, i * n + c, to - c, half, sum);
+    }
+}
+
+/* -- shares of the work ---------------------------------------------------------------------------------------------- */
+
+/* `size` outputs of each group, in units, some at a time until all are taken. */
+static void each_unit(const Mixture *j, const Member *me, int64_t *next, int64_t size,
+                      void (*part)(const Mixture *, const Group *, int64_t, int64_t)) {
+    const int64_t units = size / UNIT, all = j->used * units, turns = all / (TURNS * me->size), step = turns ? turns : 1;
+    for (int64_t from; (from = take(next, step)) < all;) {
+        const int64_t end = from + step < all ? from + step : all;
+        for (int64_t to; from < end; from = to) { /* of one group at a time */
+            const int64_t g = from / units;
+            to = (g + 1) * units < end ? (g + 1) * units : end;
+            part(j, j->groups + g, (from - g * units) * UNIT, (to - g * units) * UNIT);
+        }
+    }
+}
+
+static void some_of_mixture(void *data) {
+    Mixture *j = data;
+    const Member me = join(&j->team);
+    Ahead nothing = {0};
+    const int64_t rows = j->rows, hidden = j->hidden, width = j->half ? 2 : 4, few = rows <= OWN_ROUTES;
+    float *scores = j->scores + me.number * scores_size(j->count);
+    if (few) {
+        for (int64_t i = 0; i < rows; i++) make_logits(j, i, share(&me, j->count, 0), share(&me, j->count, 1));
+    } else {
+        for (int64_t i = share(&me, rows, 0); i < share(&me, rows, 1); i++) {
+            make_logits(j, i, 0, j->count);
+            route(j, i, scores);
+        }
+    }
+    meet(&me, &nothing);
+    if (!me.number) {
+        for (int64_t i = 0; few && i < rows; i++) route(j, i, scores);
+        group(j);
+        if (rows == 1) round_part(&j->groups->x, j->x, 0, 0, hidden, j->half); /* which all of them read */
+    }
+    meet(&me, &nothing);
+    if (rows > 1) {
+        const int64_t pairs = rows * j->top_k, to = share(&me, pairs, 1);
+        const Group *g = j->groups;
+        for (int64_t p = share(&me, pairs, 0); p < to; p++) {
+            while (p >= g->first + g->rows) g++;
+            const int64_t row = p - g->first; /* of the group: what is read is moved, so that it is its row, too */
+            round_part(&g->x, (const char *)j->x + (j->source[p] - row) * hidden * width, row, 0, hidden, j->half);
+        }
+        meet(&me, &nothing);
+    }
+    each_unit(j, &me, &j->next_up, j->ffn, up_part);
+    meet(&me, &nothing);
+    each_unit(j, &me, &j->next_down, hidden, down_part);
+    meet(&me, &nothing);
+    const int64_t units = hidden / UNIT;
+    for (int64_t u = share(&me, rows * units, 0); u < share(&me, rows * units, 1); u++)
+        mix(j, u / units, u % units * UNIT, (u % units + 1) * UNIT);
+}
+
+/* Where all of it lies; what is larger than a register's alignment first. -> bytes */
+static int64_t place_at(Mixture *j, char *at, int64_t threads) {
+    const int64_t pairs = j->rows * j->top_k, width = j->half ? 2 : 4, most = pairs < j->count ? pairs : j->count;
+    char *const begin = at;
+#define PLACE(name, bytes) j->name = (void *)at, at += ((bytes) + 63) / 64 * 64
+    PLACE(groups, most * (int64_t)sizeof(Group));
+    PLACE(chosen, pairs * 8);
+    PLACE(place, pairs * 8);
+    PLACE(source, pairs * 8);
+    PLACE(first, (j->count + 1) * 8);
+    PLACE(share, pairs * 4);
+    PLACE(logits, j->rows * j->count * 4);
+    PLACE(scores, threads * scores_size(j->count) * 4);
+    PLACE(x_8, rounded_size(j->rows > 1 ? pairs : 1, j->hidden));
+    PLACE(gated_8, rounded_size(pairs, j->ffn));
+    PLACE(gate_up, pairs * 2 * j->ffn * width);
+    PLACE(gated, pairs * j->ffn * width);
+    PLACE(outs, pairs * j->hidden * width);
+#undef PLACE
+    return at - begin;
+}
+
+/* rows, half, count, top_k, hidden, ffn, threads -> bytes of `spare` */
+PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
+    Mixture j = {.rows = n[0], .half = n[1], .count = n[2], .top_k = n[3], .hidden = n[4], .ffn = n[5]};
+    return PyLong_FromLongLong(place_at(&j, NULL, n[6]));
+}
+
+/* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all, and of router and biases), scatter or 0,
+   router [count, hidden], its bias [count] or 0, count, top_k, renormalise, hidden, ffn, weights, spare, threads; limit.
+   hidden and ffn are multiples of 32. */
+PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[16];
+    if (!numbers(args, given - 1, 16, n)) return NULL;
+    Mixture job = {.out = POINTER(n[0]),
+                   .x = POINTER(n[1]),
+                   .residual = POINTER(n[2]),
+                   .rows = n[3],
+                   .half = n[4],
+                   .scatter = POINTER(n[5]),
+                   .router = POINTER(n[6]),
+                   .router_bias = POINTER(n[7]),
+                   .count = n[8],
+                   .top_k = n[9],
+                   .renormalise = n[10],
+                   .hidden = n[11],
+                   .ffn = n[12],
+                   .weights = POINTER(n[13]),
+                   .limit = (float)PyFloat_AsDouble(args[16])};
+    if (PyErr_Occurred()) return NULL;
+    place_at(&job, POINTER(n[14]), n[15]);
+    Py_BEGIN_ALLOW_THREADS
+    run_team(some_of_mixture, &job, &job.team, n[15]);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

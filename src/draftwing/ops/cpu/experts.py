@@ -1,0 +1,72 @@
+"""Mixtures of experts in one call: ops/cpu/csrc/experts.c, where all weights of the experts are in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cpu.blocks import BlockedGemm
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.torch.layer_ops import FewRowsGemm, MixtureWeights
+
+_UNIT = 32  # outputs that a thread takes at least
+_SLICE = 512  # rows at a time: of each of their choices some 20 KB are kept on the way
+
+
+def can_mix(weights: MixtureWeights) -> bool:
+    """Whether the kernel has GEMMs for these weights."""
+    return _in_blocks(weights.gate_up) and _in_blocks(weights.down)
+
+
+def _in_blocks(gemms: Sequence[FewRowsGemm | None]) -> TypeGuard[Sequence[BlockedGemm]]:
+    return all(isinstance(gemm, BlockedGemm) and gemm.shared and gemm.outputs % _UNIT == 0 for gemm in gemms)
+
+
+class NativeMixture:
+    """`WholeMixture` of weights that `can_mix`."""
+
+    def __init__(self, weights: MixtureWeights) -> None:
+        assert can_mix(weights)
+        self.raw: Any = load_extension()
+        self.count, self.top_k = len(weights.gate_up), weights.top_k
+        self.renormalise, self.limit = weights.renormalise, weights.limit
+        ups = [gemm for gemm in weights.gate_up if isinstance(gemm, BlockedGemm)]
+        downs = [gemm for gemm in weights.down if isinstance(gemm, BlockedGemm)]
+        self.hidden, self.ffn, self.dtype = ups[0].inputs, downs[0].inputs, ups[0].dtype
+        assert all(gemm.inputs == self.hidden and gemm.outputs == 2 * self.ffn for gemm in ups)
+        assert all(gemm.inputs == self.ffn and gemm.outputs == self.hidden for gemm in downs)
+        assert weights.router.shape == (self.count, self.hidden)
+        # Addresses go stale where a module's weights are moved, so what holds their memory is not the module's tensors.
+        tensors = (weights.router, weights.router_bias, *weights.biases)
+        own = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
+        assert all(tensor is None or tensor.dtype == self.dtype for tensor in own)
+        self._held = own, ups, downs
+        self._router = tuple(0 if tensor is None else tensor.data_ptr() for tensor in own[:2])
+        numbers = []
+        for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            for gemm, bias in zip((up, down), own[2:], strict=True):
+                numbers += [gemm.parts, 0 if bias is None else bias[expert * gemm.outputs :].data_ptr()]
+        self._weights = torch.tensor(numbers)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None) -> Tensor:
+        rows, threads = len(x), torch.get_num_threads()
+        assert x.dtype == self.dtype and x.shape[1] == self.hidden
+        x, out = x.contiguous(), x.new_empty(rows, self.hidden)
+        if residual is not None:
+            assert residual.shape == out.shape and residual.dtype == out.dtype
+            residual = residual.contiguous()
+        half, (count, top_k) = x.dtype == torch.bfloat16, (self.count, self.top_k)
+        size = self.raw.experts_spare(min(rows, _SLICE), half, count, top_k, self.hidden, self.ffn, threads)
+        spare = x.new_empty(size, dtype=torch.uint8)
+        for start in range(0, rows, _SLICE):
+            at = start * self.hidden * x.element_size()
+            self.raw.experts(
+                out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
+                min(rows - start, _SLICE), half, 0 if scatter is None else scatter.data_ptr(), *self._router, count,
+                top_k, self.renormalise, self.hidden, self.ffn, self._weights.data_ptr(), spare.data_ptr(), threads,
+                self.limit,
+            )  # fmt: skip
+        return out
