@@ -35,10 +35,10 @@ def write_float32(model: Path, out: Path) -> None:
     """The same model with every tensor multiplied out: what quantised arithmetic is measured against."""
     file = open_gguf(model)
     writer = GGUFWriter(out, file.metadata["general.architecture"])
-    _copy_metadata(GGUFReader(model), writer, skip="general.file_type")
+    copy_metadata(GGUFReader(model), writer, skip="general.file_type")
     for name in file.tensors:
         writer.add_tensor(name, file.dequantized(name))
-    _write(writer)
+    finish(writer)
 
 
 def write_eagle3(head: Path, target: Path, out: Path) -> None:
@@ -50,7 +50,7 @@ def write_eagle3(head: Path, target: Path, out: Path) -> None:
     config = json.loads((head / "config.json").read_text(encoding="utf8"))
     layers = int(reader.fields["llama.block_count"].contents())
     writer = GGUFWriter(out, "eagle3")
-    _copy_metadata(reader, writer, only="tokenizer.")
+    copy_metadata(reader, writer, only="tokenizer.")
     for key, value in {
         "block_count": 1,
         "context_length": config["max_position_embeddings"],
@@ -80,7 +80,7 @@ def write_eagle3(head: Path, target: Path, out: Path) -> None:
             writer.add_tensor(theirs, quantize(value, kind), raw_dtype=kind)
     ids = tensors["d2t"].astype(np.int64)
     writer.add_tensor("d2t", ids + np.arange(len(ids)))  # stored as differences, and wanted as ids
-    _write(writer)
+    finish(writer)
 
 
 def interleaved(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
@@ -99,7 +99,7 @@ def _head_tensors(head: Path) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
-def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, only: str = "", skip: str = "-") -> None:
+def copy_metadata(reader: GGUFReader, writer: GGUFWriter, only: str = "", skip: str = "-") -> None:
     for name, field in reader.fields.items():
         if name.startswith(only) and not name.startswith(("GGUF.", "general.architecture", skip)):
             kind = field.types[0]
@@ -107,7 +107,7 @@ def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, only: str = "", skip:
             writer.add_key_value(name, field.contents(), kind, sub_type=item)
 
 
-def _write(writer: GGUFWriter) -> None:
+def finish(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

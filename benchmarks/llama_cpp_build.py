@@ -22,6 +22,8 @@ LACKS = ("AVX_VNNI", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
 ISAS = {
     "native": ("GGML_NATIVE=ON",),
     # Each by name: their defaults are what the tree was first made with.
+    # As `native`, without AMX, which some virtual machines name and do not have.
+    "avx512": ("GGML_NATIVE=OFF", *(f"GGML_{name}=ON" for name in (*HAS, *LACKS))),
     "avx2": ("GGML_NATIVE=OFF", *(f"GGML_{name}=ON" for name in HAS), *(f"GGML_{name}=OFF" for name in LACKS)),
 }
 

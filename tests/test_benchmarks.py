@@ -119,7 +119,7 @@ def test_eagle3_file(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     writer.add_block_count(12)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["a", "b", "c", "d"])
-    files._write(writer)
+    files.finish(writer)
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(32, 32, generator=generator) for name in files.NAMES}
     head.mkdir()
@@ -146,7 +146,7 @@ def test_float32_file(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_block_count(1)
     writer.add_tensor("blk.0.attn_q.weight", blocks, raw_dtype=GGMLQuantizationType.Q8_0)
-    modules["gguf_files"]._write(writer)
+    modules["gguf_files"].finish(writer)
     modules["gguf_files"].write_float32(tmp_path / "model.gguf", tmp_path / "exact.gguf")
     reader = GGUFReader(tmp_path / "exact.gguf")
     (tensor,) = reader.tensors

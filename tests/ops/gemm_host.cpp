@@ -116,8 +116,20 @@ static void copy_async(const Copy& copy) {
     if (early) finish(copy);
     else fibers[me].open.push_back(copy);
 }
+// Where copies may come from; nothing is known as long as there is none.
+static std::vector<std::pair<const char*, const char*>> sources;
+static void check_source(const void* from, int bytes) {
+    bool inside = sources.empty();
+    for (const auto& [begin, end] : sources) inside |= begin <= from && (const char*)from + bytes <= end;
+    if (!inside) abort();
+}
+extern "C" void source(const char* begin, long bytes) {
+    if (begin) sources.push_back({begin, begin + bytes});
+    else sources.clear();
+}
 static void copy_async(u16* to, const u16* from, bool there = true) {
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
+    if (there) check_source(from, 16);
     copy_async({to, there ? from : nullptr, 16});
 }
 static void copy_word_async(u32* to, const u32* from) { copy_async({to, from, 4}); }
@@ -225,6 +237,7 @@ static void expect_bytes(Barrier* barrier, int bytes) {
 static void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier) {
     Open& open = barriers.at(barrier);
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) abort();
+    check_source(from, bytes);
     open.bulk += bytes, ++steps;
     open.copies.push_back({to, from, bytes});
     if (early) opens(open);

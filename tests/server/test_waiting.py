@@ -20,7 +20,7 @@ from draftwing.server import outbox
 from draftwing.server import service as service_module
 from draftwing.server.app import create_app
 from draftwing.server.border.keys import client_name
-from draftwing.server.outbox import SENT, Outbox
+from draftwing.server.outbox import PAUSE_SECONDS, SENT, Outbox
 from draftwing.server.service import Service
 from draftwing.server.waiting import QueueFull, Waiting
 
@@ -223,9 +223,17 @@ def test_requests_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         box.put([asked(f"a{i}", "a") for i in range(300, 400)])
         assert len(box.drop([f"a{i}" for i in range(400)])) == 36
         box.put([asked("a500", "a")])
-        for _ in range(10):
+        while len(sent) < 6:
             await asyncio.sleep(0)
-        assert sent[5:] == [["a500"]] and not box._clients and not box._lines
+        assert sent[5:] == [["a500"]] and not box._clients and not box._lines and not box._pauses
+
+        # Who takes back all that waits, and asks again, has no more messages in a pause than others.
+        for turn in range(5):
+            box.put([asked(f"{turn} {i}", "a") for i in range(100)])
+            box.drop([f"{turn} {i}" for i in range(100)])
+        assert len(sent) == 7 and len(box._pauses) == 1
+        box.clear()
+        assert not box._pauses
 
     asyncio.run(run())
 
@@ -264,6 +272,7 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
         (await service.submit([request], Asking())).close()
         assert not rests, "nobody else is served"
         await service.submit([request._replace(params=SamplingParams())], Asking())
+        await sleep(2 * PAUSE_SECONDS)  # until more may be sent of the client, half of whose requests are dropped
         sent.clear()
         before = len(linked.waiting)
         generation = await service.submit([request] * 16, Asking())

@@ -33,7 +33,8 @@ def over_http(client: Client, fields: dict[str, Any]) -> Talk:
 
 def in_process(engine: Engine, fields: dict[str, Any]) -> Talk:
     """fields: as in `/generate`'s sampling_params."""
-    params, session = SamplingParams.read({"max_new_tokens": None} | fields), Session(engine)
+    params = SamplingParams.read({**engine.info.defaults, "max_new_tokens": None, **fields})
+    session = Session(engine)
 
     def talk(messages: Messages) -> Iterator[str]:
         answers = session.prepare([GenerationRequest("", engine.tokenizer.encode_chat(messages), params)])

@@ -20,9 +20,14 @@ class Client:
     """Speaks to the server at `url`; may be used by several threads, each request has a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        wrong = ServerError(f"expected a URL such as http://127.0.0.1:30000; found {url!r}")
+        try:
+            parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+            _ = parts.port  # raises where it is none
+        except ValueError:
+            raise wrong from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerError(f"expected a URL such as http://127.0.0.1:30000; found {url!r}")
+            raise wrong
         self._parts, self._timeout = parts, timeout
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.config.arguments import add_arguments
+from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.options import SERVER, Options
 from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
@@ -134,14 +135,16 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; found {value}")
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; found {text!r}")
+    return int(text)
 
 
 def _sizes(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+    try:
+        return [_count(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers of at least 1, as 1,8; found {text!r}") from None
 
 
 def _taken(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -218,7 +221,9 @@ def run_bench(arguments: dict[str, Any]) -> None:
         raise ConfigError("--plot draws throughput; --check-card measures none")
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
     prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
-    logging.getLogger("draftwing").setLevel(arguments.get("log_level", "warning").upper())
+    if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
+        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")
+    logging.getLogger("draftwing").setLevel(level.upper())
     with _printer(own["output"]) as printed, _drawn(own["plot"], f"draftwing bench: {measured}", printed) as emit:
         for name in ("sweep", "check_card"):
             if own["url"] is not None and own[name]:
@@ -298,7 +303,10 @@ def _drawn(path: str | None, title: str, emit: Emit) -> Iterator[Emit]:
         emit(record)
 
     yield kept
-    Path(path).write_text(plot(records, title), encoding="utf-8")
+    try:
+        Path(path).write_text(plot(records, title), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}; --output keeps the figures") from None
 
 
 def _rounded(value: Any) -> Any:

@@ -29,23 +29,24 @@ class Loop:
 
     def turn(self) -> None:
         """One step: plan and launch it, then commit the step before it (overlap) or itself (no overlap)."""
-        if self._flying is not None and self._sched.needs_results:
-            self._commit(*self._flying)
-            self._flying = None
+        if self._sched.needs_results:
+            self._put_in_flight(None)
         plan = self._sched.plan()
-        flying = None
         if plan is None and self._flying is None:
             self._sched.rest()
+        flying = None
         if plan is not None:
             guidance = self._sched.guidance(plan)
             flying = self._executor.commit(self._executor.launch(plan, guidance)), guidance
-        if self._flying is not None:
-            self._commit(*self._flying)
-            self._flying = None
-        if flying is not None and not self._overlap:
-            self._commit(*flying)
-            flying = None
-        self._flying = flying
+        self._put_in_flight(flying)
+        if not self._overlap:
+            self._put_in_flight(None)
+
+    def _put_in_flight(self, flying: tuple[InFlight, Guidance | None] | None) -> None:
+        """Commits the step before. What raises meanwhile, such as Ctrl-C, must not have it committed once more."""
+        before, self._flying = self._flying, flying
+        if before is not None:
+            self._commit(*before)
 
     def _commit(self, flying: InFlight, guidance: Guidance | None) -> None:
         result = flying.wait()

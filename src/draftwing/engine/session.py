@@ -9,8 +9,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from draftwing.core import Output
@@ -79,19 +83,49 @@ class Session:
                     self.submit(request)
                 if not running:
                     return
-                for output in engine.step():
+                with _uninterrupted():
+                    outputs = engine.step()
+                for output in outputs:
                     if output.finish_reason is not None:
                         running.discard(output.uid)
                     yield output
         finally:
             # Leaves an engine with nothing to do, whose next outputs are new ones.
-            for uid in running:
-                engine.abort(uid)
-            while running and not engine.idle():
-                engine.step()
-            running.clear()
+            try:
+                with _uninterrupted():
+                    for uid in running:
+                        engine.abort(uid)
+                    while running and not engine.idle():
+                        engine.step()
+            finally:
+                running.clear()
 
     def submit(self, request: GenerationRequest) -> None:
         """Adds a request to the `run` that is being iterated. Raises RequestError if it can never run."""
         self.engine.submit(request)
         self._running.add(request.uid)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C back until the end: in the middle of a step the scheduler's books are open, and an engine that was
+    left there could not be used again. A second one ends the step all the same."""
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # whoever has a handler of its own decides
+        return
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            signal.default_int_handler(number, frame)
+        asked = True
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked:
+        raise KeyboardInterrupt

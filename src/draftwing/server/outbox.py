@@ -19,16 +19,16 @@ class Outbox:
         self._send = send
         self._lines: dict[str, dict[str, GenerationRequest]] = {}  # unsent ones by client and uid; none is empty
         self._clients: dict[str, str] = {}  # by uid of an unsent one
+        self._pauses: dict[str, asyncio.TimerHandle] = {}  # by client; one goes on where all is dropped meanwhile
 
     def put(self, requests: Sequence[GenerationRequest]) -> None:
         """requests: of one client."""
         client = requests[0].client
-        waited = client in self._lines
         line = self._lines.setdefault(client, {})
         for request in requests:
             line[request.uid] = request
             self._clients[request.uid] = client
-        if not waited:
+        if client not in self._pauses:
             self._next(client)
 
     def drop(self, uids: Iterable[str]) -> list[str]:
@@ -41,14 +41,18 @@ class Outbox:
     def clear(self) -> None:
         self._lines.clear()
         self._clients.clear()
+        for pause in self._pauses.values():
+            pause.cancel()
+        self._pauses.clear()
 
     def _next(self, client: str) -> None:
+        self._pauses.pop(client, None)
         line = self._lines.get(client)
         if line is None:
             return  # all were dropped
         self._send([self._take(client, uid) for uid in list(islice(line, SENT))])
         if client in self._lines:
-            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._next, client)
+            self._pauses[client] = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._next, client)
 
     def _take(self, client: str, uid: str) -> GenerationRequest:
         del self._clients[uid]

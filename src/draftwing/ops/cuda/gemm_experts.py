@@ -214,8 +214,13 @@ def takes(weight: Tensor | ExpertRows, dtype: torch.dtype) -> bool:
         fits = fits and weight.dtype == dtype
     else:
         columns, codes, fits = weight.columns, weight.words, dtype == torch.bfloat16
-    fits = fits and columns % _CHUNK == 0 and codes.is_contiguous()
-    return fits and (codes.is_meta or (codes.is_cuda and codes.data_ptr() % 16 == 0))
+    parts = [
+        part
+        for part in (codes, *(() if isinstance(weight, Tensor) else (weight.scales, weight.zeros)))
+        if part is not None
+    ]
+    fits = fits and columns % _CHUNK == 0 and all(part.is_contiguous() for part in parts)
+    return fits and all(part.is_meta or (part.is_cuda and part.data_ptr() % 16 == 0) for part in parts)
 
 
 def multiply(
