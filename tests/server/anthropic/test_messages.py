@@ -251,6 +251,14 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
     assert data["error"]["type"] == "invalid_request_error" and named in data["error"]["message"]
 
 
+def test_threads_are_refused_by_the_code_that_the_tool_runner_knows(url: str) -> None:
+    body = {"model": "m", "max_tokens": 10, "messages": HI, "thread": "t"}
+    response = httpx.post(f"{url}/v1/messages", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and "thread" in error["message"]
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+
+
 def test_the_clients_errors(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.input_schema"):
         client.messages.create(model="m", max_tokens=5, messages=HI, tools=[{"name": "f"}])  # type: ignore[list-item]
