@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwing.core import AT_ONCE, LAG, PLAIN, CatchUp, Deferral, TreeShape
+from draftwing.core import AT_ONCE, LAG, LOOKUP_ALONE, PLAIN, CatchUp, Deferral, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.row_table import RowTable
@@ -22,6 +22,8 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy import FixedShape, ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 
 TREE = TreeShape(3, 2, 5)
@@ -138,6 +140,99 @@ def test_hidden_states_that_lie_with_the_slots(harness: Any, kind: str, lag: int
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*pair, rtol=0, atol=1e-5)
     assert max(map(len, passes)) >= 2 and max(map(max, passes)) > LAG and max(map(sum, passes)) <= 50
+
+
+class Told(ShapePolicy):
+    """Steps of the shape that the test wants."""
+
+    sees_predictions, adapts = True, False
+
+    def __init__(self, *menu: TreeShape) -> None:
+        self.menu = (*menu, PLAIN)
+        self.shape = PLAIN
+
+    def choose(self, load: Any) -> TreeShape:
+        return self.shape
+
+    def record(self, *args: Any) -> None:
+        pass
+
+
+def mixed_prefills(rig: Any) -> set[tuple[bool, ...]]:
+    """Of each prefill to come that a head sees in part only: whether it sees the chunks."""
+    found, launch = set(), rig.executor.launch
+
+    def look(plan: Any, guidance: Any = None) -> Any:
+        seen = tuple(chunk.kept is None for chunk in plan.chunks)
+        if len(set(seen)) == 2:
+            found.add(seen)
+        return launch(plan, guidance)
+
+    rig.executor.launch = look
+    return found
+
+
+@pytest.mark.parametrize("chunk", [40, 64])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_long_prompt_beside_a_short_one_at_rest(
+    harness: Any, lag: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head sees the long one at once, whichever comes first, and the other when it drafts."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
+    monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
+    model, policy = harness.tiny_model(), Told(TREE)
+    prompts, params = [[0, 7, 7], [1, *range(2, 46)], [2, 3, 4, 5, 6, 9]], [harness.greedy(20)] * 3
+    book = harness.make_book(prompts, expected := harness.plain_answers(model, prompts, params))
+    deferral = Deferral(0, 16, by_slot=True)
+    rig = harness.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, chunk=chunk, deferral=deferral)
+    mixed = mixed_prefills(rig)
+    rig.submit("0", prompts[0], params[0])
+    rig.run()  # which looks at all of the drafter's KV
+    for i in (1, 2):
+        rig.submit(str(i), prompts[i], params[i])
+
+    def between(turn: int) -> None:
+        policy.shape = TREE if turn > 2 else PLAIN
+
+    assert rig.run(between=between).tokens == {uid: expected.tokens[uid] for uid in "12"}
+    assert mixed == {(False, True) if chunk == 40 else (True, False)}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_lookup_sees_prompts_that_its_head_does_not(harness: Any, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is the new request's, which is told nothing of what the one before it said."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
+    ops, model, alone = make_ops(torch.device("cpu")), harness.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
+    head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
+    head.pack(ops)
+    lookup, policy = NGramDrafter(4, ops, capacity=4096), Told(TREE, alone)
+    drafter = PairDrafter(make_model_drafter(head, 4, 2, torch.float32, ops), lookup, TREE, TreeShape(6, 2, 8))
+    rig = harness.Rig(model, policy=policy, drafter=drafter, lag=lag, rows=3, radix=False)
+    assert rig.executor.deferral.by_slot
+    mixed, params = mixed_prefills(rig), harness.greedy(14)
+    for i in range(2):
+        rig.submit(str(i), [9 - i, 2, 3], params, salt=1)
+    answer = rig.run().tokens["1"]
+    policy.shape = alone
+    rig.submit("long", [11, *range(2, 40)], params, salt=1)
+    rig.submit("other", [8, 2, 3], params, salt=2, traced=True)  # in the row that was request 1's
+    trace, outputs = [], rig.sched.take_outputs
+
+    def look() -> Any:
+        for out in outputs():
+            trace.extend(step for step in out.trace if out.uid == "other")
+            yield out
+
+    rig.sched.take_outputs = look
+    assert rig.run().tokens["other"] == answer and mixed == {(True, False)}
+    known = [8, 2, 3]
+    for step in trace:
+        assert {node.token for node in step.nodes} <= set(known), "drafts from another's answer"
+        known += step.tokens
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from reference import exact_heads
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Deferral, Deferred, Plan, TreeShape
-from draftwing.engine.device import Download, pick_device
+from draftwing.engine.device import Device, Download, pick_device
+from draftwing.engine.row_options import SpecialRows
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -190,14 +191,36 @@ class Watch(TorchDispatchMode):
         return run
 
 
-@pytest.mark.parametrize("drafter", [None, "oracle"])
-def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, drafter):
+def liked(tokens, logits):
+    """A logits processor, which runs on the host."""
+    logits[len(tokens) % len(logits)] += 4.0
+    return logits
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "the CPU's own operations"])
+@pytest.mark.parametrize("drafter", [None, "oracle", "ngram", "suffix", "STANDALONE", "STANDALONE+NGRAM"])
+def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, drafter, own, monkeypatch):
+    """What torch does not dispatch it does not watch: the CPU's own operations hide those that a GPU would run."""
     if harness.device != "cpu":
         pytest.skip("there every test of the engine runs with implicit synchronisation an error")
-    h, watch, device = harness, Watch(), pick_device("cpu")
+    h, watch = harness, Watch()
+    device = pick_device("cpu") if own else Device(torch.device("cpu"), TorchOps(torch.device("cpu")))
     device.upload = watch.around_upload(device.upload)
-    book = torch.zeros(h.VOCAB, h.CONTEXT + 64, dtype=torch.int64)
-    rig = h.Rig(h.tiny_model(), shapes=(TreeShape(4, 3, 11),), drafter=drafter, book=book, fake_device=device)
+    processed = SpecialRows._processed
+
+    def unwatched(*args):
+        with _disable_current_modes():
+            return processed(*args)
+
+    monkeypatch.setattr(SpecialRows, "_processed", unwatched)
+    book, shape = torch.zeros(h.VOCAB, h.CONTEXT + 64, dtype=torch.int64), TreeShape(4, 3, 11)
+    name, _, lookup = (drafter or "").partition("+")
+    if name == "STANDALONE":
+        head = DraftLM(h.tiny_model(seed=1), h.VOCAB)
+        drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.ops)
+        if lookup:
+            drafter = PairDrafter(drafter, NGramDrafter(7, device.ops, capacity=4096), shape, shape)
+    rig = h.Rig(h.tiny_model(), shapes=(shape,), drafter=drafter, book=book, fake_device=device)
     rig.executor.launch, rig.executor.commit = watch.around(rig.executor.launch), watch.around(rig.executor.commit)
     edited = h.seeded(
         20, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), allowed_token_ids=tuple(range(40)),
@@ -205,7 +228,8 @@ def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, draft
     )  # fmt: skip
     rig.submit("edited", [1, 2, 3], edited, stop_ids=(5,), bad_word_ids=((4,), (6, 7, 8)))
     rig.submit("guided", [2, 2, 3], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))
-    rig.submit("limited", [3, 2, 3], h.greedy(20), limits=SpecLimits(2, 2, 4))
+    rig.submit("limited", [3, 2, 3], h.greedy(20), limits=SpecLimits(2, 2, 4), traced=True)
     rig.submit("predicted", [4, 2, 3], h.greedy(20), prediction=(1, 2, 3, 4))
     rig.submit("logprobs", [5, 2, 3], h.greedy(20), logprobs=LogprobParams(3, (1, 2), 0))
-    assert len(rig.run().final) == 5
+    rig.submit("processed", [6, 2, 3], h.seeded(20), processor=liked)
+    assert len(rig.run().final) == 6

@@ -83,6 +83,39 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
     assert later.tokens["again"] == alone.tokens["2"] and later.tokens["beside 1"] == alone.tokens["1"]
 
 
+@pytest.mark.parametrize("by", ["a stop id", "its length"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_answer_ends_before_what_would_spoil_it(harness: Any, lag: int, by: str) -> None:
+    """Drafts past the end of an answer are verified, too: what they make of the logits is no fault of the answer."""
+    h = harness
+    model, prompts = h.tiny_model(seed=3), h.prompts_for(4)
+    expected = h.plain_answers(model, prompts, [h.greedy(30)] * 4)
+    new = {  # of each answer where a token comes that has not been before
+        i: next((at for at in range(9, 28) if text[at] not in {*text[:at], *prompts[i]}), 0)
+        for i, text in enumerate(expected.tokens[str(i)] for i in range(4))
+    }
+    own = {} if h.device == "cuda" else {"attn": pick_device("cpu").ops.attention}
+    met = 0
+    for i, at in ((i, at) for i, at in new.items() if at):
+        text = expected.tokens[str(i)]
+        model = h.tiny_model(seed=3)
+        with torch.no_grad():
+            model.embed.weight[text[at]] = math.nan
+        ends = {"stop_ids": [text[at]]} if by == "a stop id" else {}
+        params = h.greedy(30 if ends else at + 1)
+        book = h.make_book(prompts, expected)
+        rig = h.Rig(model, shapes=(CHAIN,), drafter="oracle", book=book, lag=lag, **own)
+        rig.submit("x", prompts[i], params, **ends)
+        rig.drafter._check_kv = lambda *args: None  # of NaN
+        got = rig.run()
+        assert got.tokens["x"] == text[: at + 1]
+        assert got.final["x"].finish_reason["type"] == ("stop" if ends else "length")
+        rig.submit("on", prompts[i], h.greedy(at + 9))
+        assert rig.run().final["on"].finish_reason["message"] == SPOILT
+        met += 1
+    assert met > 1
+
+
 def test_rows_that_ask_for_more(harness: Any) -> None:
     """Edited logits and log probabilities of a spoilt row; and what edits alone have made infinite is no fault of the
     model's."""

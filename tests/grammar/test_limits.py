@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftwing.errors import RequestError
-from draftwing.grammar.limits import checked_regex, schema_text
+from draftwing.grammar.limits import check_multiples, checked_regex, schema_text
 from draftwing.grammar.state import GrammarState
 from draftwing.requests.grammar_field import Grammar
 
@@ -38,6 +38,32 @@ def test_patterns_of_schemas_are_rewritten_and_values_are_not() -> None:
 def test_counts_that_python_does_not_read_are_refused(byte_vocab: Any, grammar: Grammar) -> None:
     with pytest.raises(RequestError, match="5000 digits"):
         byte_vocab.compiler.compile(Grammar(grammar.kind, grammar.text % ("9" * 5000)))
+
+
+@pytest.mark.parametrize("grammar", [
+    Grammar("json_schema", '{"type": "integer", "multipleOf": 9999991}'),
+    Grammar("json_schema", '{"type": "number", "multipleOf": 0.9999991}'),
+    Grammar("json_schema", json.dumps({"prefixItems": [{"type": "integer", "multipleOf": 9001}] * 12})),
+    Grammar("structural_tag", json.dumps({"triggers": ["<"], "structures": [
+        {"begin": f"<{i}", "schema": {"type": "integer", "multipleOf": 9001}, "end": ">"} for i in range(12)]})),
+])  # fmt: skip
+def test_large_multiples_are_refused(byte_vocab: Any, grammar: Grammar) -> None:
+    with pytest.raises(RequestError, match="multipleOf"):
+        byte_vocab.compiler.compile(grammar)
+
+
+@pytest.mark.parametrize("value", ["100", "0.01", "1e-9", "2.50", "1e3"])
+def test_usual_multiples_are_not(byte_vocab: Any, value: str) -> None:
+    check_multiples(f'{{"multipleOf": {value}}}')
+
+
+@pytest.mark.parametrize("grammar", [
+    Grammar("ebnf", 'root ::= ("a"{1000}){1000}'), Grammar("ebnf", 'root ::= x{1000}\nx ::= ("a" "b"){0,500}'),
+    Grammar("regex", "(?x) (a{ 1000 }){ 1, 1000 }"),
+])  # fmt: skip
+def test_repetitions_of_repetitions_are_refused(byte_vocab: Any, grammar: Grammar) -> None:
+    with pytest.raises(RequestError, match="repetitions stand for more"):
+        byte_vocab.compiler.compile(grammar)
 
 
 class Broken:

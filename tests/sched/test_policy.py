@@ -177,6 +177,30 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     assert rate > 0.97 * world.rate(best, hits)
 
 
+@pytest.mark.parametrize("by", [2.5, 5.0])
+@pytest.mark.parametrize("which", ["the best", "all trees"])
+def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: str) -> None:
+    """By tries that are so rare that they would not matter, were it true."""
+    menu, hits = tree_menu(TREE), [0.8] * 4
+    world = MACHINES["gpu"](menu)
+    best, prices = max(menu, key=lambda shape: world.rate(shape, hits)), world.prices()
+    for shape in (best,) if which == "the best" else menu[:-1]:
+        for size in (1, 4, 16, 64):
+            prices.measured(shape, size, 0, by * world.seconds(shape, size))
+    policy = MostTokens(menu, prices)
+    world.run(policy, hits, round(8000 * by))
+    rate, _ = world.run(policy, hits, 1000)
+    assert rate > 0.97 * world.rate(best, hits)
+
+
+def test_what_never_pays_is_hardly_tried() -> None:
+    menu, hits = tree_menu(TREE), [0.8] * 4
+    world = World(menu, 4.0, 3.0, 20.0)
+    policy = MostTokens(menu, world.prices())
+    rate, _ = world.run(policy, hits, 20_000)
+    assert rate > 0.98 * world.rate(PLAIN, hits)
+
+
 @pytest.mark.parametrize(("gain", "drafts"), [(1.02, False), (1.06, True)])
 def test_what_drafting_gains_less_than_the_host_loses(gain: float, drafts: bool) -> None:
     """Drafts that are better by 2% are not worth the work of choosing them."""

@@ -162,6 +162,22 @@ def test_measurements_that_have_to_be_wrong_are_forgotten() -> None:
     assert prices.complete
 
 
+@pytest.mark.parametrize("by", [2.5, 4, 20])
+def test_what_one_shape_was_measured_at_wrong_is_found_out_by_its_own_steps(by: float) -> None:
+    """They are few, between others that take what they should."""
+    prices = measured(False)
+    right, plain = prices.seconds(TREE, 4, 0), prices.seconds(PLAIN, 4, 0)
+    assert right is not None
+    for size in (1, 4, 16, 64):
+        prices.measured(TREE, size, 0, by * true_seconds(TREE, size, 0))
+    for _ in range(60):
+        for _ in range(20):
+            prices.record(PLAIN, 4, 0, true_seconds(PLAIN, 4, 0))
+        prices.record(TREE, 4, 0, true_seconds(TREE, 4, 0))
+    assert prices.seconds(TREE, 4, 0) == pytest.approx(right, rel=0.1)
+    assert prices.seconds(PLAIN, 4, 0) == pytest.approx(plain, rel=0.05)
+
+
 def test_a_new_shape_is_not_corrected_for_what_it_has_seen_itself() -> None:
     prices = measured(False, menu=(PLAIN,))
     for _ in range(300):

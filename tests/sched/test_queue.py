@@ -101,6 +101,33 @@ def test_the_order_is_that_of_a_sort() -> None:
             assert len(queue) == len(waiting) and set(queue) == set(waiting)
 
 
+def test_who_leaves_gives_its_turn_back() -> None:
+    queue = FairQueue()
+    gone = [req(str(i), "a") for i in range(500)]
+    for one in gone:
+        queue.join(one)
+    for one in random.Random(0).sample(gone, 500):
+        queue.leave(one)
+    kept = [req(f"kept {i}", "a", priority) for i, priority in enumerate((0, 1, 0))]
+    for one in kept:
+        queue.join(one)
+    queue.join(last := req("last", "a"))
+    queue.leave(last)
+    queue.join(req("mine", "a"))
+    for i in range(3):
+        queue.join(req(f"b{i}", "b"))
+    assert served(queue) == ["kept 1", "b0", "kept 0", "b1", "kept 2", "b2", "mine"]
+
+
+def test_who_is_not_in_turn_is_not_looked_at() -> None:
+    """Before every step the first in turn is looked for; thousands of clients may wait."""
+    queue, looks = FairQueue(), []
+    for i in range(1000):
+        queue.join(req(str(i), f"client {i}"))
+    in_turn = queue.in_turn(lambda client: bool(looks.append(client)))
+    assert [next(in_turn).uid for _ in range(3)] == ["0", "1", "2"] and len(looks) < 10
+
+
 def test_places_are_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2,048 requests that come and leave in any order each looks at some dozens of others at most."""
     queue, ones, looks = FairQueue(), [req(str(i), "a") for i in range(2048)], 0

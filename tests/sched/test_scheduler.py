@@ -305,6 +305,24 @@ def test_timeout_ends_waiting_and_running_requests(monkeypatch):
     assert sched.idle
 
 
+def test_a_deadline_is_of_one_request_and_forgotten_with_it(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("draftwing.sched.scheduler.time.monotonic", lambda: now[0])
+    sched = make(rows=1)
+    for _ in range(1000):
+        sched.submit(req("again", deadline=101.0))
+        sched.abort("again")
+    assert len(sched._deadlines) < 100
+    sched.submit(req("again", deadline=200.0))
+    sched.take_outputs()
+    now[0] = 102.0
+    turn(sched)
+    assert not any(out.finish_reason for out in sched.take_outputs())
+    now[0] = 201.0
+    turn(sched)
+    assert [out.finish_reason["type"] for out in sched.take_outputs()] == ["abort"]
+
+
 def test_abort_in_every_state_frees_everything():
     sched = make(chunk=4)
     for uid in ("prefilling", "decoding", "waiting"):

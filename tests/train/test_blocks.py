@@ -58,6 +58,9 @@ CASES = {
     "dspark, rows of the target's lm_head": Case(
         lambda: speculators_head(TARGET, sample_from_anchor=True, tied=True), 5, True, BlockLoss("kl", anchors=1.0)
     ),
+    "dspark, d_pace, own vocabulary": Case(
+        lambda: speculators_head(TARGET, sample_from_anchor=True), 5, True, BlockLoss("d_pace", anchors=1.0)
+    ),
     "dspark, recurrent, own vocabulary": Case(
         lambda: recurrent(speculators_head(TARGET, sample_from_anchor=True)), 5, True,
         BlockLoss("tv", anchors=1.0, temperature=0.5),
@@ -121,6 +124,7 @@ class Reference:
         y, _ = block_rows(self.checkpoint, self.w, block, aux_hidden, case.windows, case.causal)
         y = y[0 if case.from_anchor else 1 :]
         texts: list[Tensor] = []
+        sayable: list[bool] = []
         rest: list[Tensor] = []  # of each draft: what is weighted by its place alone
         unsure = torch.zeros((), dtype=torch.float64)
         right = True
@@ -137,6 +141,7 @@ class Reference:
             accepted = torch.minimum(p, q).sum()
             cross, far = -(p * log_q).sum() * known, (q - p).abs().sum() * known
             texts.append(text)
+            sayable.append(len(place) > 0)
             blend = torch.exp(-3 * accepted.detach())
             rest.append({
                 "text": text, "kl": cross, "tv": 0.1 * text + 0.9 * far, "d_pace": text,
@@ -152,7 +157,7 @@ class Reference:
             self.stats[s, [0, 2, 4, 5, 6]] += torch.tensor([1, accepted.item(), hit, 1, right], dtype=torch.float64)
         weights = [loss.decay**s for s in range(len(rest))]
         if loss.kind == "d_pace":
-            sure = [0.5 * math.exp(-text.item()) + 0.5 for text in texts]
+            sure = [0.5 * math.exp(-text.item()) * can + 0.5 for text, can in zip(texts, sayable, strict=True)]
             reached = [math.prod(sure[: m + 1]) for m in range(len(sure))]
             weights = [sum(reached[s:]) for s in range(len(sure))]
         for s, (weight, value) in enumerate(zip(weights, rest, strict=True)):

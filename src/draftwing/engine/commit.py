@@ -3,6 +3,8 @@ pack the result."""
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -130,24 +132,33 @@ class CommitStage:
     def _show_chunks(
         self, drafter: Drafter, plan: Plan, upload: Upload, batch: Batch, aux_hidden: Tensor | None
     ) -> None:
-        """Shows the drafter the chunks that it is to see at once, which come first, and keeps the others."""
-        shown = sum(chunk.kept is None for chunk in plan.chunks)
-        queries = sum(chunk.length for chunk in plan.chunks[:shown])
-        if shown:
-            next_ids = self._table.tokens[upload.token_rows[:queries], upload.positions[:queries] + 1]
-            seen = aux_hidden if aux_hidden is None else aux_hidden[:queries]
-            noisy = upload.drawing.noisy
-            if shown < upload.final.numel():  # prompts that it does not see at all
-                noisy = self._table.device.upload(plan.noisy[plan.noisy < shown])
-            drafter.extend(self._table, batch.first(shown), seen, next_ids, None, noisy)
+        """Shows the drafter the chunks that it is to see at once, and keeps the others. Of those that draw, and of
+        those that do not, the former come first."""
+        end, rows = 0, upload.rows
+        by_slot = self._lag is not None and self._lag.by_slot
         if self._lag is not None:
             self._lag.defer(plan.chunks, aux_hidden)
             self._lag.keep_by_slot(batch.write_slots, aux_hidden)
-            self._lag.reset(upload.rows)
-            if self._lag.by_slot and not shown:
-                next_ids = self._table.tokens[upload.token_rows, upload.positions + 1]
-                drafter.watch(self._table, batch, next_ids, None, upload.drawing.noisy)
-                self._lag.reset(upload.rows, 1)  # a pass over the row sees the newest position last
+            self._lag.reset(rows)
+        for seen, run in groupby(chunk.kept is None for chunk in plan.chunks):
+            first, end = end, end + sum(1 for _ in run)
+            if not seen and not by_slot:
+                continue
+            part = batch.part(first, end)
+            begin = batch.chunks[first].offset
+            here = slice(begin, begin + part.ids.shape[0])
+            next_ids = self._table.tokens[upload.token_rows[here], upload.positions[here] + 1]
+            noisy = upload.drawing.noisy
+            if first or end < upload.final.numel():
+                some = plan.noisy[(plan.noisy >= first) & (plan.noisy < end)] - first
+                noisy = self._table.device.upload(some)
+            if seen:
+                drafter.extend(
+                    self._table, part, aux_hidden if aux_hidden is None else aux_hidden[here], next_ids, None, noisy
+                )
+            elif self._lag is not None:
+                drafter.watch(self._table, part, next_ids, None, noisy)
+                self._lag.reset(rows[first:end], 1)  # a pass over the row sees the newest position last
 
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified

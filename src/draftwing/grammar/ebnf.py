@@ -16,6 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 
 MAX_DEPTH = 100  # nested groups; deeper ones would meet Python's own limit
 MAX_REGEX = 10_000  # characters of a grammar written as one expression
+MAX_REPETITION = 200_000  # atoms of an expression whose counted repetitions are written out
 MAX_COUNT_DIGITS = 30
 
 _BLANK = re.compile(r"\s*(?:#[^\n]*\s*)*")  # and comments
@@ -289,25 +290,31 @@ def _recursive(rules: dict[str, Node], root: str) -> bool:
 
 
 def _regex(node: Node, rules: dict[str, Node]) -> str | None:
-    """Returns a grammar without recursion as one regular expression; None when it would be too long."""
-    known: dict[str, str] = {}
+    """Returns a grammar without recursion as one regular expression; None when it would be too long. Raises
+    GrammarError for one whose repetitions stand for too much."""
+    known: dict[str, tuple[str, int]] = {}
 
-    def write(node: Node) -> str:
+    def write(node: Node) -> tuple[str, int]:
+        """-> the expression, and its characters with its counted repetitions written out"""
         if isinstance(node, Chars):
-            return node.regex
+            return node.regex, 1
         if isinstance(node, Ref):
             if node.name not in known:
                 known[node.name] = write(rules[node.name])
             return known[node.name]
-        parts = list(map(write, node.parts))
+        parts, sizes = zip(*map(write, node.parts), strict=True) if node.parts else ((), ())
+        size = sum(sizes)
         if sum(map(len, parts)) > MAX_REGEX:
             raise OverflowError
         if isinstance(node, Repeat):
-            return f"(?:{parts[0]}){node.times}"
-        return "".join(parts) if isinstance(node, Seq) else f"(?:{'|'.join(parts)})"
+            size *= max(node.low, node.high or 0, 1)
+            if size > MAX_REPETITION:
+                raise GrammarError(f"its repetitions stand for more than {MAX_REPETITION} characters")
+            return f"(?:{parts[0]}){node.times}", size
+        return "".join(parts) if isinstance(node, Seq) else f"(?:{'|'.join(parts)})", size
 
     try:
-        return write(node)
+        return write(node)[0]
     except (OverflowError, RecursionError):  # too long, or a long chain of rules
         return None
 

@@ -6,6 +6,7 @@ them is looked at, and long chains of references cost stack, whose end kills the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,18 +14,20 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
-from draftwing.grammar.ebnf import GrammarError, written_count
+from draftwing.grammar.ebnf import MAX_REPETITION, GrammarError, written_count
 
 MAX_CHARS = 400_000  # of a grammar's text
 MAX_REGEX_CHARS = 10_000
-MAX_REPETITION = 200_000  # atoms of an expression whose counted repetitions are written out
+MAX_MULTIPLES = 100_000  # all `multipleOf` together: the automaton of one has a state for each remainder
 NICE = 10  # of threads in which the library works
 _STACK = 512 << 20  # bytes of address space; pages that are not touched cost nothing
 
 _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-_COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_MULTIPLE = re.compile(r'multipleOf\\*"\s*:\s*([-+.\deE]+)')  # in JSON, or in a text in JSON
+_COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")  # blanks: with (?x)
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
 _lock = threading.Lock()
 T = TypeVar("T")
@@ -113,6 +116,21 @@ def _with_checked_patterns(value: Any) -> Any:
         else:
             out[key] = _with_checked_patterns(item)
     return out
+
+
+def check_multiples(text: str) -> None:
+    """text: a grammar in the library's language. Raises GrammarError where all `multipleOf` in it are too much: the
+    library builds the automaton of each, for seconds and gigabytes, and none of its limits counts that."""
+    total = Decimal(0)
+    for written in _MULTIPLE.findall(text):
+        with contextlib.suppress(InvalidOperation):  # no number: in a text that says so
+            number = abs(Decimal(written))
+            exponent = number.as_tuple().exponent
+            if isinstance(exponent, int) and number != number.to_integral_value():
+                number = number.scaleb(-exponent)  # 0.25 is 25
+            total += number
+    if total > MAX_MULTIPLES:
+        raise GrammarError(f"its values of multipleOf, without decimal points, are {MAX_MULTIPLES} at most together")
 
 
 def give_way() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError, to_lark
-from draftwing.grammar.limits import MAX_CHARS, lark_regex, schema_text
+from draftwing.grammar.limits import MAX_CHARS, check_multiples, lark_regex, schema_text
 from draftwing.grammar.structural import to_lark_grammar
 from draftwing.requests.grammar_field import Grammar
 
@@ -47,9 +47,11 @@ class Translator:
         """Returns the grammar in the library's own language. Raises RequestError, as `GrammarCompiler.compile`, for
         what is wrong without the library."""
         try:
-            return _translated(grammar, self._special, self._options)
+            text = _translated(grammar, self._special, self._options)
+            check_multiples(text)
         except (GrammarError, RecursionError) as error:
             raise refusal(grammar, str(error), param) from None
+        return text
 
 
 def _translated(grammar: Grammar, special: Mapping[str, int], options: Mapping[str, Any]) -> str:

@@ -161,15 +161,16 @@ class Batch(NamedTuple):
     tiles: Tensor | None = None  # [T, 5] int32: chunks that only the device knows, by `TiledAttention.chunk_tiles`
     ragged: Ragged | None = None
 
-    def first(self, count: int) -> Batch:
-        """Returns the batch of the first `count` chunks."""
-        if count == len(self.chunks):
+    def part(self, first: int, end: int) -> Batch:
+        """Returns the batch of the chunks first .. end - 1, at least one."""
+        if end - first == len(self.chunks):
             return self
-        chunks = self.chunks[:count]
-        queries = sum(chunk.length for chunk in chunks)
+        begin = self.chunks[first].offset
+        chunks = [span._replace(row=span.row - first, offset=span.offset - begin) for span in self.chunks[first:end]]
+        here = slice(begin, begin + sum(span.length for span in chunks))
         return self._replace(
-            rows=self.rows[:count], ids=self.ids[:queries], positions=self.positions[:queries],
-            write_slots=self.write_slots[:queries], prefix_len=self.prefix_len[:count], chunks=chunks,
+            rows=self.rows[first:end], ids=self.ids[here], positions=self.positions[here],
+            write_slots=self.write_slots[here], prefix_len=self.prefix_len[first:end], chunks=tuple(chunks),
         )  # fmt: skip
 
     def padded(self, size: int, dummy: int) -> Batch:

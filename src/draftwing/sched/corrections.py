@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from draftwing.core import TreeShape
 
-MOST = 2.0  # limit of a shape's correction in either direction
+MOST = 3.0  # limit of a shape's correction in either direction; what is further off was measured wrong (`prices.DOUBT`)
 MOST_SHARED = 16.0  # the same of all shapes' correction: a machine may have been busy while it was measured
 NOISE = 0.05**2  # variance of a sample's logarithm
 SPEED, SPEED_DRIFT = 0.2**2, 0.005**2  # variance of the machine's speed at first, and by how much it grows at each step
@@ -87,6 +87,10 @@ class Corrections:
             yield None, bucket, one.factor
         for (shape, bucket), one in self._own.items():
             yield shape, bucket, one.factor
+
+    def forget(self, shape: TreeShape) -> None:
+        """What is of the shape alone."""
+        self._own = {key: one for key, one in self._own.items() if key[0] != shape}
 
     def clear(self) -> None:
         self._samples.clear()

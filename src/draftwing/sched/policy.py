@@ -180,9 +180,13 @@ class MostTokens:
 
     adapts = True
     PROBING = 0.008  # share of the time that options may cost that are only tried to learn from them
+    RARELY = (
+        0.0005  # the same of one option that looks as if it never paid: what it was measured at may have been wrong
+    )
     UNPRICED = 0.2  # share of a loss that counts where a price is a guess: a few steps make it a measurement
     STALE = 16  # steps after which an option's gain is not known any more
     OUTDATED, PLAIN_OUTDATED = 128, 32  # steps after which its price may have changed, if it did not run
+    LONG_AGO = 1024  # the same of one that seems never to pay
     MARGIN = 1.02  # by which drafting has to be better: the host does more for it, which no step's seconds tell
     MOST = 1024  # queries of a step; more never pay
     KEPT = 4  # most steps that a choice of drafts is kept for
@@ -338,19 +342,21 @@ class MostTokens:
             outdated = (
                 since > (self.PLAIN_OUTDATED if i == self._plain else self.OUTDATED) and 2 * rates[i] > rates[best]
             )
-            if priced and self._steps - told < stale and not outdated and i != self._promising:
-                continue
-            if priced and not outdated and i != self._plain and self._hopeless(i, load, prices[i], rates[best]):
-                continue
             seconds = prices[i] if self._lags(i) else prices[i] + entry
             lost = max(seconds - tokens[i] / rates[best], 0.0) * (1.0 if priced else self.UNPRICED)
-            if lost <= self._allowance and (found is None or (outdated, rates[i]) > urgency):
+            long_ago = since > self.LONG_AGO and lost <= self.RARELY * since * prices[best]
+            if priced and self._steps - told < stale and not outdated and not long_ago and i != self._promising:
+                continue
+            hopeless = priced and not outdated and i != self._plain
+            if hopeless and not long_ago and self._hopeless(i, load, prices[i], rates[best]):
+                continue
+            if (lost <= self._allowance or long_ago) and (found is None or (outdated, rates[i]) > urgency):
                 found, loss, urgency = i, lost, (outdated, rates[i])
         if self._promising in (best, found):  # else it waits until a try is within the allowance
             self._promising = None
         if found is not None:
             self._tries[found] = self._steps
-            self._allowance -= loss
+            self._allowance = max(self._allowance - loss, 0.0)
         return found
 
     def _hopeless(self, index: int, load: Load, price: float, rate: float) -> bool:

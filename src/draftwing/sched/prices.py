@@ -42,7 +42,8 @@ class Prices:
         self._settled: set[tuple[TreeShape, int]] = set()  # steps that correct prices, and give no measurement
         self._corrections = Corrections()
         self._lines: dict[tuple[TreeShape, int], Line] = {}  # what was asked for
-        self._doubts = 0
+        self._doubts = 0  # steps in turn
+        self._doubts_of: dict[TreeShape, int] = {}  # the same of a shape's own steps, which may be far between
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -78,10 +79,11 @@ class Prices:
         expected = self.seconds(shape, batch, context)
         if expected is not None and DOUBT * seconds < expected and self._doubtful(shape, batch):
             self._doubts += 1
-            if self._doubts < DOUBT:
+            self._doubts_of[shape] = self._doubts_of.get(shape, 0) + 1
+            if max(self._doubts, self._doubts_of[shape]) < DOUBT:
                 return
-            self._forget()
-        self._doubts = 0
+            self._forget(None if self._doubts == DOUBT else shape)
+        self._doubts = self._doubts_of[shape] = 0
         if (shape, batch) not in self._settled and self._learn(shape, batch, context, seconds):
             return
         assert expected is not None, "what is settled has a price"
@@ -94,9 +96,17 @@ class Prices:
             return False
         return shape == PLAIN or self.known(shape, batch)
 
-    def _forget(self) -> None:
-        for known in (self._measured, self._tried, self._settled, self._corrections, self._lines):
-            known.clear()
+    def _forget(self, shape: TreeShape | None) -> None:
+        """All of a shape, None: of all. What other shapes' steps agree with stays."""
+        if shape is None or not self._measured.keys() - {shape}:
+            for known in (self._measured, self._tried, self._settled, self._corrections, self._lines):
+                known.clear()
+            return
+        self._measured.pop(shape, None)
+        self._tried = {step: samples for step, samples in self._tried.items() if step[0] != shape}
+        self._settled = {step for step in self._settled if step[0] != shape}
+        self._corrections.forget(shape)
+        self._lines.clear()
 
     def _learn(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
         """Takes a step in operation for a measurement where there is none; returns whether it did. The first step pays

@@ -81,7 +81,8 @@ class Scheduler:
         self.retractions = 0
         self.stale_results = 0
         self._by_uid: dict[str, Req] = {}
-        self._deadlines: list[tuple[float, str]] = []  # heap; entries of requests that have ended are ignored
+        # Heap, with arrivals, for a uid may come again. Requests that have ended leave it once they are most of it.
+        self._deadlines: list[tuple[float, int, str]] = []
         self._reserve = self.RESERVE_MIN
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
@@ -100,9 +101,12 @@ class Scheduler:
         self._by_uid[req.uid] = req
         if req.grammar is not None:
             req.foresight = Foresight(req.grammar, self._workers)
-        if req.deadline is not None:
-            heapq.heappush(self._deadlines, (req.deadline, req.uid))
         self.waiting.join(req)
+        if req.deadline is not None:
+            if len(self._deadlines) > 2 * len(self._by_uid) + 64:
+                self._deadlines = [one for one in self._deadlines if self._has(*one[1:])]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (req.deadline, req.arrival, req.uid))
 
     def abort(self, uid: str, message: str = "aborted") -> None:
         """Ends a request wherever it is; a step still in flight for it is ignored when it comes back."""
@@ -245,7 +249,7 @@ class Scheduler:
                 req.inflight += 1
         if not chunks:
             return None
-        # The first rows draw, the last ones are those that the drafter does not see.
+        # The first rows draw. Of those that do, and of the others, the last are those that the drafter does not see.
         order = sorted(range(len(chunks)), key=lambda i: (not chunks[i].final, chunks[i].kept is not None))
         chosen, chunks = [chosen[i] for i in order], [chunks[i] for i in order]
         return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
@@ -338,7 +342,9 @@ class Scheduler:
             if req is None:
                 continue
             new, failure = tokens[:count], None
-            if count and new[-1] >= NOT_FINITE:
+            spoilt = count > 0 and new[-1] >= NOT_FINITE
+            if spoilt and not (new := new[:-1]):  # of drafts before it one may be the last token of the answer
+                self.kv.spoil(req)
                 self._fail(req)
                 continue
             if guidance is not None:
@@ -353,17 +359,20 @@ class Scheduler:
             else:
                 self._catch_ups.commit(plan.step, plan.shape, req, count)
                 self._commit_path(req, plan.shape, result, i, count)
+                if spoilt:
+                    self.kv.spoil(req)
                 self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i, : count - 1].tolist())
             if i in traced:
                 number = 0 if plan.kind == "prefill" else req.verify_steps
                 self._trace(req, result, i, traced[i], len(plan.rows), number)
             if failure is not None and req.running:
                 self._finish(req, [], {"type": "abort", "message": failure})
+            if spoilt and req.running:
+                self._fail(req)
 
     def _fail(self, req: Req) -> None:
-        """Ends a request whose logits are not finite."""
+        """Ends a request whose logits are not finite and whose KV is spoilt."""
         log.error("request %.100r: the model's logits are not finite", req.request.name)
-        self.kv.spoil(req)
         self._finish(req, [], {"type": "abort", "message": SPOILT, "status_code": 500})
         self.kv.spoil_cache()
 
@@ -435,8 +444,13 @@ class Scheduler:
     def _expire(self) -> None:
         now = time.monotonic() if self._deadlines else 0.0
         while self._deadlines and self._deadlines[0][0] < now:
-            _, uid = heapq.heappop(self._deadlines)
-            self.abort(uid, "the request exceeded its timeout")
+            _, arrival, uid = heapq.heappop(self._deadlines)
+            if self._has(arrival, uid):
+                self.abort(uid, "the request exceeded its timeout")
+
+    def _has(self, arrival: int, uid: str) -> bool:
+        req = self._by_uid.get(uid)
+        return req is not None and req.arrival == arrival
 
     def check_integrity(self) -> None:
         """As `KVManager.check_integrity`, and that those who hold rows are those who run."""

@@ -193,7 +193,8 @@ def _shares(loss: BlockLoss, text: Tensor, accepted: Tensor, rows: Rows) -> tupl
         blend = torch.exp(-3 * accepted)
         return none, blend * soft, (1 - blend) * soft, weight
     if loss.kind == "d_pace":
-        sure = (1 - _PACE) * torch.exp(-text) + _PACE
+        said = torch.where(rows.token >= 0, torch.exp(-text), 0.0)  # nothing that follows is reached without it
+        sure = (1 - _PACE) * said + _PACE
         reached = (sure * rows.counts).cumprod(1)  # [N, S]: of each m, the product up to it
         return hard, none, none, reached.flip(1).cumsum(1).flip(1)
     return hard, none, none, weight

@@ -300,7 +300,7 @@ class SuffixIndex:
         tokens = last.expand(-1, nodes + 1).scatter(1, where, token)
         parents = torch.zeros_like(tokens).scatter(1, where, place.gather(1, parent))
         alive = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, where, fits)
-        alive[:, 0] = True
+        alive[:, 0].fill_(True)  # `= True` would wait: it copies from the host
         grades = torch.zeros_like(tokens).scatter(1, where, grade)
         return Draft(tokens[:, :nodes], parents[:, :nodes], alive[:, :nodes], grades[:, :nodes])
 
