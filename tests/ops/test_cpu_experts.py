@@ -13,9 +13,10 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from draftwing.ops import make_ops
-from draftwing.ops.cpu.experts import _SLICE, can_mix
+from draftwing.ops.cpu.experts import _SLICE, Spare, can_mix
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.cpu.tape import Recording, record
 from draftwing.ops.torch.layer_ops import MixtureWeights, WholeMixture
 from draftwing.ops.types import BlockRows
 
@@ -154,6 +155,31 @@ def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, n
                 assert torch.equal(torch.cat([again(*pair, None) for pair in pairs]), whole[: size * len(pairs)])
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_calls_need_on_the_way_is_kept(ops: CpuOps) -> None:
+    """A piece for each thread that is there at once; what is recorded has its own."""
+    spare = Spare()
+    with spare.of(1 << 20) as kept, spare.of(1 << 10) as beside:
+        assert kept.data_ptr() != beside.data_ptr()
+    with spare.of(1 << 26) as more:
+        assert len(more) >= 1 << 26
+    with spare.of(1) as first, spare.of(1) as second:
+        assert {len(first), len(second)} == {1 << 10, 1 << 26}
+    mixture = Mixture(ops, CASES["plain"])
+    made = mixture.made(ops)
+    for rows in (1, 8, 40):
+        x = mixture.some(rows, mixture.case.hidden)
+        recording, found = record(lambda x=x: made(x, None, None))  # type: ignore[misc]
+        assert isinstance(recording, Recording)
+        expected = found.clone()
+        made(mixture.some(_SLICE + 70, mixture.case.hidden), None, None)
+        with ops.spare.of(1) as between:
+            between.fill_(255)
+        recording.replay()
+        assert torch.equal(found, expected)
+        with ops.spare.of(1) as between:
+            assert between.eq(255).all(), "it does not write there"
 
 
 def test_equal_logits_go_to_the_first_experts(ops: CpuOps) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -10,10 +11,37 @@ from torch import Tensor
 
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.tape import is_recording
 from draftwing.ops.torch.layer_ops import FewRowsGemm, MixtureWeights
 
 _UNIT = 32  # outputs that a thread takes at least
 _SLICE = 512  # rows at a time: of each of their choices some 20 KB are kept on the way
+
+
+class Spare:
+    """Memory that calls need until they return, kept from one to the next: beyond 32 MB libc gives it back each time,
+    and to get that of 512 rows page by page takes a fifth as long as the GEMMs of a layer's experts."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []  # a piece for each thread that was here at once
+
+    @contextmanager
+    def of(self, size: int) -> Iterator[Tensor]:
+        """size bytes, at least. What is recorded has its own."""
+        if is_recording():
+            yield torch.empty(size, dtype=torch.uint8)
+            return
+        try:
+            memory = self._kept.pop()
+        except IndexError:
+            memory = torch.empty(0, dtype=torch.uint8)
+        if len(memory) < size:
+            del memory  # before there is more
+            memory = torch.empty(size, dtype=torch.uint8)
+        try:
+            yield memory
+        finally:
+            self._kept.append(memory)
 
 
 def can_mix(weights: MixtureWeights) -> bool:
@@ -28,8 +56,10 @@ def _in_blocks(gemms: Sequence[FewRowsGemm | None]) -> TypeGuard[Sequence[Blocke
 class NativeMixture:
     """`WholeMixture` of weights that `can_mix`."""
 
-    def __init__(self, weights: MixtureWeights) -> None:
+    def __init__(self, weights: MixtureWeights, spare: Spare) -> None:
+        """spare: of all layers."""
         assert can_mix(weights)
+        self._spare = spare
         self.raw: Any = load_extension()
         self.count, self.top_k = len(weights.gate_up), weights.top_k
         self.renormalise, self.limit = weights.renormalise, weights.limit
@@ -60,13 +90,13 @@ class NativeMixture:
             residual = residual.contiguous()
         half, (count, top_k) = x.dtype == torch.bfloat16, (self.count, self.top_k)
         size = self.raw.experts_spare(min(rows, _SLICE), half, count, top_k, self.hidden, self.ffn, threads)
-        spare = x.new_empty(size, dtype=torch.uint8)
-        for start in range(0, rows, _SLICE):
-            at = start * self.hidden * x.element_size()
-            self.raw.experts(
-                out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
-                min(rows - start, _SLICE), half, 0 if scatter is None else scatter.data_ptr(), *self._router, count,
-                top_k, self.renormalise, self.hidden, self.ffn, self._weights.data_ptr(), spare.data_ptr(), threads,
-                self.limit,
-            )  # fmt: skip
+        with self._spare.of(size) as spare:
+            for start in range(0, rows, _SLICE):
+                at = start * self.hidden * x.element_size()
+                self.raw.experts(
+                    out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
+                    min(rows - start, _SLICE), half, 0 if scatter is None else scatter.data_ptr(), *self._router,
+                    count, top_k, self.renormalise, self.hidden, self.ffn, self._weights.data_ptr(), spare.data_ptr(),
+                    threads, self.limit,
+                )  # fmt: skip
         return out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, quantize
-from draftwing.ops.cpu.experts import NativeMixture, can_mix
+from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
@@ -43,6 +43,7 @@ class CpuLayerOps(LayerOps):
     """Overrides those of `LayerOps` that the extension has."""
 
     raw: Any  # the extension module
+    spare: Spare
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As in torch, with the same roundings."""
@@ -161,7 +162,7 @@ class CpuLayerOps(LayerOps):
 
     def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
         """Of weights that are all of `block_gemm`."""
-        return NativeMixture(weights) if can_mix(weights) else None
+        return NativeMixture(weights, self.spare) if can_mix(weights) else None
 
     def head_top_k(
         self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None

@@ -10,6 +10,7 @@ from draftwing.ops.attention import AttnBackend, Pool
 from draftwing.ops.cpu.assign import CpuAssignOps
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.expansion import CpuExpansionOps
+from draftwing.ops.cpu.experts import Spare
 from draftwing.ops.cpu.extension import DTYPES, chosen_isa, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
 from draftwing.ops.cpu.merge import CpuMergeOps
@@ -41,6 +42,7 @@ class CpuOps(
         super().__init__(device)
         self.raw = load_extension()
         assert self.raw is not None, "the extension was not built, or is not wanted"
+        self.spare = Spare()
 
     @property
     def title(self) -> str:

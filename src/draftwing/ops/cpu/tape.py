@@ -23,6 +23,11 @@ _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default}
 
 
+def is_recording() -> bool:
+    """Whether calls are noted now: what these read and write must not be used for anything else later."""
+    return _noted.get() is not None
+
+
 class Notable:
     """An extension module whose calls are noted while somebody records."""
 
