@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from draftwing.config.trees import BLOCK, checked_shape, most_nodes
+from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, most_nodes
 from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.plugins import import_attribute
@@ -151,7 +151,7 @@ DRAFTERS = (
         "DSPARK",
         "draftwing.spec.build:draft_head",
         draft_model="required",
-        tree=BLOCK,
+        tree=BRANCHED_BLOCK,
         heads=("dspark", "dflash"),
         training=Training("DSPARK", "DSpark head", {"kind": "tv"}, aux_hidden_states=True, block=7),
     ),

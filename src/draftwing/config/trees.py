@@ -19,7 +19,9 @@ from draftwing.requests.refusals import show
 logger = logging.getLogger(__name__)
 
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")  # fields of a `TreeShape`
-BLOCK = TreeShape(7, 1, 8)  # of heads that draft a block: what most of them have room for
+# Of heads that draft a block, which most of them have room for; branches are worth their rows where what follows a token
+# depends on it.
+BLOCK, BRANCHED_BLOCK = TreeShape(7, 1, 8), TreeShape(7, 4, 16)
 DEVICES = ("cpu", "cuda")  # classes of devices that a tree is measured for
 STEPS, TOPK, NODES = (1, 256), (1, 64), (2, 512)  # least and most steps, topk and draft tokens
 Given = tuple[int | None, int | None, int | None]  # steps, topk and draft tokens, None where not given
@@ -75,10 +77,10 @@ def _chain(steps: int, nodes: int) -> TreeShape:
 # ---- the tree in a config --------------------------------------------------------------------------------------------
 
 
-def carried_shape(folder: Path, device: str) -> TreeShape | None:
+def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> TreeShape | None:
     """The tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1, 4]}}`, in
-    steps, topk and draft tokens; else the chain of a block with fewer tokens than drafters of blocks ask for by
-    themselves. None where it says nothing, as most do.
+    steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer tokens.
+    None where it says nothing, as most do.
 
     Raises ConfigError for shapes that no tree has, of any device.
     """
@@ -94,17 +96,17 @@ def carried_shape(folder: Path, device: str) -> TreeShape | None:
     unknown = next((name for name in found if name not in DEVICES), None)
     if unknown is not None:
         raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {show(unknown)}")
-    return found.get(device) or _short_block(config)
+    return found.get(device) or _short_block(config, default)
 
 
-def _short_block(config: dict[str, Any]) -> TreeShape | None:
+def _short_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
     inner = (config.get(name) for name in ("dflash_config", "dspark_config"))
     flat = {key: value for part in (*inner, config) if isinstance(part, dict) for key, value in part.items()}
     rows = flat.get("block_size")
-    if type(rows) is not int or not 2 <= rows <= BLOCK.depth:
+    if type(rows) is not int or not 2 <= rows <= tree.depth:
         return None  # long enough, or what is wrong with it says who loads the head
     steps = rows if from_anchor(flat) else rows - 1
-    return TreeShape(steps, 1, steps + 1)
+    return TreeShape(steps, tree.topk, min(tree.nodes, most_nodes(steps, tree.topk)))
 
 
 def from_anchor(config: Mapping[str, Any]) -> bool:

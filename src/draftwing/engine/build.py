@@ -100,7 +100,7 @@ def build(
     if drafter_spec.same_tokenizer and draft_path and tokenizer and not options.dummy:
         check_draft_tokenizer(options, draft_path, tokenizer)
     kind = device.device.type
-    carried = carried_shape(draft_path or path, kind) if drafter_spec.heads else None
+    carried = carried_shape(draft_path or path, kind, drafter_spec.tree) if drafter_spec.heads else None
     options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
     if options.tp_size > 1:
         options = spread(options, config, device)

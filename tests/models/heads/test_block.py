@@ -12,7 +12,7 @@ from reference.block_heads import dflash_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 from torch import Tensor
 
-from draftwing.config.trees import BLOCK, carried_shape
+from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, carried_shape
 from draftwing.core import TreeShape
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
@@ -100,7 +100,9 @@ def with_tensor(head: Checkpoint, name: str) -> Checkpoint:
 
 
 def test_a_tree_that_fits_into_the_block(tmp_path: Path) -> None:
-    """Where nobody asks for one: the drafter's own, or the chain of a shorter block."""
-    assert carried_shape(dspark_head(TARGET).write(tmp_path / "a"), "cpu") == TreeShape(5, 1, 6)
-    assert carried_shape(dflash_head(TARGET).write(tmp_path / "b"), "cpu") == TreeShape(5, 1, 6)
+    """Where nobody asks for one: the drafter's own, cut where the block is shorter."""
+    spark, flash = dspark_head(TARGET).write(tmp_path / "a"), dflash_head(TARGET).write(tmp_path / "b")
+    assert carried_shape(spark, "cpu") == carried_shape(flash, "cpu") == TreeShape(5, 1, 6)
+    assert carried_shape(spark, "cpu", BRANCHED_BLOCK) == TreeShape(5, 4, 16)
+    assert carried_shape(flash, "cuda", TreeShape(7, 2, 60)) == TreeShape(5, 2, 19)
     assert carried_shape(dflash_head(TARGET, block_size=BLOCK.depth + 1).write(tmp_path / "c"), "cpu") is None
