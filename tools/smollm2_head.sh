@@ -4,17 +4,20 @@
 #   python tools/training_prompts.py DATA prompts.jsonl --count 60000 --widen
 #   tools/smollm2_head.sh runs/spark prompts.jsonl
 #
-# Each stage goes on where it was interrupted; FIRST names the one to begin with (own, generate, fit, eval). What can be
-# set, with what is meant for two H200s and 25 minutes:
+# Each stage goes on where it was interrupted, but prompts of its own, which an engine writes anew; FIRST names the one to
+# begin with (own, generate, fit, eval). What can be set, with what is meant for an H200 and 30 minutes. Answers are short
+# since long greedy ones repeat themselves, which teaches nothing; every token opens a block since the target, half of
+# the work, is run for a text once whatever is drafted from it.
 set -euo pipefail
 RUN=$1 PROMPTS=$2
 MODEL=${MODEL:-smollm2}
-GPUS=${GPUS:-2}           # 0: a CPU, for a try
+GPUS=${GPUS:-1}           # 0: a CPU, for a try
 ENGINES=${ENGINES:-12}    # of a GPU, side by side: one is bound by launches, not by the GPU
 OWN=${OWN:-24000}         # prompts that the model is asked to write itself
-ANSWERS=${ANSWERS:-4}     # to each prompt
-STEPS=${STEPS:-9000}      # of 65,536 tokens, about 11 a second
-TOKENS=${TOKENS:-32768}   # of one forward
+ANSWERS=${ANSWERS:-2}     # to each prompt; the first ones are greedy but for a fifth
+ANSWERING=${ANSWERING:-0} # seconds that they may take, 0: as many as they do; what is there then is trained on
+MINUTES=${MINUTES:-18}    # of training
+TOKENS=${TOKENS:-16384}   # of one step of a GPU
 FIRST=${FIRST:-own}
 EVAL=${EVAL:-benchmarks/data/mt_bench.jsonl}
 DRAFTWING=${DRAFTWING:-draftwing}
@@ -38,19 +41,22 @@ each() {
 own() {
   [ -e "$RUN/own-$1.jsonl" ] || $DRAFTWING write-prompts $OPTIONS --seed "$1" --count $(((OWN + PARTS - 1) / PARTS)) --out "$RUN/own-$1.jsonl"
 }
-generate() { $DRAFTWING train generate --out "$RUN/head" "${DATA[@]}" $OPTIONS; }
+generate() {
+  local code=0
+  timeout --signal KILL "$ANSWERING" $DRAFTWING train generate --out "$RUN/head" "${DATA[@]}" $OPTIONS || code=$?
+  [ $code = 0 ] || [ $code = 137 ]
+}
 
 case $FIRST in own) [ "$OWN" = 0 ] || each own ;; esac
 shopt -s nullglob
-DATA=(--prompts "$PROMPTS" "$RUN"/own-*.jsonl --eval-prompts "$EVAL" --answers "$ANSWERS" --max-tokens 768
+DATA=(--prompts "$PROMPTS" "$RUN"/own-*.jsonl --eval-prompts "$EVAL" --answers "$ANSWERS" --max-tokens 256
   --greedy-share 0.8 --temperatures 0.3 1.0 --model "$MODEL"
-  --algorithm DSPARK --online --draft-layers 3 --ffn-size 1280 --markov-rank 64 --draft-vocab-size 24576
+  --algorithm DSPARK --online --draft-layers 3 --ffn-size 1280 --markov-rank 64 --draft-vocab-size 16384 --anchors 1
   --draft-lm-head target --block-loss lk_hybrid --optimizer muon --lr 0.008 --batch-tokens "$TOKENS")
 case $FIRST in own | generate) each generate ;; esac
 case $FIRST in
 own | generate | fit)
-  FORWARDS=$((GPUS > 1 ? 65536 / TOKENS / GPUS : 65536 / TOKENS))
-  $DRAFTWING train fit --out "$RUN/head" "${DATA[@]}" --steps "$STEPS" --accumulate $((FORWARDS > 0 ? FORWARDS : 1)) \
+  $DRAFTWING train fit --out "$RUN/head" "${DATA[@]}" --minutes "$MINUTES" --eval-every 2000 \
     --gpus $((GPUS > 1 ? GPUS : 1))
   ;;
 esac

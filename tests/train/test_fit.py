@@ -253,6 +253,40 @@ def test_epochs_are_counted_in_steps(target, tmp_path):
     assert report.steps == round(batches[0] + 0.5 * batches[1])
 
 
+def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
+    """It ends in time with the lowest rate, also where it is slow at first; killed, it has the rest of its time."""
+    seconds, seen = iter(range(1, 10**6)), []
+
+    def clock():
+        now = next(seconds)
+        return 0.1 * now if now > 500 else 2.0 * now  # kernels are compiled, then a step takes 0.1 s, 0.2 s every 4th
+
+    def rate(self, step, total, hidden):
+        seen.append((step, found := learning_rate(self, step, total, hidden)))
+        if len(seen) == stop:
+            raise KeyboardInterrupt
+        return found
+
+    learning_rate, settings = FitConfig.learning_rate, config("EAGLE3", steps=0, minutes=0.5, warmup=0.1)
+    monkeypatch.setattr("draftwing.train.fit.time.perf_counter", clock)
+    monkeypatch.setattr(FitConfig, "learning_rate", rate)
+    for name, stop, begin in (("whole", 0, 501), ("killed", 60, 501), ("slow at first", 0, 490)):
+        seconds = iter(range(begin, 10**6))
+        seen.clear()
+        if stop:
+            with pytest.raises(KeyboardInterrupt):
+                run(target, tmp_path / name, settings)
+            stop = 0
+        _, report = run(target, tmp_path / name, settings)
+        rates = dict(seen)
+        assert report.seconds == pytest.approx(30, abs=1) and report.eval["step"] == report.steps, name
+        assert rates[report.steps - 1] == pytest.approx(0.05e-2, rel=0.02), name
+        assert max(rates.values()) > 0.95e-2, name
+        assert report.steps > 60 and (name != "whole" or 200 < report.steps < 260), report.steps
+    with pytest.raises(ConfigError, match="steps or minutes, found both: 11 and 1"):
+        config("EAGLE3", minutes=1)
+
+
 def test_curves_are_drawn_where_they_can_be(tmp_path, caplog):
     row = {"step": 1, "loss": 2.0, "accept_length": 1.5, "accept_1": 0.4, "accept_2": 0.1, "accept_10": 0.0}
     rows = [{**row, "split": "train"}, {**row, "split": "eval"}]

@@ -19,8 +19,8 @@ from draftwing.requests.refusals import show
 logger = logging.getLogger(__name__)
 
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")  # fields of a `TreeShape`
-# Of heads that draft a block, which most of them have room for; branches are worth their rows where what follows a token
-# depends on it.
+# Of heads that draft a block, which most of them have room for. Branches are worth their rows where what follows a
+# token depends on it.
 BLOCK, BRANCHED_BLOCK = TreeShape(7, 1, 8), TreeShape(7, 4, 16)
 DEVICES = ("cpu", "cuda")  # classes of devices that a tree is measured for
 STEPS, TOPK, NODES = (1, 256), (1, 64), (2, 512)  # least and most steps, topk and draft tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -114,7 +114,9 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
     return Batch(ids, aux_hidden, final, position, depth, lengths)
 
 
-def load(source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2) -> Iterator[Batch]:
+def load(
+    source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2
+) -> Generator[Batch, None, None]:
     """Gives the batches of samples `numbers`, read ahead by threads. A source that computes is read by one thread only:
     two would run one model at once. It may have a `read_many(numbers) -> list[Sample]`, which is then called."""
     whole, own = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))

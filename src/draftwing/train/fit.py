@@ -12,9 +12,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,8 @@ from draftwing.train.ttt import Loss
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
-_VERSION = 3
+_VERSION = 4
+_BY_CLOCK = 10_000  # steps that a run of so many minutes has, until some have shown how long they take
 # What a run may change when it goes on; everything else would make it another run.
 _FREE = ("log_every", "eval_every", "save_every", "readers")
 
@@ -48,7 +49,8 @@ _FREE = ("log_every", "eval_every", "save_every", "readers")
 class FitConfig:
     """How a head is trained.
 
-    steps: of the optimizer; 0: as many as `epochs` over the samples take.  tokens: of one forward, padding included.
+    steps: of the optimizer; 0: as many as `epochs` over the samples take.  minutes: of training, in place of both; what
+    is trained then depends on the machine's speed.  tokens: of one forward, padding included.
     accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
     optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: the loss's own.
     warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.
@@ -60,6 +62,7 @@ class FitConfig:
     loss: AnyLoss = field(default_factory=Loss)
     steps: int = 0
     epochs: float = 1.0
+    minutes: float = 0.0
     tokens: int = 8192
     accumulate: int = 1
     max_length: int = 2048
@@ -81,8 +84,12 @@ class FitConfig:
         for name in ("tokens", "accumulate", "max_length", "log_every", "eval_every", "save_every", "readers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        if self.steps < 0 or (self.steps == 0 and self.epochs <= 0):
-            raise ConfigError(f"expected steps or epochs above 0, found {self.steps} and {self.epochs}")
+        if min(self.steps, self.minutes) < 0 or (self.steps == self.minutes == 0 and self.epochs <= 0):
+            raise ConfigError(
+                f"expected steps, minutes or epochs above 0, found {self.steps}, {self.minutes} and {self.epochs}"
+            )
+        if self.steps and self.minutes:
+            raise ConfigError(f"expected steps or minutes, found both: {self.steps} and {self.minutes}")
         if isinstance(self.loss, Loss) and self.loss.steps < 1:
             raise ConfigError(f"loss.steps: expected at least 1, found {self.loss.steps}")
         if self.optimizer not in OPTIMIZERS:
@@ -165,7 +172,7 @@ class Fit:
         if not self.lengths:
             raise ConfigError(f"nothing to train on: none of {len(source)} samples has 3 tokens or more")
         self.eval_lengths = usable(eval_source, config.max_length) if eval_source is not None else {}
-        self.total = config.steps or self._steps_of_epochs()
+        self.total = _BY_CLOCK if config.minutes else config.steps or self._steps_of_epochs()
         self.objective = make_objective(head, target_head_fn, config.loss, config.max_length)
         self.optimizer = HeadOptimizer(head, config.optimizer, config.betas, config.weight_decay)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
@@ -200,40 +207,57 @@ class Fit:
             while self.step < self.total:
                 norm = self._train_step(batches)
                 self.step += 1
-                done = self.step == self.total
                 self._tick()
-                if self.step % config.log_every == 0 or done:
+                if self.step % config.log_every == 0:
+                    pace = self._log(norm)
+                    if config.minutes:
+                        self._estimate(pace)
+                elif self.step == self.total:
                     self._log(norm)
+                done = self.step >= self.total
                 self.progress.advance()
                 if self.eval_lengths and (self.step % config.eval_every == 0 or done):
                     self._evaluate()
                 if self.step % config.save_every == 0 or done:
                     self._save()
                 self._clock = time.perf_counter()  # evaluating and saving is not training
+            batches.close()
         finally:
             self.progress.close()
         return self._report()
+
+    def _estimate(self, pace: float) -> None:
+        """How many steps there are in all, by the clock. pace: seconds of each of the last `log_every`. Kernels are
+        compiled in the first ones, which say nothing."""
+        if self.step > self.config.log_every:
+            left = 60 * self.config.minutes - self.seconds
+            self.total = self.step + max(0, round(left / pace))
+            if self.world > 1:
+                total = torch.tensor([self.total], device=self.device)
+                dist.broadcast(total, 0)
+                self.total = int(total)
+            self.progress.expect(self.total)
 
     def _tick(self) -> None:
         now = time.perf_counter()
         self.window_seconds += now - self._clock
         self._clock = now
 
-    def _batches(self) -> Iterator[tuple[Any, int, bool]]:
+    def _batches(self) -> Generator[tuple[Any, int, bool], None, None]:
         """Gives this process's batches from the current step on: a batch, the tokens of its whole step, whether it ends
         the step."""
         config, each = self.config, self.config.accumulate * self.world
 
         def steps() -> Iterator[list[list[int]]]:
             numbers = stream(self.lengths, config.tokens, config.seed, self.step * each)
-            return (list(islice(numbers, each)) for _ in range(self.total - self.step))
+            return (list(islice(numbers, each)) for _ in (count() if config.minutes else range(self.step, self.total)))
 
         mine = (batch for group in steps() for batch in group[self.rank :: self.world])
-        loaded = load(self.source, mine, config.max_length, config.readers)
-        for group in steps():
-            tokens = sum(self.lengths[i] for batch in group for i in batch)
-            for turn in range(config.accumulate):
-                yield next(loaded), tokens, turn == config.accumulate - 1
+        with contextlib.closing(load(self.source, mine, config.max_length, config.readers)) as loaded:
+            for group in steps():
+                tokens = sum(self.lengths[i] for batch in group for i in batch)
+                for turn in range(config.accumulate):
+                    yield next(loaded), tokens, turn == config.accumulate - 1
 
     def _train_step(self, batches: Iterator[tuple[Any, int, bool]]) -> Tensor:
         """Takes a step; returns the gradient's norm."""
@@ -283,7 +307,8 @@ class Fit:
             dist.all_reduce(stats)
         return self.objective.metrics(stats)
 
-    def _log(self, norm: Tensor) -> None:
+    def _log(self, norm: Tensor) -> float:
+        """Returns the seconds of each step of the window, were it whole."""
         rate = self.config.learning_rate(self.step - 1, self.total, self.head.width)
         metrics = self._metrics(self.window)  # waits for the device, whose time that is
         self._tick()
@@ -293,7 +318,9 @@ class Fit:
         more = {"lr": rate, "gradient_norm": float(norm), "tokens_per_second": speed}
         self.progress.add({"step": self.step, "split": "train", **metrics, **more})
         self.seconds += self.window_seconds
+        pace = self.window_seconds / self.config.log_every
         self.window, self.window_tokens, self.window_seconds = self._no_stats(), 0, 0.0
+        return pace
 
     def _report(self) -> FitReport:
         last = {str(row["split"]): row for row in self.progress.history}
@@ -312,7 +339,7 @@ class Fit:
         shapes = {name: list(param.shape) for name, param in self.head.named_parameters()}
         return {
             **config,
-            "steps in all": self.total,
+            "steps in all": 0 if self.config.minutes else self.total,
             "processes": self.world,
             "samples": len(self.source),
             "their tokens": sum(self.lengths.values()),
@@ -331,6 +358,7 @@ class Fit:
             "version": _VERSION,
             "identity": self._identity(),
             "step": self.step,
+            "total": self.total,
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "history": [dict(row) for row in self.progress.history],
@@ -354,7 +382,7 @@ class Fit:
             )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step, self.total = state["step"], state["total"]
         if self.rank == 0:
             self.window += state["window"].to(self.device)
         self.window_tokens, self.window_seconds, self.tokens, self.seconds = state["counts"]

@@ -48,6 +48,10 @@ class Progress:
     def advance(self) -> None:
         self._bar.update()
 
+    def expect(self, total: int) -> None:
+        """Another number of steps."""
+        self._bar.total = total
+
     def add(self, row: Row) -> None:
         self.history.append(row)
         if not self._shown:

@@ -116,6 +116,10 @@ class Settings:
         1.0, FIT, "passes over the data; 0: train nothing and keep --init-head as it is", minimum=0, fixed=False
     )
     steps: int = option(0, FIT, "steps of the optimizer, in place of epochs", minimum=0, fixed=False)
+    minutes: float = option(
+        0.0, FIT, "minutes of training, in place of epochs and steps: the learning rate follows the clock", minimum=0,
+        fixed=False,
+    )  # fmt: skip
     optimizer: str = option(
         "adamw",
         FIT,
@@ -183,6 +187,8 @@ class Settings:
         odd = self._given(_OF_FRESH) if self.init_head else ""
         if odd:
             raise ConfigError(f"{odd}: for fresh heads; one of --init-head is as it was made, so leave this out")
+        if self.steps and self.minutes:
+            raise ConfigError(f"--steps and --minutes: expected one of them, found {self.steps} and {self.minutes}")
         if not self.trains and not self.init_head:
             raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
         self.trees()
@@ -204,7 +210,7 @@ class Settings:
     @property
     def trains(self) -> bool:
         """Tells whether there is any step of training; else the head is the mean of --init-head."""
-        return bool(self.epochs or self.steps)
+        return bool(self.epochs or self.steps or self.minutes)
 
     def trees(self) -> list[TreeShape]:
         found = []
