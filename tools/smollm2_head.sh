@@ -44,7 +44,7 @@ own() {
 generate() {
   local code=0
   timeout --signal KILL "$ANSWERING" $DRAFTWING train generate --out "$RUN/head" "${DATA[@]}" $OPTIONS || code=$?
-  [ $code = 0 ] || [ $code = 137 ]
+  [ $code = 0 ] || { [ $code = 137 ] && [ "$ANSWERING" != 0 ]; } # else something else killed it, such as a lack of memory
 }
 
 case $FIRST in own) [ "$OWN" = 0 ] || each own ;; esac

@@ -46,15 +46,24 @@ def test_counts_that_python_does_not_read_are_refused(byte_vocab: Any, grammar: 
     Grammar("json_schema", json.dumps({"prefixItems": [{"type": "integer", "multipleOf": 9001}] * 12})),
     Grammar("structural_tag", json.dumps({"triggers": ["<"], "structures": [
         {"begin": f"<{i}", "schema": {"type": "integer", "multipleOf": 9001}, "end": ">"} for i in range(12)]})),
+    Grammar("json_schema", '{"allOf": [{"type": "integer", "multipleOf": 9001}, {"multipleOf": 9007}]}'),
+    Grammar("json_schema", json.dumps(
+        {"properties": {"a": {"multipleOf": 9001}}, "patternProperties": {"^a": {"multipleOf": 9007}}})),
+    Grammar("json_schema", '{"type": "integer", "multipleOf": 7207200}'),
 ])  # fmt: skip
 def test_large_multiples_are_refused(byte_vocab: Any, grammar: Grammar) -> None:
     with pytest.raises(RequestError, match="multipleOf"):
         byte_vocab.compiler.compile(grammar)
 
 
-@pytest.mark.parametrize("value", ["100", "0.01", "1e-9", "2.50", "1e3"])
+@pytest.mark.parametrize("value", ["100", "0.01", "1e-9", "2.50", "1e3", "1000000", "3600000", "86400.0", "1e9999999"])
 def test_usual_multiples_are_not(byte_vocab: Any, value: str) -> None:
     check_multiples(f'{{"multipleOf": {value}}}')
+
+
+def test_a_text_that_says_multiple_of_is_no_multiple(byte_vocab: Any) -> None:
+    byte_vocab.compiler.compile(Grammar("regex", 'multipleOf": 1e9999999'))
+    byte_vocab.compiler.compile(Grammar("regex", 'multipleOf": 1e9e9'))
 
 
 @pytest.mark.parametrize("grammar", [

@@ -201,6 +201,21 @@ def test_what_never_pays_is_hardly_tried() -> None:
     assert rate > 0.98 * world.rate(PLAIN, hits)
 
 
+def test_what_never_pays_with_any_number_of_rows_is_hardly_tried() -> None:
+    """Tries with each number of rows do not add up."""
+    menu = (*tree_menu(TreeShape(7, 4, 16))[:-1], *tree_menu(TREE))
+    world = World(menu, 4.0, 0.2, 4.0)
+    policy, rows = MostTokens(menu, world.prices((1, 2, 4, 8, 16, 32, 64))), (1, 2, 4, 8, 16, 32, 64)
+    took = ideal = 0.0
+    for turn in range(30):
+        for batch in rows:
+            hits = [0.8] * batch
+            rate, _ = world.run(policy, hits, 150)
+            if turn > 9:
+                took, ideal = took + batch * 150 / rate, ideal + 150 * world.seconds(PLAIN, batch)
+    assert ideal > 0.985 * took
+
+
 @pytest.mark.parametrize(("gain", "drafts"), [(1.02, False), (1.06, True)])
 def test_what_drafting_gains_less_than_the_host_loses(gain: float, drafts: bool) -> None:
     """Drafts that are better by 2% are not worth the work of choosing them."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import MARK_SOURCE, PLAIN, Chunk, StepResult, TreeShape
+from draftwing.core import MARK_SOURCE, NOT_FINITE, PLAIN, Chunk, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.pace import Pace
@@ -566,3 +566,19 @@ def test_slots_in_advance_leave_most_steps_without_uploads():
 def test_slots_in_advance_cost_nobody_a_preemption():
     assert uploads(ahead=16, slots=140)[2] <= uploads(ahead=0, slots=140)[2]
     assert uploads(ahead=16, slots=80)[2] > 0, "not so tight that it says anything"
+
+
+def test_what_is_not_finite_behind_where_guidance_failed_is_not_read_again():
+    """The step ends by its first token, which the host refuses; the KV of what it gave after that is spoilt all the
+    same."""
+    sched = make(shape=TreeShape(2, 1, 3))
+    sched.submit(req("x"))
+    turn(sched)
+    plan = sched.plan()
+    spoilt = result(plan, count=2)
+    spoilt.tokens[0, 1] |= NOT_FINITE
+    guidance = SimpleNamespace(until_failure=lambda i, new: ([], "why"))
+    sched.commit(plan, spoilt, guidance)
+    assert [out.finish_reason["message"] for out in sched.take_outputs() if out.finish_reason] == ["why"]
+    assert sched.kv.take_spoilt() is not None
+    sched.check_integrity()

@@ -285,6 +285,34 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
         assert report.steps > 60 and (name != "whole" or 200 < report.steps < 260), report.steps
     with pytest.raises(ConfigError, match="steps or minutes, found both: 11 and 1"):
         config("EAGLE3", minutes=1)
+    for minutes in (math.inf, math.nan):
+        with pytest.raises(ConfigError, match="minutes"):
+            config("EAGLE3", steps=0, minutes=minutes)
+
+
+@pytest.mark.parametrize(("step", "killed", "compiling"), [(5.0, 0, 0.0), (5.0, 3, 7.0), (0.1, 200, 5.0)])
+def test_a_clock_that_few_steps_fit_into(target, tmp_path, monkeypatch, step, killed, compiling):
+    """Half a minute at 5 s a step, with an estimate every 20 steps; and kernels are compiled again when it goes on."""
+    now, done, learning_rate, stop = [0.0], [], FitConfig.learning_rate, killed
+
+    def rate(self, at, total, hidden):
+        if at not in done:
+            done.append(at)
+            now[0] += step + (compiling if len(done) == 1 else 0.0)
+            if len(done) == stop:
+                raise KeyboardInterrupt
+        return learning_rate(self, at, total, hidden)
+
+    monkeypatch.setattr("draftwing.train.fit.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(FitConfig, "learning_rate", rate)
+    settings = config("EAGLE3", steps=0, minutes=0.5, log_every=20, save_every=1, eval_every=10**6)
+    if stop:
+        with pytest.raises(KeyboardInterrupt):
+            run(target, tmp_path, settings)
+        stop = 0
+        done.clear()
+    _, report = run(target, tmp_path, settings)
+    assert report.seconds == pytest.approx(30, abs=1.1 * step)
 
 
 def test_curves_are_drawn_where_they_can_be(tmp_path, caplog):

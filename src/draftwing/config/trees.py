@@ -41,6 +41,8 @@ def grown_shape(given: Given, default: TreeShape) -> TreeShape:
     steps, topk = given[0] or default.depth, given[1] or default.topk
     if topk == 1:
         return _chain(steps, asked or steps + 1)
+    if given[0] is None and asked is not None:
+        steps = max(min(steps, asked - 1), 1)
     most = most_nodes(steps, topk)
     nodes = asked or min(max(default.nodes, steps + 1), most)
     if not steps < nodes <= most:

@@ -6,8 +6,8 @@ them is looked at, and long chains of references cost stack, whose end kills the
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +22,7 @@ from draftwing.grammar.ebnf import MAX_REPETITION, GrammarError, written_count
 MAX_CHARS = 400_000  # of a grammar's text
 MAX_REGEX_CHARS = 10_000
 MAX_MULTIPLES = 100_000  # all `multipleOf` together: the automaton of one has a state for each remainder
+MAX_COMMON = 500_000  # their least common multiple: 0.7 s of the library
 NICE = 10  # of threads in which the library works
 _STACK = 512 << 20  # bytes of address space; pages that are not touched cost nothing
 
@@ -120,17 +121,34 @@ def _with_checked_patterns(value: Any) -> Any:
 
 def check_multiples(text: str) -> None:
     """text: a grammar in the library's language. Raises GrammarError where all `multipleOf` in it are too much: the
-    library builds the automaton of each, for seconds and gigabytes, and none of its limits counts that."""
-    total = Decimal(0)
-    for written in _MULTIPLE.findall(text):
-        with contextlib.suppress(InvalidOperation):  # no number: in a text that says so
-            number = abs(Decimal(written))
-            exponent = number.as_tuple().exponent
-            if isinstance(exponent, int) and number != number.to_integral_value():
-                number = number.scaleb(-exponent)  # 0.25 is 25
-            total += number
-    if total > MAX_MULTIPLES:
-        raise GrammarError(f"its values of multipleOf, without decimal points, are {MAX_MULTIPLES} at most together")
+    library builds the automaton of each, for seconds and gigabytes, and none of its limits counts that. Of those that
+    hold for one number (`allOf`, `$ref`, ..) it builds that of their least common multiple; which these are is not
+    looked for."""
+    found = [_remainders(written) for written in _MULTIPLE.findall(text)]
+    common = 1
+    for count in set(found):
+        if common <= MAX_COMMON:
+            common = math.lcm(common, count)
+    if sum(found) > MAX_MULTIPLES or common > MAX_COMMON:
+        raise GrammarError(
+            f"its values of multipleOf, without decimal points, are {MAX_MULTIPLES} at most together, and their least "
+            f"common multiple is at most {MAX_COMMON}"
+        )
+
+
+def _remainders(written: str) -> int:
+    """About as many states has the automaton of a number's multiples; one more than are allowed stands for more. 1 for
+    what is no number: in a text that says so."""
+    try:
+        _, shown, place = Decimal(written).as_tuple()
+    except InvalidOperation:
+        return 1
+    longest = len(str(MAX_MULTIPLES))
+    digits = "".join(map(str, shown)).rstrip("0")  # 0.25 is 25
+    place = int(place) + len(shown) - len(digits)
+    if len(digits) > 2 and place > 0:  # after one or two digits a zero is a state more
+        digits += "0" * min(place, longest)
+    return int(digits or 1) if len(digits) <= longest else MAX_MULTIPLES + 1
 
 
 def give_way() -> None:

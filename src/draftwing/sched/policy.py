@@ -180,9 +180,9 @@ class MostTokens:
 
     adapts = True
     PROBING = 0.008  # share of the time that options may cost that are only tried to learn from them
-    RARELY = (
-        0.0005  # the same of one option that looks as if it never paid: what it was measured at may have been wrong
-    )
+    # The same of all options that look as if they never paid, with all numbers of rows: what they were measured at may
+    # have been wrong. Each has an equal part.
+    RARELY = 0.003
     UNPRICED = 0.2  # share of a loss that counts where a price is a guess: a few steps make it a measurement
     STALE = 16  # steps after which an option's gain is not known any more
     OUTDATED, PLAIN_OUTDATED = 128, 32  # steps after which its price may have changed, if it did not run
@@ -331,7 +331,7 @@ class MostTokens:
         """An option of which too little is known, if trying it is within the allowance: the one that looks best."""
         found, loss, urgency, bucket = None, 0.0, (False, 0.0), len(load.confidences).bit_length()
         confidences, entry = {c for c in load.confidences if c}, self._entry(load) * (1 - 1 / self._shared_by(load))
-        stale = max(self.STALE, self._pause)
+        stale, rarely = max(self.STALE, self._pause), self.RARELY * prices[best] / max(len(self._ran), 1)
         for i in rates:
             if i == best or i in self._tries:
                 continue
@@ -344,7 +344,7 @@ class MostTokens:
             )
             seconds = prices[i] if self._lags(i) else prices[i] + entry
             lost = max(seconds - tokens[i] / rates[best], 0.0) * (1.0 if priced else self.UNPRICED)
-            long_ago = since > self.LONG_AGO and lost <= self.RARELY * since * prices[best]
+            long_ago = since > self.LONG_AGO and lost <= rarely * since
             if priced and self._steps - told < stale and not outdated and not long_ago and i != self._promising:
                 continue
             hopeless = priced and not outdated and i != self._plain

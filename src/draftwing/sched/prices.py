@@ -99,7 +99,7 @@ class Prices:
     def _forget(self, shape: TreeShape | None) -> None:
         """All of a shape, None: of all. What other shapes' steps agree with stays."""
         if shape is None or not self._measured.keys() - {shape}:
-            for known in (self._measured, self._tried, self._settled, self._corrections, self._lines):
+            for known in (self._measured, self._tried, self._settled, self._corrections, self._lines, self._doubts_of):
                 known.clear()
             return
         self._measured.pop(shape, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from itertools import chain
 
 from draftwing.sched.req import Req
@@ -50,7 +50,7 @@ class FairQueue:
         return chain.from_iterable(list(self._lines.values()))
 
     @property
-    def clients(self) -> Iterable[str]:
+    def clients(self) -> KeysView[str]:
         return self._lines.keys()
 
     def join(self, req: Req) -> None:
@@ -139,7 +139,8 @@ class RowShares:
 
     def __init__(self, rows: int, running: Iterable[Req], waiting: FairQueue) -> None:
         self._held = Counter(req.request.client for req in running)
-        self._each = max(rows // len(self._held.keys() | waiting.clients), 1)
+        clients = len(waiting.clients) + sum(client not in waiting.clients for client in self._held)
+        self._each = max(rows // clients, 1)
 
     def served(self, client: str) -> bool:
         """Whether it has its share."""

@@ -350,6 +350,8 @@ class Scheduler:
             if guidance is not None:
                 new, failure = guidance.until_failure(i, new)
                 if failure is not None and not new:
+                    if spoilt:
+                        self.kv.spoil(req)
                     self._finish(req, [], {"type": "abort", "message": failure})
                     continue
             if count:  # a chunk that is not the last says nothing of drafts yet

@@ -84,7 +84,8 @@ class FitConfig:
         for name in ("tokens", "accumulate", "max_length", "log_every", "eval_every", "save_every", "readers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        if min(self.steps, self.minutes) < 0 or (self.steps == self.minutes == 0 and self.epochs <= 0):
+        timed = 0 <= self.minutes < math.inf
+        if self.steps < 0 or not timed or (self.steps == self.minutes == 0 and self.epochs <= 0):
             raise ConfigError(
                 f"expected steps, minutes or epochs above 0, found {self.steps}, {self.minutes} and {self.epochs}"
             )
@@ -182,6 +183,8 @@ class Fit:
         out.mkdir(parents=True, exist_ok=True)
         if (out / STATE_FILE).exists():
             history = self._restore(torch.load(out / STATE_FILE, map_location="cpu", weights_only=True))
+        self._first = self.step  # of this process
+        self._estimated: tuple[int, float] | None = None  # step and seconds of training of the last estimate
         self.wrapped: Any = self.objective
         if self.world > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
@@ -208,13 +211,14 @@ class Fit:
                 norm = self._train_step(batches)
                 self.step += 1
                 self._tick()
-                if self.step % config.log_every == 0:
-                    pace = self._log(norm)
-                    if config.minutes:
-                        self._estimate(pace)
-                elif self.step == self.total:
+                logged = self.step % config.log_every == 0
+                if logged:
                     self._log(norm)
+                if config.minutes and (logged or self._early()):
+                    self._estimate()
                 done = self.step >= self.total
+                if done and not logged:
+                    self._log(norm)
                 self.progress.advance()
                 if self.eval_lengths and (self.step % config.eval_every == 0 or done):
                     self._evaluate()
@@ -226,17 +230,28 @@ class Fit:
             self.progress.close()
         return self._report()
 
-    def _estimate(self, pace: float) -> None:
-        """How many steps there are in all, by the clock. pace: seconds of each of the last `log_every`. Kernels are
-        compiled in the first ones, which say nothing."""
-        if self.step > self.config.log_every:
-            left = 60 * self.config.minutes - self.seconds
-            self.total = self.step + max(0, round(left / pace))
-            if self.world > 1:
-                total = torch.tensor([self.total], device=self.device)
-                dist.broadcast(total, 0)
-                self.total = int(total)
-            self.progress.expect(self.total)
+    def _early(self) -> bool:
+        """Whether this is step 1, 2, 4, 8, .. of this process, in which a slow machine would soon be out of time."""
+        since = self.step - self._first
+        return since < self.config.log_every and since & (since - 1) == 0
+
+    def _estimate(self) -> None:
+        """How many steps there are in all, by the clock, at the pace since the last estimate. The first one has none:
+        in the first step of each process kernels are compiled, which says nothing."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._tick()
+        spent = self.seconds + self.window_seconds
+        before, self._estimated = self._estimated, (self.step, spent)
+        if before is None:
+            return
+        pace = (spent - before[1]) / (self.step - before[0])
+        self.total = self.step + max(0, round((60 * self.config.minutes - spent) / max(pace, 1e-9)))
+        if self.world > 1:
+            total = torch.tensor([self.total], device=self.device)
+            dist.broadcast(total, 0)
+            self.total = int(total)
+        self.progress.expect(self.total)
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -307,8 +322,7 @@ class Fit:
             dist.all_reduce(stats)
         return self.objective.metrics(stats)
 
-    def _log(self, norm: Tensor) -> float:
-        """Returns the seconds of each step of the window, were it whole."""
+    def _log(self, norm: Tensor) -> None:
         rate = self.config.learning_rate(self.step - 1, self.total, self.head.width)
         metrics = self._metrics(self.window)  # waits for the device, whose time that is
         self._tick()
@@ -318,9 +332,7 @@ class Fit:
         more = {"lr": rate, "gradient_norm": float(norm), "tokens_per_second": speed}
         self.progress.add({"step": self.step, "split": "train", **metrics, **more})
         self.seconds += self.window_seconds
-        pace = self.window_seconds / self.config.log_every
         self.window, self.window_tokens, self.window_seconds = self._no_stats(), 0, 0.0
-        return pace
 
     def _report(self) -> FitReport:
         last = {str(row["split"]): row for row in self.progress.history}
