@@ -12,7 +12,7 @@ from reference.block_heads import dflash_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 from torch import Tensor
 
-from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, carried_shape
+from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, carried_shape, grown_shape
 from draftwing.core import TreeShape
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
@@ -106,3 +106,9 @@ def test_a_tree_that_fits_into_the_block(tmp_path: Path) -> None:
     assert carried_shape(spark, "cpu", BRANCHED_BLOCK) == TreeShape(5, 4, 16)
     assert carried_shape(flash, "cuda", TreeShape(7, 2, 60)) == TreeShape(5, 2, 19)
     assert carried_shape(dflash_head(TARGET, block_size=BLOCK.depth + 1).write(tmp_path / "c"), "cpu") is None
+
+
+@pytest.mark.parametrize(("nodes", "steps"), [(2, 1), (4, 3), (8, 7), (24, 7)])
+def test_so_many_draft_tokens_and_nothing_else(nodes: int, steps: int) -> None:
+    """As `num_speculative_tokens` of other engines: fewer than the default tree has levels, too."""
+    assert grown_shape((None, None, nodes), BRANCHED_BLOCK) == TreeShape(steps, 4, nodes)
