@@ -197,3 +197,43 @@ def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], name
     with pytest.raises(CheckpointError) as error:
         from_hf(config)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (QWEN3_8B, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+        (LLAMA2_7B, {"type": "dynamic", "factor": 2.0}),
+        (GEMMA3_1B, {"rope_type": "linear", "factor": 8.0}),
+    ],
+)
+def test_rope_scaling_that_is_added_beside_rope_parameters_is_not_passed_over(
+    config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    saved = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_theta")}
+    saved["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.raises(CheckpointError, match="rope_scaling: expected none beside rope_parameters, or the same, found"):
+        from_hf({**saved, "rope_scaling": expected})
+    same = {"rope_theta": 1e6, **expected}
+    if expected.get("type") != "dynamic" and config is not GEMMA3_1B:
+        assert from_hf({**saved, "rope_parameters": same, "rope_scaling": expected}).rope.kind == "yarn"
+
+
+def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:
+    bare = {k: v for k, v in GPT_OSS_20B.items() if k not in ("attention_bias", "rms_norm_eps")}
+    assert from_hf(bare) == from_hf(GPT_OSS_20B)
+    with pytest.raises(CheckpointError, match="rope_parameters: expected an object, found None"):
+        from_hf({k: v for k, v in GPT_OSS_20B.items() if k not in ("rope_scaling", "rope_parameters")})
+    mixtral = {
+        **MISTRAL_7B_V01,
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    found = from_hf({k: v for k, v in mixtral.items() if k not in ("rms_norm_eps", "rope_theta")})
+    assert (found.norm_eps, found.rope.theta) == (1e-5, 1e6)
+
+
+def test_models_that_look_ahead_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="is_causal = False is not supported"):
+        from_hf({**LLAMA2_7B, "is_causal": False})

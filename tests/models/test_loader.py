@@ -126,10 +126,13 @@ def test_tied_head_in_the_file_is_harmless_and_others_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "visual.proj.weight": torch.ones(2)}
-    model = load_model(write(tmp_path, weights() | extra, tie_word_embeddings=True), torch.float32, "cpu")
+    same = {"lm_head.weight": weights()["model.embed_tokens.weight"].clone()}
+    model = load_model(write(tmp_path, weights() | extra | same, tie_word_embeddings=True), torch.float32, "cpu")
     assert model.lm_head.weight is model.embed.weight
     assert "visual.proj.weight" in caplog.text
     assert "inv_freq" not in caplog.text and "lm_head" not in caplog.text
+    load_model(write(tmp_path, weights(), tie_word_embeddings=True), torch.float32, "cpu")
+    assert "lm_head.weight is not used: tie_word_embeddings is true" in caplog.text  # for it holds other values
 
 
 def test_code_of_a_checkpoint_is_not_executed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,3 +267,41 @@ def test_memory_stays_within_the_weights_and_one_shard(tmp_path: Path, kind: str
     assert total > 100e6 and largest < total / 5
     assert after - before > 0.9 * total, "the weights are not in memory: this measures nothing"
     assert peak - before < total + largest + slack
+
+
+def test_compressed_pickles_are_refused(tmp_path: Path) -> None:
+    """Their bytes would be mapped as if they were values."""
+    import io
+    import zipfile
+
+    folder = write(tmp_path, weights())
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(weights(), content := io.BytesIO())
+    with zipfile.ZipFile(content) as plain, zipfile.ZipFile(folder / "pytorch_model.bin", "w", 8) as packed:
+        for record in plain.infolist():
+            packed.writestr(record.filename, plain.read(record))
+    with pytest.raises(CheckpointError, match="found compressed records"):
+        load_model(folder, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    "shard", [{1: torch.ones(2)}, {"a": torch.ones(2, 2).to_sparse()}, {"a": torch.ones(2, device="meta")}]
+)
+def test_pickles_of_other_things_than_dense_tensors_by_name(tmp_path: Path, shard: object) -> None:
+    folder = write(tmp_path, weights())
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(shard, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="expected dense tensors by name, found"):
+        load_model(folder, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("pickled", [b"\x80\x02h\x05.", b"\x80\x02R.", b"\x80\x02X\x02\0\0\0\xff\xfe."])
+def test_malformed_pickles(tmp_path: Path, pickled: bytes) -> None:
+    folder = write(tmp_path, weights())
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickled)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_model(folder, torch.float32, "cpu")

@@ -197,3 +197,15 @@ def test_special_tokens_in_stop_strings() -> None:
     assert shown.push(ids) == "" and shown.stopped == "a</s>"
     hidden = IncrementalDetokenizer(tokenizer, stop=("a</s>", "ab"))
     assert hidden.push(ids) == "" and hidden.stopped == "ab"
+
+
+@pytest.mark.parametrize(
+    "names", [["<0xE3>", "", "<0xCA>", "<0xB8>"], ["", "▁the", "<0x18>"], ["a", "", "", "<0xCA>", "", "<0xB8>"]]
+)
+@pytest.mark.parametrize("decoder", [None, decoders.Metaspace()])
+def test_empty_tokens_end_runs_of_bytes(names: list[str], decoder: Any) -> None:
+    tokenizer = sentencepiece(decoder)
+    ids = [tokenizer.backend.token_to_id(name) for name in names]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    text = "".join([detokenizer.push([token]) for token in ids]) + detokenizer.push([], final=True)
+    assert text == tokenizer.backend.decode(ids)

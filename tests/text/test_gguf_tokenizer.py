@@ -1,8 +1,10 @@
 """Tokenizers built from GGUF metadata: the real SmolLM2 file, and small vocabularies for every pre-tokenizer."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftwing.errors import CheckpointError
@@ -205,4 +207,26 @@ def test_special_token_names() -> None:
 )
 def test_what_is_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
+        build_backend(metadata)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("token_type", 5), ("tokens", 7), ("eot_token_id", "q"), ("model", np.array([1, 2]))]
+)
+def test_metadata_of_other_types_are_refused(
+    key: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"]}
+    metadata |= {"tokenizer.ggml.scores": [0.0] * 4, f"tokenizer.ggml.{key}": value}  # type: ignore[dict-item]
+    file = tmp_path / "m.gguf"
+    file.touch()
+    monkeypatch.setattr("draftwing.text.tokenizer.open_gguf", lambda path: SimpleNamespace(metadata=metadata))
+    with pytest.raises(CheckpointError, match="found values of other types"):
+        load_tokenizer(file)
+
+
+def test_a_token_without_end_is_refused_at_once() -> None:
+    tokens = ["<unk>", "<s>", "</s>", "a" * 3_000_000]
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * 4}
+    with pytest.raises(CheckpointError, match="token 3: expected at most 512 characters, found 3000000"):
         build_backend(metadata)

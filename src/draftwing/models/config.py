@@ -142,6 +142,9 @@ class Family(NamedTuple):
     window_switch: WindowSwitch = ""
     window_pattern: int = 0  # without `layer_types` one in so many layers has no window, 0: none of them
     theta: float = 10000.0  # `rope_theta` when the config has none
+    eps: float = 1e-6  # `rms_norm_eps` when the config has none
+    bias: bool = False  # `attention_bias` when the config has none
+    scaled: bool = False  # whether a config without a rotary embedding means a scaled one, which is refused
     local_theta: float | None = None  # the same of `rope_local_base_freq`; None: all layers have one rotary embedding
     sinks: bool = False
     wide_norms: bool = False
@@ -155,13 +158,18 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, sliding_window=4096, window_switch="upper"),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, sliding_window=4096, window_switch="all", experts="qwen"),
-    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, sliding_window=0, experts="mixtral"),
+    "MixtralForCausalLM": Family(
+        "mixtral", qkv_bias=False, o_bias=False, sliding_window=0, theta=1e6, eps=1e-5, experts="mixtral"
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         head_dim=64,
         sliding_window=128,
         window_pattern=2,
         theta=150000.0,
+        eps=1e-5,
+        bias=True,
+        scaled=True,
         sinks=True,
         wide_norms=True,
         experts="gpt_oss",
@@ -217,6 +225,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "dual_chunk_attention_config": (),
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (0,),
+    "is_causal": (True,),
     "kv_lora_rank": (),
     "logit_scale": (1,),
     "logits_scaling": (1,),
@@ -256,8 +265,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise _refused(key, activation, name)
     max_positions, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
     hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
-    attention_bias = fields.flag("attention_bias")
+    attention_bias = fields.flag("attention_bias", family.bias)
     weight_format, quantization = _stored_as(fields, family)
+    if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
+        raise fields.unlike("rope_parameters", "an object")
     rope, local_rope = ropes(fields, family.theta, family.local_theta, max_positions)
     return ModelConfig(
         architecture=name,
@@ -269,7 +280,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         ffn_size=fields.whole("intermediate_size", high=WIDEST),
         vocab_size=fields.whole("vocab_size"),
         max_positions=min(max_positions, MOST_POSITIONS),
-        norm_eps=fields.number("rms_norm_eps", 0, 1, 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 0, 1, family.eps),
         rope=rope,
         qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
         o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),

@@ -131,7 +131,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_positions=min(size("context_length"), MOST_POSITIONS),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0, 1),
-        rope=_rope(file, fields, arch, family.theta),
+        rope=_rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,

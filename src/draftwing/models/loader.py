@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -45,6 +45,7 @@ from draftwing.parallel.ranks import ALONE, Ranks
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
 Stored = Tensor | BlockRows | QuantizedRows | MXRows
@@ -108,7 +109,8 @@ def load_model(
         in_mxfp4 = config.quantization is not None and config.quantization.method == "mxfp4"
         fill_random(model, device, SEED + ranks.rank, in_mxfp4, _schemes(config, ranks))
     else:
-        fill_parameters(model, checkpoint_names(config, ranks), tensors, device, harmless)
+        checked = _tied(tensors) if config.tie_embeddings else tensors
+        fill_parameters(model, checkpoint_names(config, ranks), checked, device, harmless)
     model.kv_scales = kv_scales
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters()) + sum(op.sizes.total() for op in operations(model))
@@ -117,6 +119,25 @@ def load_model(
     log_blocks(model)
     log_groups(model)
     return model.requires_grad_(False)
+
+
+def _tied(tensors: Tensors) -> Tensors:
+    """The tensors. A head that is not the embedding, though the config says so, is left out, which is said: other
+    libraries take it."""
+    found: dict[str, Tensor] = {}  # mapped from their files
+    for name, value in tensors:
+        if name in (_EMBEDDING, _HEAD) and isinstance(value, Tensor):
+            found[name] = value
+            # Of other shapes where this rank has a part of the embedding.
+            if len(found) == 2 and found[_EMBEDDING].shape == found[_HEAD].shape:
+                embedding = found[_EMBEDDING]
+                if not torch.equal(embedding, found.pop(_HEAD).to(embedding.dtype)):
+                    logger.warning(
+                        "lm_head.weight is not used: tie_word_embeddings is true, so logits are made with "
+                        "model.embed_tokens.weight, which differs; to use it, set that to false in config.json"
+                    )
+                found.clear()
+        yield name, value
 
 
 def _schemes(config: ModelConfig, ranks: Ranks) -> dict[str, Scheme]:
@@ -316,6 +337,8 @@ def _weight_files(folder: Path) -> list[Path]:
                     raise CheckpointError(f"{index} names the shard {show(file.name)}, which is not in {folder}")
             return files
         if (folder / single).exists():
+            if not (folder / single).is_file():  # a pipe would be waited for
+                raise CheckpointError(f"{folder / single}: expected a file, found something else")
             return [folder / single]
     expected = ", ".join(single for _, single in WEIGHT_FILES)
     raise CheckpointError(f"no weights in {folder}: expected one of {expected}, or shards with an index")
@@ -327,13 +350,15 @@ def _safetensors(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Ten
             for name in shard.keys():  # noqa: SIM118 (not a dict)
                 cut = cuts.get(canonical(name))
                 yield name, shard.get_tensor(name) if cut is None else cut.read(name, shard.get_slice(name))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
 def _pickled(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
     """A shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
     try:
+        if _deflated(file):
+            raise CheckpointError(f"{file}: expected an archive as torch.save writes it, found compressed records")
         try:
             shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
@@ -341,11 +366,25 @@ def _pickled(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]
                 raise
             # The format before torch 1.6 cannot be mapped.
             shard = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # its unpickler raises whatever a malformed file makes it meet
+        raise CheckpointError(f"{file} cannot be read: {error or type(error).__name__}") from None
     if not isinstance(shard, dict):
         raise CheckpointError(f"{file}: expected a dictionary of tensors, found {type(shard).__name__}")
     for name, value in shard.items():
         if isinstance(value, Tensor):
+            if not isinstance(name, str) or value.layout != torch.strided or value.is_meta:
+                found = f"{value.layout} on {value.device.type}"
+                raise CheckpointError(f"{file}: expected dense tensors by name, found {show(name)} of {found}")
             cut = cuts.get(canonical(name))
             yield name, value if cut is None else cut.of_tensor(name, value)
+
+
+def _deflated(file: Path) -> bool:
+    """Whether it is an archive with compressed records, whose bytes would be mapped as if they were values."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist())
+    except (zipfile.BadZipFile, OSError):
+        return False

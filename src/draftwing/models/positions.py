@@ -57,6 +57,7 @@ def ropes(
     """
     key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
     given = fields.inner(key)
+    _check_beside(fields, given)
     theta = fields.number("rope_theta", 1, 1e15, theta)
     if local_theta is None:
         if any(isinstance(value, Mapping) for value in given.values()):
@@ -66,6 +67,20 @@ def ropes(
     by_kind = any(given.get(kind) is not None for kind in (_FULL, _SLIDING))
     of_all = given.inner(_FULL) if by_kind else given
     return rope(of_all, theta, max_positions), rope(given.inner(_SLIDING), local_theta, max_positions)
+
+
+def _check_beside(fields: Fields, given: Fields) -> None:
+    """Refuses keys beside `given` that say something else: who adds `rope_scaling` to a file with `rope_parameters`
+    wants it read."""
+    full = given.inner(_FULL) if isinstance(given.get(_FULL), Mapping) else given
+    kinds = {"type": "rope_type", "rope_type": "rope_type"}
+    said = {kinds.get(key, key): value for key, value in full.items()}
+    for key, value in fields.inner("rope_scaling").items():
+        if value != said.get(kinds.get(key, key)):
+            raise fields.unlike("rope_scaling", "none beside rope_parameters, or the same")
+    trained, key = said.get("original_max_position_embeddings"), "original_max_position_embeddings"
+    if said.get("rope_type") in ("llama3", "yarn") and fields.get(key) not in (None, trained):
+        raise fields.unlike(key, f"{show(trained)}, as beside the rope_type")
 
 
 def rope(scaling: Fields, theta: float, max_positions: int) -> RopeConfig:

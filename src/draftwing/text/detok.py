@@ -28,7 +28,7 @@ class _TokenText:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._context: list[int] = []  # at most one token
+        self._context: list[int] = []  # one token, and one that is empty if any followed it
         self._context_text = ""
         self._waiting: list[int] = []
 
@@ -60,11 +60,14 @@ class _TokenText:
 
     def _advance(self, count: int, text: str) -> str:
         """Gives out the first `count` waiting tokens, whose text is `text`."""
-        # An empty token does not do: a decoder would take what follows it for the start of the text.
-        last = next((token for token in reversed(self._waiting[:count]) if self._tokenizer.piece(token)), None)
-        if last is not None:
-            self._context = [last]
-            self._context_text = self._decode(self._context)
+        # An empty token alone does not do: a decoder would take what follows it for the start of the text. But it ends
+        # a run of byte tokens, and what follows one at the very start is no start of the text.
+        for token in self._waiting[:count]:
+            if self._tokenizer.piece(token):
+                self._context = [token]
+            elif not self._context or self._tokenizer.piece(self._context[-1]):
+                self._context = [*self._context, token]
+        self._context_text = self._decode(self._context)
         del self._waiting[:count]
         return text
 

@@ -93,6 +93,8 @@ _COMPOSED = frozenset({"qwen2"})  # text is brought to NFC first
 # A word that is itself a token is taken whole, even where merges would not lead to it; and BOS is the default.
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 
+_LONGEST = 512  # characters of a sentencepiece token that is looked at in all its parts
+
 _SPACE = "\u2581"  # sentencepiece's visible space
 _SPECIAL_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -225,6 +227,8 @@ def _merges_from_scores(
     for i, token in enumerate(tokens):
         if types[i] != TokenType.NORMAL:
             continue
+        if len(token) > _LONGEST:
+            raise CheckpointError(f"token {i}: expected at most {_LONGEST} characters, found {len(token)}")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:

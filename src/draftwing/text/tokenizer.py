@@ -155,14 +155,18 @@ def _template_text(template: str | Path) -> str:
 
 def _from_gguf(path: Path, override: str | None) -> Tokenizer:
     metadata = open_gguf(path).metadata
-    backend = gguf_tokenizer.build_backend(metadata)
-    stop = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    try:
+        backend = gguf_tokenizer.build_backend(metadata)
+        stop = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+        specials, extra = gguf_tokenizer.special_tokens(metadata), [int(i) for i in stop if i is not None]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of a kind that nobody writes
+        raise CheckpointError(f"{path}: tokenizer.ggml.*: found values of other types: {error}") from None
     return Tokenizer(
         backend,
-        gguf_tokenizer.special_tokens(metadata),
+        specials,
         override or metadata.get("tokenizer.chat_template"),
         None if override else metadata.get("tokenizer.chat_template.tool_use"),
-        [int(i) for i in stop if i is not None],
+        extra,
     )
 
 

@@ -80,6 +80,7 @@ def _of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
         {
             "max_position_embeddings": 2048,  # transformers' default for the family
             **raw,
+            "is_causal": None,  # of blocks (`block_config`)
             "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": layers,
             "tie_word_embeddings": False,
