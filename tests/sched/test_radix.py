@@ -140,3 +140,15 @@ def test_many_salts_and_many_hits_leave_nothing_behind():
         tree.lock(match.node)
         tree.unlock(match.node)
     assert len(tree._heap) == 1
+
+
+def test_a_beginning_does_not_keep_the_rest_of_a_prompt_in_memory():
+    cache = RadixCache(1)
+    long, short = np.arange(5001), np.concatenate((np.arange(51), [7]))
+    cache.insert(long, np.arange(1, 5001), np.ones(5000, bool), 0)
+    upper = cache.match(short, 0, 50).node  # splits the long one
+    assert len(upper.slots) == 50 and upper.slots.base is None and upper.keys.base is None
+    cache.evict(4900)
+    for node in cache._nodes():
+        for part in (node.keys, node.slots):
+            assert part.base is None or part.base.size <= 2 * part.size

@@ -144,7 +144,7 @@ class SamplingParams(BaseModel):
     frequency_penalty: Penalty = Field(0.0, description="lowers a token's logit for each time it is in the answer")
     presence_penalty: Penalty = Field(0.0, description="lowers a token's logit if it is in the answer")
     repetition_penalty: float = Field(
-        1.0, gt=0, le=2, description="above 1: makes tokens of prompt and answer less likely"
+        1.0, ge=0.01, le=2, description="above 1: makes tokens of prompt and answer less likely"
     )
     logit_bias: Biases = Field((), description=f"added to the logits of these token ids; at most {MAX_BIASES}")
     allowed_token_ids: TokenIds = Field((), min_length=1, description="only these token ids may be generated")

@@ -126,7 +126,7 @@ class RadixCache:
             wanted -= len(leaf.slots) - keep
             self.size -= len(leaf.slots) - keep
             if keep:
-                leaf.keys, leaf.slots = leaf.keys[:keep], leaf.slots[:keep]
+                leaf.keys, leaf.slots = _part(leaf.keys[:keep]), _part(leaf.slots[:keep])
                 self._offer(leaf)
             else:
                 self._remove(leaf)
@@ -162,10 +162,10 @@ class RadixCache:
         """Cuts the edge of `child` after `at` positions; returns the new upper node."""
         parent = child.parent
         assert parent is not None and 0 < at < len(child.slots)
-        upper = Node(child.keys[:at], child.slots[:at], parent, child.used, child.salt)
+        upper = Node(_part(child.keys[:at]), _part(child.slots[:at]), parent, child.used, child.salt)
         upper.refs = child.refs
         parent.children[child.keys[0].tobytes()] = upper
-        child.keys, child.slots, child.parent = child.keys[at:], child.slots[at:], upper
+        child.keys, child.slots, child.parent = _part(child.keys[at:]), _part(child.slots[at:]), upper
         upper.children[child.keys[0].tobytes()] = child
         return upper
 
@@ -194,6 +194,12 @@ class RadixCache:
             node = stack.pop()
             stack.extend(node.children.values())
             yield node
+
+
+def _part(view: IntArray) -> IntArray:
+    """The view, or a copy where most of what it keeps in memory is not its own: a short beginning that many have in
+    common stays for long, and the prompt that first had it may have been long."""
+    return view.copy() if view.base is not None and 2 * view.size < view.base.size else view
 
 
 def _path(node: Node | None) -> Iterator[Node]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.engine import engine
 from draftwing.engine.mirror import COMPARED_EVERY, Digest
+from draftwing.engine.process import ranks as processes_of_ranks
 from draftwing.engine.process.link import EngineLink, Listener
 from draftwing.engine.process.ranks import Failed, RankDied, RankProcesses
 from draftwing.errors import CheckpointError, ConfigError
@@ -223,6 +225,40 @@ def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
     with pytest.raises(ConfigError, match="no drafter here"):
         LLM(str(folder), tp_size=2, speculative_algorithm=f"{__name__}:FailsElsewhere", **SETTINGS)
     assert children(os.getpid()) == others and time.monotonic() - begun < 60
+
+
+RANK_THAT_LOADS = """
+import os, sys, threading, time
+from multiprocessing.connection import Connection
+from draftwing.engine.process.rank import _beat
+from draftwing.engine.process.ranks import Failed
+plans, pulse = (Connection(int(number)) for number in sys.argv[1:])
+threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
+setup = plans.recv()
+if setup.rank == 2:
+    if setup.options.says_why:
+        plans.send(Failed("checkpoint", "the second file cannot be read"))
+    os._exit(1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("says_why", [True, False])
+def test_a_rank_that_ends_while_one_before_it_loads_is_the_one_that_is_named(
+    says_why: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that load yet are killed then, which is nothing to tell of."""
+    (tmp_path / "rank_that_loads.py").write_text(RANK_THAT_LOADS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(processes_of_ranks, "RANK", "rank_that_loads")
+    alone = SimpleNamespace(release=lambda: None, close=lambda: None)
+    monkeypatch.setattr(processes_of_ranks, "Rendezvous", lambda: SimpleNamespace(port=0, join=lambda *_: alone))
+    options: Any = SimpleNamespace(tp_size=3, says_why=says_why)
+    others = RankProcesses(processes_of_ranks.Setup(options, tmp_path, None, 0, 0), torch.device("cpu"), None)
+    error = CheckpointError if says_why else RankDied
+    with pytest.raises(error, match="the second file" if says_why else "rank 2 of the engine ended: exit code 1"):
+        others.wait_loaded()
+    others.close()
 
 
 def test_ranks_end_with_an_engine_that_fails_when_it_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,9 @@ class RankProcesses(Told):
             try:
                 found = plans.recv()
             except (EOFError, OSError):
-                ended = how_it_ended(self._processes[rank - 1])
-                raise RankDied(f"rank {rank} of the engine ended while it loaded: {ended}") from None
+                self._over.wait(2 * LOOK)  # who watches knows which rank ended first, and has killed the others
+                ended = self._failure or f"rank {rank} of the engine ended"
+                raise self._said() or RankDied(f"{ended}, while weights were loaded") from None
             if isinstance(found, Failed):
                 raise _error(rank, found)
         self._loaded = True
