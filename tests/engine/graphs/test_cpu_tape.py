@@ -101,11 +101,11 @@ HEADS = {
 }
 
 
-def block_head(model, kind):
+def block_head(model, kind, seed):
     """Without a Markov head all nodes of a level go on alike."""
     spark = kind.startswith("DSPARK")
     block = BlockConfig(HEADS[kind], 4, 63, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" if spark else "")
-    return new_block_head(model, block, layers=2, ffn_size=192, seed=3)
+    return new_block_head(model, block, layers=2, ffn_size=192, seed=seed)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -116,35 +116,42 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
     if seeded:  # a row that draws makes a step one that is not recorded
         params = [harness.seeded(24, seed=i) if i % 3 == 0 else param for i, param in enumerate(params)]
     expected = harness.plain_answers(model, prompts, params, attn=native)
-    lengths, shape = [], TreeShape(3, 2, 8, 4)
-    for unrecorded in (False, True):
-        if kind == "EAGLE":
-            head = new_eagle_head(model, 192, seed=3)
-        elif kind.startswith("D"):
-            head = block_head(model, kind)
-        else:
-            head = new_eagle3_head(model, None, HEADS[kind], 192, 3)
-            head.fusion.from_normed = "norm" in kind
-        head = head.to(torch.bfloat16).eval().requires_grad_(False)
-        head.pack(make_ops(torch.device("cpu")))
-        ops = make_ops(torch.device("cpu"))
-        drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, ops)
-        if "NGRAM" in kind:
-            drafter = PairDrafter(drafter, NGramDrafter(3, ops, capacity=4096), shape, shape)
-        rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
-        rig.sched._pace.most = lambda waiting, *_: sum(waiting)  # prefills are not cut by the clock, see below
-        stages = rig.executor.graphs
-        if unrecorded:
-            stages.key = lambda shape, size: None
-        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            rig.submit(str(i), prompt, param)
-        assert rig.run().tokens == expected.tokens
-        lengths.append(rig.accept_length)  # depends on who shares a step, as what is verified is divided among them
-        if "norm" in kind:  # its residual stream is copied by torch
-            assert stages.refused or unrecorded
-        elif not unrecorded:
-            assert not stages.refused and stages.replays > 20
-    assert lengths[0] == lengths[1] > 1
+    shape = TreeShape(3, 2, 8, 4)
+    for seed in range(
+        3, 9
+    ):  # whether any drafts of a random head are accepted is a matter of last digits, so of the CPU
+        lengths = []
+        for unrecorded in (False, True):
+            if kind == "EAGLE":
+                head = new_eagle_head(model, 192, seed=seed)
+            elif kind.startswith("D"):
+                head = block_head(model, kind, seed)
+            else:
+                head = new_eagle3_head(model, None, HEADS[kind], 192, seed)
+                head.fusion.from_normed = "norm" in kind
+            head = head.to(torch.bfloat16).eval().requires_grad_(False)
+            head.pack(make_ops(torch.device("cpu")))
+            ops = make_ops(torch.device("cpu"))
+            drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, ops)
+            if "NGRAM" in kind:
+                drafter = PairDrafter(drafter, NGramDrafter(3, ops, capacity=4096), shape, shape)
+            rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
+            rig.sched._pace.most = lambda waiting, *_: sum(waiting)  # prefills are not cut by the clock, see below
+            stages = rig.executor.graphs
+            if unrecorded:
+                stages.key = lambda shape, size: None
+            for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+                rig.submit(str(i), prompt, param)
+            assert rig.run().tokens == expected.tokens
+            lengths.append(rig.accept_length)  # depends on who shares a step, as what is verified is divided among them
+            if "norm" in kind:  # its residual stream is copied by torch
+                assert stages.refused or unrecorded
+            elif not unrecorded:
+                assert not stages.refused and stages.replays > 20
+        assert lengths[0] == lengths[1]
+        if lengths[0] > 1:
+            return
+    pytest.fail("no head had a draft accepted")
 
 
 def test_scratch_grows_in_few_steps(harness, case):
