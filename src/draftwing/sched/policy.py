@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from draftwing.core import LAG, LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
+from draftwing.sched import corrections
 from draftwing.sched.gains import Gains
 from draftwing.sched.prices import Prices
 
@@ -337,11 +338,10 @@ class MostTokens:
                 continue
             priced = self.prices.known(self.menu[i], len(load.confidences))
             told = self._steps if i == self._plain else self._gains.told(i, confidences)
-            # What would be best at half its price may be. Its price is corrected only where it runs.
+            # What would be best if its price were as far off as corrections reach may be: they are made where it runs.
             since = self._steps - self._ran.setdefault((i, bucket), self._steps)
-            outdated = (
-                since > (self.PLAIN_OUTDATED if i == self._plain else self.OUTDATED) and 2 * rates[i] > rates[best]
-            )
+            late, reach = (self.PLAIN_OUTDATED, 2.0) if i == self._plain else (self.OUTDATED, corrections.MOST)
+            outdated = since > late and reach * rates[i] > rates[best]
             seconds = prices[i] if self._lags(i) else prices[i] + entry
             lost = max(seconds - tokens[i] / rates[best], 0.0) * (1.0 if priced else self.UNPRICED)
             long_ago = since > self.LONG_AGO and lost <= rarely * since
