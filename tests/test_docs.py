@@ -63,7 +63,7 @@ SERVERS = [command for command in EVERY if is_server(command)]
 OTHERS = [command for command in EVERY if not is_server(command)]
 # What SGLang's page starts too, in test_page_commands.py, is started once.
 STARTED = [configuration(command) for command, _ in test_page_commands.COMMANDS.values()]
-RIGHT, MORE = 1.5, 60  # tokens of a step with drafts; answers until it must have been so
+RIGHT, MORE = 1.5, 20  # tokens of a step with drafts; answers until it must have been so
 OWN = [command for command in SERVERS if configuration(command) not in STARTED]
 LIKE_ANOTHER = ("--model smollm2 --speculative-algorithm NGRAM", "--model smollm2 --speculative-algorithm SUFFIX",
                 "DFLASH", "NEXTN", "--speculative-aux-layer-ids")  # fmt: skip

@@ -6,7 +6,7 @@
 #
 # Each stage goes on where it was interrupted, but prompts of its own, which an engine writes anew; FIRST names the one to
 # begin with (own, generate, fit, eval). What can be set, with what is meant for an H200 and 30 minutes. Answers are short
-# since long greedy ones repeat themselves, which teaches nothing; every token opens a block since the target, half of
+# since long greedy ones repeat themselves, which teaches little; every token opens a block since the target, half of
 # the work, is run for a text once whatever is drafted from it.
 set -euo pipefail
 RUN=$1 PROMPTS=$2

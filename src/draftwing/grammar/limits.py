@@ -131,8 +131,8 @@ def check_multiples(text: str) -> None:
             common = math.lcm(common, count)
     if sum(found) > MAX_MULTIPLES or common > MAX_COMMON:
         raise GrammarError(
-            f"its values of multipleOf, without decimal points, are {MAX_MULTIPLES} at most together, and their least "
-            f"common multiple is at most {MAX_COMMON}"
+            f"expected values of multipleOf, without decimal points, of at most {MAX_MULTIPLES} together and a least "
+            f"common multiple of at most {MAX_COMMON}; found {sum(found)} and {common}: take fewer or rounder ones"
         )
 
 
