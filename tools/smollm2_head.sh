@@ -49,7 +49,8 @@ generate() {
 
 case $FIRST in own) [ "$OWN" = 0 ] || each own ;; esac
 shopt -s nullglob
-DATA=(--prompts "$PROMPTS" "$RUN"/own-*.jsonl --eval-prompts "$EVAL" --answers "$ANSWERS" --max-tokens 256
+# In the order in which they are answered, while there is time: first answers to all before second ones.
+DATA=(--prompts "$RUN"/own-*.jsonl "$PROMPTS" --eval-prompts "$EVAL" --answers "$ANSWERS" --max-tokens 256
   --greedy-share 0.8 --temperatures 0.3 1.0 --model "$MODEL"
   --algorithm DSPARK --online --draft-layers 3 --ffn-size 1280 --markov-rank 64 --draft-vocab-size 16384 --anchors 1
   --draft-lm-head target --block-loss lk_hybrid --optimizer muon --lr 0.008 --batch-tokens "$TOKENS")
