@@ -72,8 +72,10 @@ def test_the_same_text_and_drafts(algorithm: str, tied: bool, pair: tuple[Path, 
         head: Any = new_eagle3_head(target, KEPT, seed=3)
     else:
         spark = algorithm == "DSPARK"
-        extra = {"markov": "vanilla", "rank": 8, "confidence": "markov"} if spark else {}
-        block = BlockConfig((1, 3, 5), 4 + (not spark), 255, spark, (), (), tied=tied, **extra)  # type: ignore[arg-type]
+        extra: dict[str, Any] = (
+            {"markov": "vanilla", "rank": 8, "confidence": "markov", "primed": tied} if spark else {}
+        )
+        block = BlockConfig((1, 3, 5), 4 + (not spark), 255, spark, (), (), tied=tied, **extra)
         head = new_block_head(target, block, KEPT, layers=2, seed=3)
     with torch.no_grad():
         for i, param in enumerate(head.parameters()):  # norms that are no ones
