@@ -60,21 +60,23 @@ def work(target: Path, algorithm: str, head: Path, steps: int, topk: int, nodes:
 
 
 CASES = [
-    ("DSPARK", True), pytest.param("DSPARK", False, marks=pytest.mark.exhaustive), ("DFLASH", False), ("EAGLE3", False),
+    ("DSPARK", True, "vanilla"), pytest.param("DSPARK", False, "vanilla", marks=pytest.mark.exhaustive),
+    ("DSPARK", True, "rnn"), pytest.param("DSPARK", True, "gated", marks=pytest.mark.exhaustive),
+    ("DFLASH", False, ""), ("EAGLE3", False, ""),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("algorithm", "tied"), CASES)
-def test_the_same_text_and_drafts(algorithm: str, tied: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "tied", "markov"), CASES)
+def test_the_same_text_and_drafts(
+    algorithm: str, tied: bool, markov: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     small, large = pair
     target = load_model(small, torch.float32, "cpu")
     if algorithm == "EAGLE3":
         head: Any = new_eagle3_head(target, KEPT, seed=3)
     else:
         spark = algorithm == "DSPARK"
-        extra: dict[str, Any] = (
-            {"markov": "vanilla", "rank": 8, "confidence": "markov", "primed": tied} if spark else {}
-        )
+        extra: dict[str, Any] = {"markov": markov, "rank": 8, "confidence": "markov", "primed": tied} if spark else {}
         block = BlockConfig((1, 3, 5), 4 + (not spark), 255, spark, (), (), tied=tied, **extra)
         head = new_block_head(target, block, KEPT, layers=2, seed=3)
     with torch.no_grad():
@@ -83,7 +85,7 @@ def test_the_same_text_and_drafts(algorithm: str, tied: bool, pair: tuple[Path, 
                 param.add_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
     stored = save_head(head, tmp_path / "small", torch.float32)
     arguments = ["head", str(stored), str(tmp_path / "large"), "--target", str(small), "--dtype", "float32"]
-    inflate.main([*arguments, "--rank", "16", "--shape", str(SHAPE).replace("'", '"')])
+    inflate.main([*arguments, "--rank", "16" if markov == "vanilla" else "8", "--shape", str(SHAPE).replace("'", '"')])
     shape = (4, 2, 8)
     texts, drafts = work(small, algorithm, stored, *shape)
     assert (texts, drafts) == work(large, algorithm, tmp_path / "large", *shape)

@@ -302,10 +302,14 @@ def inflate_head(
 def markov_head(shape: Shape, put: Put, w: dict[str, Tensor], vocab: int, rank: int) -> int:
     """Returns its rank."""
     above, made = (w[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
-    if any(part in name for name in w for part in ("gate_proj.bias", "joint_proj")):
-        raise SystemExit("expected a Markov head of the kind vanilla")
     small = above.shape[1]
     rank = max(rank, small)
+    for part in ("gate_proj", "joint_proj"):
+        if f"markov_head.{part}.bias" in w:
+            if rank != small:
+                raise SystemExit(f"--rank {rank}: expected {small}, as it is, for a Markov head with {part}")
+            put(f"markov_head.{part}.weight", read_with(shape, w[f"markov_head.{part}.weight"], part == "joint_proj"))
+            put(f"markov_head.{part}.bias", w[f"markov_head.{part}.bias"])
     put("markov_head.markov_w1.weight", shape.grown(torch.nn.functional.pad(above, (0, rank - small)), vocab))
     put("markov_head.markov_w2.weight", torch.cat((made, shape.noise(len(made), rank - small)), 1))
     if "confidence_head.proj.weight" in w:
@@ -316,6 +320,13 @@ def markov_head(shape: Shape, put: Put, w: dict[str, Tensor], vocab: int, rank: 
         put("confidence_head.proj.weight", torch.cat(parts, 1))
         put("confidence_head.proj.bias", w["confidence_head.proj.bias"])
     return rank
+
+
+def read_with(shape: Shape, w: Tensor, last: bool) -> Tensor:
+    """A matrix that reads a row's state and others, which stay as they are; last: the state after them."""
+    if last:
+        return torch.cat((w[:, : -shape.h], shape.columns(w[:, -shape.h :])), 1)
+    return torch.cat((shape.columns(w[:, : shape.h]), w[:, shape.h :]), 1)
 
 
 def moved(ids: list[int], layers: int, large_layers: int) -> list[int]:
