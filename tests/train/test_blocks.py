@@ -26,6 +26,7 @@ from draftwing.train.blocks import STATS, BlockObjective, unused_token
 from draftwing.train.heads import TargetHead, trainable
 from draftwing.train.objectives import make_objective
 from draftwing.train.store import Sample, Tokens
+from draftwing.train.teacher import teach
 from draftwing.train.ttt import Loss
 
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
@@ -236,6 +237,8 @@ def test_some_anchors_stand_for_all(tmp_path: Path) -> None:
     assert torch.equal(draw[0][1], draw[1][1]) and not torch.equal(draw[0][1], draw[2][1])
     assert draw[0][1][0, 0] <= 3 * round(0.2 * 14) < whole(found)[1][0, 0]
     assert torch.equal(some(found)[1], some(found)[1])
+    taught = teach(head, TargetHead(head.target), found.final, 1.0)
+    assert whole._blocks(found, taught, None).anchors.shape == (3, 11), "of 14 tokens, 3 of which are a prompt's"
     with torch.no_grad():
         mean = sum(some(found, torch.Generator().manual_seed(seed))[0] for seed in range(200)) / 200
         # The shortest text is a fifth of the longest and has fewer anchors than are drawn of each.

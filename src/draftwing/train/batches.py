@@ -89,8 +89,8 @@ def collate(samples: Sequence[Sample], max_length: int) -> Batch:
     final = torch.cat([sample.final.index_select(0, at) for sample, at in zip(samples, chosen, strict=True)])
     if lock:
         final = final.pin_memory()
-    rest = (torch.cat(position), torch.cat(depth), torch.tensor(lengths))
-    return Batch(_locked(ids), aux_hidden, final, *map(_locked, rest))
+    places, depths, ends = map(_locked, (torch.cat(position), torch.cat(depth), torch.tensor(lengths)))
+    return Batch(_locked(ids), aux_hidden, final, places, depths, ends, max(len(at) for at in depth))
 
 
 def _same_device() -> Callable[[], None] | None:
@@ -110,8 +110,8 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
     def move(x: Tensor) -> Tensor:
         return x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
 
-    ids, aux_hidden, final, position, depth, lengths = map(move, batch)
-    return Batch(ids, aux_hidden, final, position, depth, lengths)
+    tensors = {name: move(x) for name, x in batch._asdict().items() if isinstance(x, Tensor)}
+    return Batch(**tensors, most=batch.most)
 
 
 def load(
