@@ -76,7 +76,7 @@ def test_the_same_text_and_drafts(
         head: Any = new_eagle3_head(target, KEPT, seed=3)
     else:
         spark = algorithm == "DSPARK"
-        extra: dict[str, Any] = {"markov": markov, "rank": 8, "confidence": "markov", "primed": tied} if spark else {}
+        extra: dict[str, Any] = {"markov": markov, "rank": 8, "confidence": "markov"} if spark else {}
         block = BlockConfig((1, 3, 5), 4 + (not spark), 255, spark, (), (), tied=tied, **extra)
         head = new_block_head(target, block, KEPT, layers=2, seed=3)
     with torch.no_grad():

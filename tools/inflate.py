@@ -289,8 +289,6 @@ def inflate_head(
         keys["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     else:
         writer.put("hidden_norm.weight", shape.norm(w["hidden_norm.weight"]))
-        if "prime_proj.weight" in w:
-            writer.put("prime_proj.weight", shape.grown(shape.columns(w["prime_proj.weight"]), shape.H))
         for i in range(config["num_hidden_layers"]):
             shape.layer(writer.put, f"layers.{i}.", w, f"layers.{i}.")
         keys |= block_keys(config, layers, large["num_hidden_layers"])

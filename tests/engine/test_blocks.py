@@ -84,15 +84,13 @@ def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, An
 
 
 @pytest.mark.further(algorithm="DFLASH")
-@pytest.mark.parametrize(("algorithm", "topk", "primed"), [("DSPARK", 2, True), ("DFLASH", 1, False)])
+@pytest.mark.parametrize(("algorithm", "topk"), [("DSPARK", 2), ("DFLASH", 1)])
 def test_heads_that_draft_blocks(
-    expected: list[list[int]], smollm2_path: Path, tmp_path: Path, algorithm: str, topk: int, primed: bool
+    expected: list[list[int]], smollm2_path: Path, tmp_path: Path, algorithm: str, topk: int
 ) -> None:
     """Untrained ones: no token changes, and all that their steps do are calls of the kernels, which are replayed."""
     spark = algorithm == "DSPARK"
-    block = BlockConfig(
-        (2, 15, 28), 5, 49151, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" * spark, primed=primed
-    )
+    block = BlockConfig((2, 15, 28), 5, 49151, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" * spark)
     target = load_target_ends(smollm2_path, torch.float32, "cpu")
     head = save_head(new_block_head(target, block, torch.arange(0, 49152, 8) if spark else None, 2), tmp_path / "head")
     tree = {"speculative_num_steps": 3, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": 4}

@@ -30,8 +30,6 @@ def _body(make: Maker, config: dict[str, Any], target: Checkpoint, read: int) ->
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     body = {"fc.weight": make.matrix(hidden, read * target.config["hidden_size"], 1.4)}
     body |= {"hidden_norm.weight": make.norm(hidden), "norm.weight": make.norm(hidden)}
-    if config.get("primed"):
-        body["prime_proj.weight"] = make.matrix(hidden, hidden, 2.0)
     for i in range(config["num_hidden_layers"]):
         body |= make.layer(f"layers.{i}", config)
         for part in "qk":
@@ -127,8 +125,6 @@ def block_rows(
     freq = rope_frequencies(config, dim, torch.float64)
     known, places = torch.arange(last), torch.arange(last, last + rows)
     c, x = rms_norm(linear(aux_hidden, w, "fc"), w["hidden_norm.weight"], eps), block
-    if "prime_proj.weight" in w:
-        x = x + linear(c[-1:], w, "prime_proj")
     kv: list[KV] = []
 
     def heads_of(z: Tensor, name: str, part: str, at: Tensor) -> Tensor:

@@ -74,7 +74,6 @@ CASES = {
     "dspark": Case("DSPARK", lambda: dspark_head(TARGET), 5, True),
     "dspark, gated": Case("DSPARK", lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True),
     "dspark, recurrent": Case("DSPARK", lambda: dspark_head(TARGET, markov_head_type="rnn"), 5, True),
-    "dspark, primed": Case("DSPARK", lambda: dspark_head(TARGET, primed=True), 5, True),
     "dspark, speculators": Case("DSPARK", lambda: speculators_head(TARGET), 5, False),
     "dspark, speculators, from the anchor": Case(
         "DSPARK", lambda: speculators_head(TARGET, sample_from_anchor=True), 5, True
@@ -162,7 +161,7 @@ def test_trees_are_those_of_the_reference(tmp_path: Path, name: str, shape: Tree
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mended_interpreter")
-@pytest.mark.parametrize("name", ["dflash, windows", "dspark, gated", "dspark, primed"])
+@pytest.mark.parametrize("name", ["dflash, windows", "dspark, gated"])
 def test_trees_of_kernels_for_a_gpu(tmp_path: Path, name: str) -> None:
     """Interpreted where there is no GPU."""
     pytest.importorskip("triton")
@@ -246,7 +245,7 @@ def level(p: float) -> float:
 def test_a_block_of_one_token_less_than_its_rows() -> None:
     """What a step may write: the rows of a block, however few nodes it verifies; nothing where nobody drafts."""
     config = SimpleNamespace(rows=6)
-    kinds: Any = {"config_of_block": config, "state_width": 0, "state_dtype": torch.float32, "prime": None}
+    kinds: Any = {"config_of_block": config, "state_width": 0, "state_dtype": torch.float32}
     head: Any = SimpleNamespace(aux_layers=(1,), kv_layers=(), **kinds)
     drafter = BlockDrafter(head, 3, 2, TorchOps(CPU))
     assert drafter.span(PLAIN) == 1 and drafter.span(TreeShape(1, 1, 2)) == 6 and drafter.span(TreeShape(2, 4, 9)) == 9

@@ -56,7 +56,6 @@ CASES = {
         lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True,
         BlockLoss("lk_hybrid", decay=0.7, confidence=0.5, anchors=1.0),
     ),
-    "dspark, primed": Case(lambda: dspark_head(TARGET, primed=True), 5, True, BlockLoss("lk_hybrid", anchors=1.0)),
     "dspark, rows of the target's lm_head": Case(
         lambda: speculators_head(TARGET, sample_from_anchor=True, tied=True), 5, True, BlockLoss("kl", anchors=1.0)
     ),

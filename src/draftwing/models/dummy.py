@@ -165,8 +165,6 @@ def _block_weights(
     count = len(raw.get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids") or range(layers))
     weights = {"fc.weight": meta(hidden, count * target.hidden_size), "hidden_norm.weight": meta(hidden)}
     weights |= {f"layers.{i}.self_attn.q_norm.weight": meta(1) for i in range(layers)}
-    if raw.get("primed"):
-        weights["prime_proj.weight"] = meta(hidden, hidden)
     rows = raw.get("draft_vocab_size") or target.vocab_size
     if rows != target.vocab_size:
         weights["d2t"] = _spread(rows, target.vocab_size, path)

@@ -35,11 +35,6 @@ class BlockDrafter(Drafter):
             logp=torch.zeros(rows, topk, dtype=torch.float32, device=device),
             feature=torch.zeros(rows, head.state_width, dtype=head.state_dtype, device=device),
         )
-        # The head's features of the token before the newest, row-indexed; written by `extend`.
-        self._newest: Tensor | None = None
-        if head.prime is not None:
-            norm = head.hidden_norm.weight  # as what it makes
-            self._newest = torch.zeros(rows, len(norm), dtype=norm.dtype, device=device)
         # What `constrain` was told, for the next `propose`: rows, what is banned, which of them are noisy.
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
         self._attn: AttnBackend | None = None
@@ -102,10 +97,7 @@ class BlockDrafter(Drafter):
             window=width,
             bound=min(max_kv_len + width, table.page_table.shape[1]),
         )
-        newest = self._newest
-        if newest is not None:
-            newest = self.ops.repeat_rows(self.ops.take_rows(newest, rows), width)
-        return self.head.block(everything.ids, everything.positions, newest, *self._attends(everything))
+        return self.head.block(everything.ids, everything.positions, *self._attends(everything))
 
     def _attends(self, everything: Batch) -> list[Attend]:
         """Of each layer, as far as it sees. everything: the batch of a layer that sees all."""
@@ -166,20 +158,7 @@ class BlockDrafter(Drafter):
             batch, aux_hidden, _ = self.evened(self.ops, table, batch, aux_hidden, batch.ids)
             assert aux_hidden is not None
         attend = self._attn.bind(batch, self._first_layer)
-        features = self.head.features(aux_hidden)
-        self.head.write_text(features, batch.positions, attend)
-        if self._newest is not None:
-            self._keep_newest(self._newest, batch, features, count)
-
-    def _keep_newest(self, kept: Tensor, batch: Batch, features: Tensor, count: Tensor | None) -> None:
-        """features [M, H] of the batch's queries, count as for `extend`"""
-        if count is not None:
-            self.ops.newest_rows(features, count, 1, batch.rows, kept)
-            return
-        final = [(span.row, span.offset + span.length - 1) for span in batch.chunks if span.final]
-        if final:
-            rows = torch.cat([batch.rows[row : row + 1] for row, _ in final])
-            kept.index_copy_(0, rows, torch.cat([features[at : at + 1] for _, at in final]))
+        self.head.write_text(self.head.features(aux_hidden), batch.positions, attend)
 
 
 def _windowed(batch: Batch, window: int, rows: int) -> Batch:

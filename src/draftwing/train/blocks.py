@@ -165,7 +165,6 @@ def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterabl
         rank=settings.markov_rank if spark else 0,
         confidence="markov" if spark else "",
         tied=settings.draft_lm_head == "target",
-        primed=settings.primed,
     )
 
 
@@ -199,12 +198,7 @@ def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> T
     kv_heads = head.config.num_kv_heads
     kinds = {kind: attention.blocks(*kind, kv_heads) for kind in zip(config.windows, config.causal, strict=True)}
     attends = [kinds[kind] for kind in zip(config.windows, config.causal, strict=True)]
-    newest = None
-    if head.prime is not None:  # anchors follow a token, but those that are no blocks
-        width = features.shape[1]
-        at = (anchors - 1).clamp(min=0).unsqueeze(2).expand(-1, -1, width)
-        newest = features.unflatten(0, (count, length)).gather(1, at).view(-1, width).repeat_interleave(config.rows, 0)
-    hidden = head.block(tokens.flatten(), positions.flatten(), newest, *attends)
+    hidden = head.block(tokens.flatten(), positions.flatten(), *attends)
     return hidden.view(anchors.numel(), config.rows, -1)[:, config.rows - config.steps :]
 
 

@@ -149,8 +149,6 @@ def _block_keys(head: BlockHead, dtype: torch.dtype) -> dict[str, Any]:
         keys["draft_vocab_size"] = block.draft_vocab
     if not any(block.windows) or block.causal != tuple(map(bool, block.windows)):  # what the kinds of layers say
         own["is_causal"] = all(block.causal)
-    if block.primed:
-        own["primed"] = True
     if not block.markov:
         keys = {"architectures": ["DFlashDraftModel"], **keys, "block_size": block.rows}
         return keys | {"sample_from_anchor": block.from_anchor, "dflash_config": own}

@@ -26,12 +26,11 @@ _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.block_config.MARKOV`
 BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.block_loss.Kind`
 _OF_BLOCKS = (
-    "draft_layers", "draft_lm_head", "block_steps", "primed", "markov_head", "markov_rank", "mask_token", "block_loss",
-    "anchors",
+    "draft_layers", "draft_lm_head", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
 )  # fmt: skip
 _OF_DSPARK = ("markov_head", "markov_rank")
 # What a head is made like; one that is loaded is like that already.
-_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", "primed", *_OF_DSPARK, "mask_token")
+_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, "mask_token")
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 
@@ -97,10 +96,6 @@ class Settings:
     draft_lm_head: str = option(
         "own", FIT, "lm_head of DFLASH and DSPARK over --draft-vocab-size tokens: one that is trained, or these rows "
         "of the target's, which is not stored", choices=("own", "target"), fixed=False,
-    )  # fmt: skip
-    primed: bool = option(
-        False, FIT, "let rows of a block of DFLASH and DSPARK begin with what is known of the token before the newest, "
-        "as EAGLE3 does; published heads do not", fixed=False,
     )  # fmt: skip
     markov_head: str = option(
         "vanilla", FIT, "what corrects DSPARK's tokens by those above them", choices=MARKOV_HEADS, fixed=False

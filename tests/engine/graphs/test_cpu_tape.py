@@ -96,7 +96,6 @@ HEADS = {
     "EAGLE3, from the norm": (1, 2),
     "EAGLE": (),
     "DSPARK": (1, 2),
-    "DSPARK, primed": (1, 2),
     "DSPARK+NGRAM": (1, 2),
     "DFLASH": (2,),
 }
@@ -105,10 +104,7 @@ HEADS = {
 def block_head(model, kind, seed):
     """Without a Markov head all nodes of a level go on alike."""
     spark = kind.startswith("DSPARK")
-    block = BlockConfig(
-        HEADS[kind], 4, 63, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" if spark else "",
-        primed="primed" in kind,
-    )  # fmt: skip
+    block = BlockConfig(HEADS[kind], 4, 63, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" if spark else "")
     return new_block_head(model, block, layers=2, ffn_size=192, seed=seed)
 
 

@@ -3,9 +3,6 @@
 Keys and values of the text are projections of the target's hidden states, the same vector for all layers; the head has
 no context of its own tokens. The newest token and masks after it are a block, whose rows attend to the text and to each
 other. DSpark corrects a node's logits by the token above it, so that branches of a tree differ.
-
-Published heads see the newest position of the text through attention alone, as wide as their keys and values are. A
-primed head's rows begin with it, as EAGLE-3's do.
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ class BlockHead(FeatureHead):
         count, size = len(block.aux_layers), target.config.hidden_size
         self.fc = Linear(count * size, hidden, False, dtype, device, config.weight_format)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
-        self.prime = Linear(hidden, hidden, False, dtype, device, config.weight_format) if block.primed else None
         layer = self.layer_config
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps, dtype, device)
@@ -117,14 +113,10 @@ class BlockHead(FeatureHead):
             self.confidence.settle(self.markov)
         super().pack(ops)
 
-    def block(self, ids: Tensor, positions: Tensor, newest: Tensor | None, *attends: Attend) -> Tensor:
-        """ids, positions [B * rows] of blocks; newest [B * rows, hidden]: for each row the `features` of the position
-        before its block, which primed heads read; attends: of each layer -> [B * rows, hidden] after the final norm"""
+    def block(self, ids: Tensor, positions: Tensor, *attends: Attend) -> Tensor:
+        """ids, positions [B * rows] of blocks, attends: of each layer -> [B * rows, hidden] after the final norm"""
         cos, sin = self._rotation(positions)
         x = self.target.embed(ids)
-        if self.prime is not None:
-            assert newest is not None
-            x = self.prime(newest, x)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
         return self.norm(x)
@@ -150,8 +142,6 @@ class BlockHead(FeatureHead):
     def names(self) -> dict[str, ParamSlice]:
         config, block, hidden = self.config, self.config_of_block, self.config.hidden_size
         table = named(config.weight_format, "fc", "fc", 0, hidden)
-        if self.prime is not None:
-            table |= named(config.weight_format, "prime_proj", "prime", 0, hidden)
         for norm in ("hidden_norm.weight", "norm.weight"):
             table[norm] = ParamSlice(norm, 0, hidden)
         if self.lm_head is not None:

@@ -41,7 +41,6 @@ class BlockConfig:
     markov: how the tokens above a node correct the node's logits, "" where they do not.  rank: of that product.
     confidence: what a head that estimates acceptance reads, the row's state alone or the embedding of the token above,
     too; "" where there is none.  tied: of a draft_vocab, whether its lm_head is so many rows of the target's.
-    primed: whether rows of a block begin with what is known of the token before the newest, beside their embeddings.
     """
 
     aux_layers: tuple[int, ...]
@@ -55,7 +54,6 @@ class BlockConfig:
     rank: int = 0
     confidence: Confidence = ""
     tied: bool = False
-    primed: bool = False
 
     @property
     def steps(self) -> int:
@@ -93,7 +91,6 @@ def block_config(
         markov=markov,
         rank=weights["markov_head.markov_w1.weight"].shape[1] if markov else 0,
         confidence=_confidence(weights, config.hidden_size, bool(markov)),
-        primed="prime_proj.weight" in weights,
     )
 
 
