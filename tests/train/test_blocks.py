@@ -62,11 +62,26 @@ CASES = {
     "dspark, d_pace, own vocabulary": Case(
         lambda: speculators_head(TARGET, sample_from_anchor=True), 5, True, BlockLoss("d_pace", anchors=1.0)
     ),
+    "dspark, own vocabulary, confidence": Case(
+        lambda: confident(speculators_head(TARGET, sample_from_anchor=True)), 5, True,
+        BlockLoss("lk_hybrid", anchors=1.0, temperature=0.8),
+    ),
     "dspark, recurrent, own vocabulary": Case(
         lambda: recurrent(speculators_head(TARGET, sample_from_anchor=True)), 5, True,
         BlockLoss("tv", anchors=1.0, temperature=0.5),
     ),
 }  # fmt: skip
+
+
+def confident(head: Checkpoint) -> Checkpoint:
+    """A head with a vocabulary of its own, and a confidence head."""
+    g, hidden = torch.Generator().manual_seed(4), TARGET.config["hidden_size"]
+    more = {
+        "confidence_head.proj.weight": torch.randn(1, hidden + 8, generator=g) * 0.3,
+        "confidence_head.proj.bias": torch.randn(1, generator=g) * 0.3,
+    }
+    keys = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    return Checkpoint(head.tensors | more, head.config | keys)
 
 
 def recurrent(head: Checkpoint) -> Checkpoint:
@@ -151,8 +166,10 @@ class Reference:
             if "confidence_head.proj.weight" in self.w:
                 fed = torch.cat((y[s], self.w["markov_head.markov_w1.weight"][ids[j]]))
                 odds = self.w["confidence_head.proj.weight"][0] @ fed + self.w["confidence_head.proj.bias"][0]
-                unsure = unsure + loss.decay**s * F.binary_cross_entropy_with_logits(odds, accepted.detach())
-                self.stats[s, 3] += loss.decay**s * F.binary_cross_entropy_with_logits(odds, accepted).item()
+                share = (says / loss.temperature).softmax(0)[self.kept].sum()
+                error = F.binary_cross_entropy_with_logits(odds, torch.minimum(accepted, share).detach())
+                unsure = unsure + loss.decay**s * error
+                self.stats[s, 3] += loss.decay**s * error.item()
             hit = bool(self.kept[log_q.argmax()] == says.argmax())
             right = right and hit
             self.stats[s, [0, 2, 4, 5, 6]] += torch.tensor([1, accepted.item(), hit, 1, right], dtype=torch.float64)

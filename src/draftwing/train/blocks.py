@@ -76,7 +76,9 @@ class BlockObjective(nn.Module):
             parts.append((mixed(head, hidden, blocks.above), head.markov.out.weight))
         found = block_loss(parts, teacher.probs, blocks.rows, self.loss)
         counts = blocks.rows.counts
-        unsure = self._confidence_loss(hidden, blocks, found.accepted)  # [N, S]
+        # No token outside of the draft vocabulary is ever accepted; as where the head is the target within it.
+        accepted = found.accepted.minimum(teacher.share[blocks.rows.place].to(found.accepted.dtype))
+        unsure = self._confidence_loss(hidden, blocks, accepted)  # [N, S]
         guess = found.best if head.target_ids is None else head.target_ids[found.best]
         hit = (guess == teacher.best[blocks.rows.place]) & counts
         columns = (counts, found.loss, found.accepted, unsure.detach(), hit, counts, hit.long().cumprod(1))

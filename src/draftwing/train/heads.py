@@ -255,15 +255,15 @@ class TargetHead:
 
     def __init__(self, target: DecoderModel) -> None:
         self._weight = _head_weight(target)
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None  # ids, their rows of the weight, and the others
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None  # ids, their rows of the weight, and the other rows
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns logits [n, V], float32 or wider."""
         return PLAIN.wide_gemm(hidden, self._weight)
 
-    def of(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the logits of the tokens `ids` [n, len(ids)], and whether the largest of all logits is among them [n]
-        bool.
+    def of(self, ids: Tensor, hidden: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the logits of the tokens `ids` [n, len(ids)], whether the largest of all logits is among them [n]
+        bool, and how much of the probability at a temperature is theirs [n].
 
         A CPU makes the others in half precision, whose GEMMs are five times as fast there; a token that is the best
         but for that rounding counts as the best.
@@ -272,16 +272,16 @@ class TargetHead:
         if self._kept is None or self._kept[0] is not ids:
             others = torch.ones(len(weight), dtype=torch.bool, device=weight.device).index_fill_(0, ids, False)
             own = weight[ids]
-            self._kept = ids, own.float() if slow else own, weight[:0] if slow else weight[others]
+            self._kept = ids, own.float() if slow else own, weight[others]
         _, own, rest = self._kept
         kept = PLAIN.wide_gemm(hidden, own)
         best = kept.amax(-1)
-        if slow:
-            most = (hidden.to(weight.dtype) @ weight.t()).amax(-1).float()
-            return kept, best >= most - most.abs() * 2**-8
         if not len(rest):
-            return kept, torch.ones_like(best, dtype=torch.bool)
-        return kept, best >= PLAIN.wide_gemm(hidden, rest).amax(-1)
+            return kept, torch.ones_like(best, dtype=torch.bool), torch.ones_like(best)
+        other = (hidden.to(rest.dtype) @ rest.t()).float() if slow else PLAIN.wide_gemm(hidden, rest)
+        most = other.amax(-1)
+        share = torch.sigmoid((kept / temperature).logsumexp(-1) - (other / temperature).logsumexp(-1))
+        return kept, best >= most - most.abs() * (2**-8 if slow else 0.0), share
 
 
 def _head_weight(target: DecoderModel) -> Tensor:

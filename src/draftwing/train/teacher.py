@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwing.models.heads.base import FeatureHead
+from draftwing.train.chain_attention import wide
 from draftwing.train.cross_entropy import chunks
 from draftwing.train.heads import TargetHead
 
@@ -30,6 +31,7 @@ class Teacher(NamedTuple):
     probs: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
     best: Tensor  # [n] int64: its most likely token, -1 where the head cannot say it
     known: Tensor  # [n] bool: whether that is in the draft vocabulary
+    share: Tensor  # [n]: of its probability, how much that vocabulary has
 
 
 @torch.no_grad()
@@ -42,19 +44,20 @@ def teach(head: FeatureHead, target_head: TargetHead, final: Tensor, temperature
     probs = final.new_empty(final.shape[0], head.vocab, dtype=dtype)
     best = final.new_empty(final.shape[0], dtype=torch.int64)
     known = torch.ones_like(best, dtype=torch.bool)
+    share = torch.ones(final.shape[0], dtype=wide(final), device=final.device)
     for part in chunks(final.shape[0], head.config.vocab_size, final.device):
         with torch.autocast(final.device.type, enabled=False):
             if kept is None:
                 logits = target_head(final[part])
             else:
-                logits, known[part] = target_head.of(kept, final[part])
+                logits, known[part], share[part] = target_head.of(kept, final[part], temperature)
         best[part] = logits.argmax(-1)
         if temperature != 1:
             logits = logits / temperature
         probs[part] = logits.softmax(-1).to(dtype)
     if kept is not None:
         best = torch.where(known, kept[best], -1)
-    return Teacher(probs, best, known)
+    return Teacher(probs, best, known, share)
 
 
 def ratio(part: float, whole: float) -> float:
