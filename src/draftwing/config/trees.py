@@ -81,8 +81,8 @@ def _chain(steps: int, nodes: int) -> TreeShape:
 
 def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> TreeShape | None:
     """The tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1, 4]}}`, in
-    steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer tokens.
-    None where it says nothing, as most do.
+    steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer tokens, and
+    a chain without a Markov head. None where it says nothing, as most do.
 
     Raises ConfigError for shapes that no tree has, of any device.
     """
@@ -98,17 +98,19 @@ def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> Tree
     unknown = next((name for name in found if name not in DEVICES), None)
     if unknown is not None:
         raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {show(unknown)}")
-    return found.get(device) or _short_block(config, default)
+    return found.get(device) or _of_block(config, default)
 
 
-def _short_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
+def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
     inner = (config.get(name) for name in ("dflash_config", "dspark_config"))
     flat = {key: value for part in (*inner, config) if isinstance(part, dict) for key, value in part.items()}
     rows = flat.get("block_size")
-    if type(rows) is not int or not 2 <= rows <= tree.depth:
-        return None  # long enough, or what is wrong with it says who loads the head
-    steps = rows if from_anchor(flat) else rows - 1
-    return TreeShape(steps, tree.topk, min(tree.nodes, most_nodes(steps, tree.topk)))
+    if type(rows) is not int or rows < 2:
+        return None  # what is wrong with it says who loads the head
+    steps = min(tree.depth, rows if from_anchor(flat) else rows - 1)
+    topk = tree.topk if flat.get("markov_rank") else 1  # else what follows does not depend on the branch
+    fits = TreeShape(steps, topk, min(tree.nodes, most_nodes(steps, topk)))
+    return None if fits == tree else fits
 
 
 def from_anchor(config: Mapping[str, Any]) -> bool:

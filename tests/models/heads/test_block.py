@@ -104,7 +104,10 @@ def test_a_tree_that_fits_into_the_block(tmp_path: Path) -> None:
     spark, flash = dspark_head(TARGET).write(tmp_path / "a"), dflash_head(TARGET).write(tmp_path / "b")
     assert carried_shape(spark, "cpu") == carried_shape(flash, "cpu") == TreeShape(5, 1, 6)
     assert carried_shape(spark, "cpu", BRANCHED_BLOCK) == TreeShape(5, 4, 16)
-    assert carried_shape(flash, "cuda", TreeShape(7, 2, 60)) == TreeShape(5, 2, 19)
+    assert carried_shape(spark, "cuda", TreeShape(7, 2, 60)) == TreeShape(5, 2, 19)
+    assert carried_shape(flash, "cpu", BRANCHED_BLOCK) == TreeShape(5, 1, 6), "siblings would have the same children"
+    long = dflash_head(TARGET, block_size=BLOCK.depth + 4).write(tmp_path / "d")
+    assert carried_shape(long, "cpu", BRANCHED_BLOCK) == BLOCK
     assert carried_shape(dflash_head(TARGET, block_size=BLOCK.depth + 1).write(tmp_path / "c"), "cpu") is None
 
 
