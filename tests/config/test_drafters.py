@@ -13,7 +13,7 @@ from draftwing import ConfigError
 from draftwing.config.arguments import add_arguments
 from draftwing.config.drafters import DEFAULT, DRAFTERS, NO_DRAFTER, TRAINED, find_drafter, head_drafter, training
 from draftwing.config.options import Options
-from draftwing.train.fit import recipe
+from draftwing.train.fit_config import recipe
 
 
 def test_names_and_aliases() -> None:

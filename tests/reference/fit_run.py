@@ -15,7 +15,8 @@ import torch
 
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model
-from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe
+from draftwing.train.fit import Fit, FitReport, join_world
+from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.heads import TargetHead, new_block_head, new_eagle3_head, new_eagle_head
 from draftwing.train.store import Sample, SourceMeta
 from draftwing.train.ttt import Loss

@@ -25,7 +25,8 @@ from draftwing.models.loader import load_model
 from draftwing.train import capture, progress
 from draftwing.train.batches import collate, epoch_batches, in_order, load, stream
 from draftwing.train.checkpoint import save_head
-from draftwing.train.fit import Fit, FitConfig, recipe
+from draftwing.train.fit import Fit
+from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.heads import TargetHead, load_head, new_block_head, new_eagle3_head, new_eagle_head, new_mtp_head
 from draftwing.train.store import FeatureStore, SourceMeta
 from draftwing.train.ttt import Loss

@@ -13,28 +13,26 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from draftwing.config.drafters import training
 from draftwing.engine.device import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.files import replace_file
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
-from draftwing.train.block_loss import BlockLoss
+from draftwing.train.fit_config import FitConfig
 from draftwing.train.heads import AnyHead, TargetHead
-from draftwing.train.objectives import AnyLoss, make_objective
-from draftwing.train.optimizer import OPTIMIZERS, HeadOptimizer, OptimizerName
+from draftwing.train.objectives import make_objective
+from draftwing.train.optimizer import HeadOptimizer
 from draftwing.train.progress import Progress, Row, summary
 from draftwing.train.store import FeatureSource
-from draftwing.train.ttt import Loss
 
 logger = logging.getLogger(__name__)
 
@@ -43,77 +41,6 @@ _VERSION = 4
 _BY_CLOCK = 10_000  # steps that a run of so many minutes has, until some have shown how long they take
 # What a run may change when it goes on; everything else would make it another run.
 _FREE = ("log_every", "eval_every", "save_every", "readers")
-
-
-@dataclass(frozen=True)
-class FitConfig:
-    """How a head is trained.
-
-    steps: of the optimizer; 0: as many as `epochs` over the samples take.  minutes: of training, in place of both; what
-    is trained then depends on the machine's speed.  tokens: of one forward, padding included.
-    accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
-    optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: the loss's own.
-    warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.
-    clip: largest norm of a gradient.
-    precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
-    readers: threads that read ahead.
-    """
-
-    loss: AnyLoss = field(default_factory=Loss)
-    steps: int = 0
-    epochs: float = 1.0
-    minutes: float = 0.0
-    tokens: int = 8192
-    accumulate: int = 1
-    max_length: int = 2048
-    optimizer: OptimizerName = "adamw"
-    lr: float = 0.0
-    warmup: float = 0.02
-    final_lr: float = 0.05
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    clip: float = 0.5
-    seed: int = 0
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    log_every: int = 20
-    eval_every: int = 500
-    save_every: int = 500
-    readers: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "accumulate", "max_length", "log_every", "eval_every", "save_every", "readers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        timed = 0 <= self.minutes < math.inf
-        if self.steps < 0 or not timed or (self.steps == self.minutes == 0 and self.epochs <= 0):
-            raise ConfigError(
-                f"expected steps, minutes or epochs above 0, found {self.steps}, {self.minutes} and {self.epochs}"
-            )
-        if self.steps and self.minutes:
-            raise ConfigError(f"expected steps or minutes, found both: {self.steps} and {self.minutes}")
-        if isinstance(self.loss, Loss) and self.loss.steps < 1:
-            raise ConfigError(f"loss.steps: expected at least 1, found {self.loss.steps}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
-        if self.lr < 0 or self.clip <= 0 or not 0 <= self.warmup <= 1:
-            raise ConfigError(
-                f"expected lr >= 0, clip > 0 and warmup from 0 to 1, found {self.lr}, {self.clip}, {self.warmup}"
-            )
-
-    def learning_rate(self, step: int, total: int, hidden: int) -> float:
-        """Returns the rate of step 0, 1, ..: up in a line, then down in half a cosine."""
-        highest, rise = self.lr or self.loss.rate(hidden), self.warmup * total
-        if step < rise:
-            return highest * (step + 1) / (rise + 1)
-        done = (step - rise) / max(1.0, total - rise)
-        return highest * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def recipe(algorithm: str, **changes: Any) -> FitConfig:
-    """Returns the config that `algorithm` is trained with by default. Raises ConfigError for an unknown one."""
-    how = training(algorithm)
-    loss = BlockLoss(**how.loss) if how.block else Loss(**how.loss)
-    return FitConfig(**{"loss": loss, **changes})
 
 
 @dataclass(frozen=True)

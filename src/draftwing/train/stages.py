@@ -35,7 +35,8 @@ from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Skipped, held_out, original
 from draftwing.train.dataset import Dataset, evaluation_sets, read_dataset
 from draftwing.train.evaluate import Trial, evaluate, summary
-from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe
+from draftwing.train.fit import Fit, FitReport, join_world
+from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import read_responses, responses_files
 from draftwing.train.settings import Run
