@@ -269,6 +269,8 @@ def inflate_head(
     config, w = read(small, device)
     shape, writer = Shape(config, large, device), Writer(out, dtype)
     block = "hidden_norm.weight" in w
+    if "prefix_gru.weight_hh_l0" in w:
+        raise SystemExit(f"{small}: expected a head of another kind than Domino's")
     layers = json.loads((target / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     writer.put("fc.weight", shape.grown(shape.columns(w["fc.weight"], w["fc.weight"].shape[1] // shape.h), shape.H))
     writer.put("norm.weight", shape.norm(w["norm.weight"]))

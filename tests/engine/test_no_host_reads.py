@@ -35,6 +35,7 @@ HEADS = {
     "EAGLE": exact_heads.exact_eagle2,
     "EAGLE3": exact_heads.exact_eagle3,
     "DSPARK": exact_heads.exact_dspark,
+    "DFLASH": exact_heads.exact_domino,
     "NEXTN": exact_heads.exact_mtp,
     "NEXTN 3": partial(exact_heads.exact_mtp, layers=3),
 }
@@ -99,7 +100,7 @@ PARAMS = {
 @pytest.mark.further(drafter=["suffix", "STANDALONE", *FURTHER], shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=[*FURTHER, "suffix", "STANDALONE", "NEXTN 3"], sampling="greedy")
 @pytest.mark.further(drafter=["suffix", *FURTHER, "STANDALONE", "NEXTN 3"], sampling="mixed")
-@pytest.mark.further(drafter=["EAGLE3", "DSPARK"], shape=PLAIN)
+@pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=PLAIN)
 @pytest.mark.parametrize(
     ("drafter", "shape", "sampling"),
     [

@@ -28,7 +28,7 @@ from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 
 TREE, COPIED = TreeShape(4, 3, 12), TreeShape(7, 3, 10)
-KINDS = ["EAGLE", "EAGLE3", "NEXTN", "NEXTN 3 layers", "DSPARK", "STANDALONE", "EAGLE3+NGRAM"]
+KINDS = ["EAGLE", "EAGLE3", "NEXTN", "NEXTN 3 layers", "DSPARK", "DFLASH", "STANDALONE", "EAGLE3+NGRAM"]
 CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.slow,

@@ -1,5 +1,5 @@
-"""Small random checkpoints of heads that draft a block, as z-lab (DFlash), DeepSpec (DSpark) and the speculators
-library publish them, and their arithmetic in float64: dense, from scratch, and without the package's code."""
+"""Small random checkpoints of heads that draft a block, as z-lab (DFlash and Domino), DeepSpec (DSpark) and the
+speculators library publish them, and their arithmetic in float64: dense, from scratch, without the package's code."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from reference.draft_heads import (
     run_target,
 )
 from torch import Tensor
+from torch.nn.functional import silu
 
 IDS = [1, 3]  # layers of the target whose outputs are read
 
@@ -50,6 +51,20 @@ def dflash_head(target: Checkpoint, seed: int = 300, read: int = len(IDS), **cha
     names = {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": inner}
     config = _config(target, **names | changes)
     return Checkpoint(_body(Maker(seed), config, target, read), config)
+
+
+def domino_head(target: Checkpoint, seed: int = 600, **changes: Any) -> Checkpoint:
+    """A DFlash head with Domino's correction, in z-lab's layout. changes: as for `dflash_head`."""
+    inner = {"projector_type": "domino", "emb_dim": 8, "gru_hidden_dim": 10, "pure_draft_prefix_len": 1}
+    head = dflash_head(target, dflash_config=inner | changes.pop("dflash_config", {}), **changes)
+    make, hidden, vocab = Maker(seed), head.config["hidden_size"], head.config["vocab_size"]
+    more = {
+        "prefix_gru.weight_ih_l0": make.matrix(30, hidden, 8.0),  # rows of an embedding are small
+        "prefix_gru.weight_hh_l0": make.matrix(30, 10),
+        "embed_proj.0.weight": make.matrix(8, hidden + 10, 2.0),
+        "embed_proj.2.weight": make.matrix(vocab, 8, 2.0),
+    }
+    return Checkpoint(head.tensors | more, head.config)
 
 
 def dspark_head(target: Checkpoint, seed: int = 400, confidence: bool = True, **changes: Any) -> Checkpoint:
@@ -146,10 +161,13 @@ def block_rows(
     return rms_norm(x, w["norm.weight"], eps), kv
 
 
-def corrected(w: dict[str, Tensor], lm_head: Tensor, y: Tensor, tokens: Sequence[int]) -> Tensor:
+def corrected(w: dict[str, Tensor], lm_head: Tensor, y: Tensor, tokens: Sequence[int], embed: Tensor) -> Tensor:
     """The logits of what follows some drafted tokens, the newest token of the text before them; y: states of the
-    rows."""
+    rows, embed: the target's embedding."""
     row, logits = y[len(tokens) - 1], lm_head @ y[len(tokens) - 1]
+    if "prefix_gru.weight_ih_l0" in w and len(tokens) > 1:
+        fed = silu(w["embed_proj.0.weight"] @ torch.cat((row, gru(w, embed[torch.tensor(tokens)]))))
+        logits = logits + w["embed_proj.2.weight"] @ fed
     if "markov_head.markov_w1.weight" in w:
         e = w["markov_head.markov_w1.weight"][tokens[-1]]
         if "markov_head.gate_proj.weight" in w:
@@ -158,6 +176,15 @@ def corrected(w: dict[str, Tensor], lm_head: Tensor, y: Tensor, tokens: Sequence
             e = recurrent(w, tokens, y)
         logits = logits + w["markov_head.markov_w2.weight"] @ e
     return logits
+
+
+def gru(w: dict[str, Tensor], read: Tensor) -> Tensor:
+    """torch's own GRU without biases, after all of read [n, H]."""
+    hidden = w["prefix_gru.weight_hh_l0"].shape[1]
+    module = torch.nn.GRU(read.shape[1], hidden, bias=False, dtype=read.dtype)
+    weights = {name.removeprefix("prefix_gru."): value for name, value in w.items() if name.startswith("prefix_gru.")}
+    _, state = torch.func.functional_call(module, weights, (read,))
+    return state[0]
 
 
 def recurrent(w: dict[str, Tensor], tokens: Sequence[int], y: Tensor) -> Tensor:
@@ -207,6 +234,6 @@ def block_pass(
     ids = torch.arange(len(lm_head)) + (w["d2t"] if own else 0)
 
     def at(path: tuple[int, ...]) -> Tensor:
-        return corrected(w, lm_head, y, (newest, *path))
+        return corrected(w, lm_head, y, (newest, *path), t["model.embed_tokens.weight"])
 
     return DraftPass(list(tokens), kv, ids, at)

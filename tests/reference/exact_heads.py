@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from reference import draft_heads
-from reference.block_heads import dspark_head
+from reference.block_heads import domino_head, dspark_head
 from reference.checkpoints import Checkpoint, Maker, draft_vocabulary, llama_target, mimo, sizes
 from torch import Tensor
 
@@ -205,11 +205,41 @@ def exact_dspark(
     return Exact(still_target(plain, codes, successor), head, successor, list(range(vocab)))
 
 
+def exact_domino(
+    seed: int = 0, layers: int = 7, head_changes: Mapping[str, Any] | None = None, **changes: Any
+) -> Exact:
+    """The block's first row alone says what follows the newest token, as its layers are silent; the GRU's state is the
+    code of the token above, which the correction turns into what follows it, louder than what follows a mask."""
+    plain = llama_target(seed, num_hidden_layers=layers, **changes)
+    hidden, vocab = plain.config["hidden_size"], plain.config["vocab_size"]
+    width = hidden // 2
+    codes = make_codes(vocab, hidden, width, seed + 1)
+    successor = cycles(vocab, list(range(vocab)), seed + 2)
+    target = still_target(plain, codes, successor)
+    inner = {"shift_label": True, "emb_dim": 2 * width, "gru_hidden_dim": width}
+    head = domino_head(plain, seed + 3, dflash_config=inner, **(head_changes or {}))
+    t = head.tensors
+    for i in range(head.config["num_hidden_layers"]):
+        silence(t, f"layers.{i}")
+    t["norm.weight"] = target.tensors["model.norm.weight"].clone()
+    constant = codes.inverse[0]  # reads 1 from every embedding
+    # Nothing is kept and nothing reset: n = tanh(8 code).
+    t["prefix_gru.weight_ih_l0"] = torch.cat((0 * codes.inverse, -40 * constant.expand(width, -1), 8 * codes.inverse))
+    t["prefix_gru.weight_hh_l0"] = torch.zeros(3 * width, width)
+    own = torch.cat((torch.zeros(width, hidden), torch.eye(width)), 1)
+    t["embed_proj.0.weight"] = torch.cat((own, -own))  # silu(x) - silu(-x) = x
+    louder = 3 * readout(codes, torch.ones(hidden), successor.argsort()) @ codes.basis
+    t["embed_proj.2.weight"] = torch.cat((louder, -louder), 1)
+    tensors = {name: value.float().contiguous() for name, value in t.items()}
+    return Exact(target, Checkpoint(tensors, head.config), successor, list(range(vocab)))
+
+
 MAKERS = {
     # the constructor, and how much effect the target's layers get back
     "EAGLE": (exact_eagle2, 0.65),
     "EAGLE3": (exact_eagle3, 0.65),
     "DSPARK": (exact_dspark, 0.65),
+    "DFLASH": (exact_domino, 0.65),  # with Domino's correction, as what follows depends on the branch
     "NEXTN": (exact_mtp, 0.8),
     "NEXTN 2 layers": (partial(exact_mtp, layers=2), 0.8),
     "NEXTN 3 layers": (partial(exact_mtp, layers=3), 0.8),

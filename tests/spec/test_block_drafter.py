@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from reference import draft_heads
-from reference.block_heads import IDS, accepted, block_pass, dflash_head, dspark_head, speculators_head
+from reference.block_heads import IDS, accepted, block_pass, dflash_head, domino_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 
 from draftwing.config.drafters import find_drafter
@@ -77,6 +77,10 @@ CASES = {
     "dspark, speculators": Case("DSPARK", lambda: speculators_head(TARGET), 5, False),
     "dspark, speculators, from the anchor": Case(
         "DSPARK", lambda: speculators_head(TARGET, sample_from_anchor=True), 5, True
+    ),
+    "domino": Case("DFLASH", lambda: domino_head(TARGET), 6, False),
+    "domino, from the anchor": Case(
+        "DFLASH", lambda: domino_head(TARGET, block_size=5, dflash_config={"shift_label": True}), 5, True
     ),
 }
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from reference.block_heads import IDS, block_rows, corrected, dflash_head, dspark_head, speculators_head
+from reference.block_heads import IDS, block_rows, corrected, dflash_head, domino_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 from reference.draft_heads import cast
 from torch import Tensor
@@ -70,6 +70,7 @@ CASES = {
         lambda: recurrent(speculators_head(TARGET, sample_from_anchor=True)), 5, True,
         BlockLoss("tv", anchors=1.0, temperature=0.5),
     ),
+    "domino": Case(lambda: domino_head(TARGET), 6, False, BlockLoss("lk_hybrid", anchors=1.0)),
 }  # fmt: skip
 
 
@@ -148,7 +149,7 @@ class Reference:
             j = anchor + s
             if j + 1 >= len(ids) or not sample.loss_mask[j + 1]:
                 break
-            log_q = corrected(self.w, self.lm_head, y, ids[anchor : j + 1]).log_softmax(0)
+            log_q = corrected(self.w, self.lm_head, y, ids[anchor : j + 1], self.embed).log_softmax(0)
             says = self.target_head @ sample.final[j]
             p, q = (says[self.kept] / loss.temperature).softmax(0), log_q.exp()
             known = float((self.kept == says.argmax()).any())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.block_heads import dflash_head
+from reference.block_heads import dflash_head, domino_head
 from reference.checkpoints import llama_target, qwen2_target
 from reference.learnable import ENGINE, VOCAB, drafting, write_target
 from safetensors import safe_open
@@ -267,13 +267,31 @@ def served_target(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("served") / "target")
 
 
-@pytest.mark.parametrize(("markov", "tied"), [("", False), ("vanilla", True), ("rnn", False)])
+def test_dominos_correction_of_a_block_head_that_is_trained_on(tmp_path):
+    """Stored under the names and keys under which it was published."""
+    target = llama_target(4, num_hidden_layers=5, vocab_size=12)
+    served = load_model(target.write(tmp_path / "target"), torch.float32, "cpu")
+    published = domino_head(target)
+    found = load_draft_head(published.write(tmp_path / "head"), served, "DFLASH", torch.float32, "cpu")
+    again = load_head(save_head(found, tmp_path / "again", torch.float32), served, "DFLASH")
+    assert again.config_of_block == found.config_of_block
+    assert {name: shape for name, (_, shape) in stored(tmp_path / "again").items()} == {
+        name: list(value.shape) for name, value in published.tensors.items()
+    }
+    inner = json.loads((tmp_path / "again" / "config.json").read_text())["dflash_config"]
+    assert inner.items() >= published.config["dflash_config"].items()
+    for a, b in zip(again.parameters(), found.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("markov", "tied"), [("", False), ("vanilla", True), ("rnn", False), ("domino", False)])
 def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served_target, tmp_path):
     """Of a chain: each draft's logits are those of training, where the text goes on as it was drafted."""
     target, prompt = load_model(served_target, torch.float32, "cpu"), [7, 130, 4, 99, 250]
     block = BlockConfig(
-        (2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0, tied=tied
-    )
+        (2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0, tied=tied,
+        memory=12 if markov == "domino" else 0,
+    )  # fmt: skip
     head = new_block_head(target, block, torch.arange(0, VOCAB, 2), layers=2, seed=5)
     with torch.no_grad():
         for i, param in enumerate(head.parameters()):
@@ -286,8 +304,8 @@ def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served
         drafter = llm.engine.parts.executor.drafter
         given = drafter.head.given
 
-        def watched(logits, *rest):
-            found = given(logits, *rest)
+        def watched(*rest, **newest):
+            found = given(*rest, **newest)
             served.append(found[0].clone())
             return found
 

@@ -29,6 +29,8 @@ class Unsupported:
 _EXACT = "what is accepted is what the target draws, so verification is exact as it is"
 _ONE_DTYPE = "the draft uses the target's attention and types"
 _OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm lists those that are"
+_BLOCK = "the block is as long as the head's config says; --speculative-num-steps is how many of its tokens are drafted"
+_LEARNT = "what steps cost and how often drafts are accepted is measured as requests are served"
 _LOSSY = "it would change what the model says; leave it out"
 _ADAPTS = "drafts are as large as is fastest, up to --speculative-num-draft-tokens; --speculative-fixed-shape pins them"
 _ONE_DEVICE = "a server is one replica, with the devices of --tp-size; run several and balance the load in front"
@@ -51,7 +53,10 @@ NO_EFFECT = {
     "speculative_ngram_external_corpus_max_tokens": Unsupported(int, "there is no external corpus"),
     "speculative_moe_runner_backend": Unsupported(str, "there are no mixture-of-experts drafts"),
     "speculative_moe_a2a_backend": Unsupported(str, "there are no mixture-of-experts drafts"),
-    "speculative_domino_candidate_pool_size": Unsupported(int, _OTHER_DRAFTER),
+    "speculative_domino_candidate_pool_size": Unsupported(int, "every token is a candidate", neutral=(0,)),
+    "speculative_dspark_sps_table_path": Unsupported(str, _LEARNT),
+    "speculative_dspark_confidence_sts_path": Unsupported(str, _LEARNT),
+    "speculative_dspark_align_verify_tokens_to_graph_tier": Unsupported(bool, _LEARNT),
 }
 
 REFUSED = {
@@ -73,10 +78,8 @@ REFUSED = {
     "speculative_draft_sink_size": Unsupported(int, "the draft attends to everything", True),
     "speculative_ngram_external_corpus_path": Unsupported(str, "only prompts and answers are remembered", True),
     "speculative_ngram_external_sam_budget": Unsupported(int, "only prompts and answers are remembered", True, (0,)),
-    "speculative_dflash_block_size": Unsupported(int, _OTHER_DRAFTER, True),
-    "speculative_dspark_block_size": Unsupported(int, _OTHER_DRAFTER, True),
-    "speculative_dspark_sps_table_path": Unsupported(str, _OTHER_DRAFTER, True),
-    "speculative_dspark_confidence_sts_path": Unsupported(str, _OTHER_DRAFTER, True),
+    "speculative_dflash_block_size": Unsupported(int, _BLOCK, True),
+    "speculative_dspark_block_size": Unsupported(int, _BLOCK, True),
     "enable_multi_layer_eagle": Unsupported(bool, "NEXTN uses all prediction layers of a checkpoint as it is", True),
     "uno_lora_path": Unsupported(str, _OTHER_DRAFTER, True),
 }

@@ -82,7 +82,7 @@ def _chain(steps: int, nodes: int) -> TreeShape:
 def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> TreeShape | None:
     """The tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1, 4]}}`, in
     steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer tokens, and
-    a chain without a Markov head. None where it says nothing, as most do.
+    a chain without a correction by the tokens above. None where it says nothing, as most do.
 
     Raises ConfigError for shapes that no tree has, of any device.
     """
@@ -108,7 +108,8 @@ def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
     if type(rows) is not int or rows < 2:
         return None  # what is wrong with it says who loads the head
     steps = min(tree.depth, rows if from_anchor(flat) else rows - 1)
-    topk = tree.topk if flat.get("markov_rank") else 1  # else what follows does not depend on the branch
+    branches = flat.get("markov_rank") or flat.get("projector_type") == "domino"
+    topk = tree.topk if branches else 1  # else what follows does not depend on the branch
     fits = TreeShape(steps, topk, min(tree.nodes, most_nodes(steps, topk)))
     return None if fits == tree else fits
 

@@ -168,7 +168,10 @@ def _block_weights(
     rows = raw.get("draft_vocab_size") or target.vocab_size
     if rows != target.vocab_size:
         weights["d2t"] = _spread(rows, target.vocab_size, path)
-    if markov:
+    if raw.get("projector_type") == "domino":
+        memory, rank = raw.get("gru_hidden_dim") or 1024, raw.get("emb_dim") or 256
+        weights |= {"prefix_gru.weight_hh_l0": meta(3 * memory, memory), "embed_proj.0.weight": meta(rank, 1)}
+    elif markov:
         rank = raw.get("markov_rank") or 256
         weights |= {f"markov_head.markov_w{i}.weight": meta(target.vocab_size, rank) for i in (1, 2)}
         if raw.get("enable_confidence_head"):

@@ -121,7 +121,7 @@ class BlockDrafter(Drafter):
         head, ops, topk = self.head, self.ops, self.topk
         constrained, self._constrained = self._constrained, None
         state = self._first.feature.new_zeros(len(rows), head.state_width) if head.state_width else None
-        logits, state = head.given(base, hidden, newest, state)
+        logits, state = head.given(base, hidden, newest, state, newest=True)
         if state is not None:
             self._first.feature.index_copy_(0, rows, state)
         parts = [(rows, logits, noisy)]

@@ -213,7 +213,7 @@ def mixed(head: BlockHead, hidden: Tensor, above: Tensor) -> Tensor:
     state: Tensor | None = hidden.new_zeros(len(hidden), markov.width)
     out = []
     for step in range(above.shape[1]):
-        x, state = markov.mix(hidden[:, step], above[:, step], state)
+        x, state = markov.mix(hidden[:, step], above[:, step], state, newest=step == 0)
         out.append(x)
     return torch.stack(out, 1)
 

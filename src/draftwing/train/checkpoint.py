@@ -20,6 +20,7 @@ from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.block_config import MARKOV
 from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
@@ -149,7 +150,14 @@ def _block_keys(head: BlockHead, dtype: torch.dtype) -> dict[str, Any]:
         keys["draft_vocab_size"] = block.draft_vocab
     if not any(block.windows) or block.causal != tuple(map(bool, block.windows)):  # what the kinds of layers say
         own["is_causal"] = all(block.causal)
-    if not block.markov:
+    if block.markov == "domino":
+        own |= {
+            "projector_type": "domino",
+            "emb_dim": block.rank,
+            "gru_hidden_dim": block.memory,
+            "pure_draft_prefix_len": 1,
+        }
+    if block.markov not in MARKOV:
         keys = {"architectures": ["DFlashDraftModel"], **keys, "block_size": block.rows}
         return keys | {"sample_from_anchor": block.from_anchor, "dflash_config": own}
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference.block_heads import dflash_head, dspark_head, speculators_head
+from reference.block_heads import dflash_head, domino_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 from torch import Tensor
 
@@ -70,6 +70,8 @@ def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> N
     assert head.markov is not None and head.config_of_block.rank == 8 and head.config_of_block.steps == 5
     head = load(tmp_path, dspark_head(TARGET, draft_vocab_size=6), target, dummy=True)
     assert head.vocab == 6 and head.target_ids is not None and head.target_ids.tolist() == [0, 2, 4, 6, 8, 10]
+    head = load(tmp_path, domino_head(TARGET), target, dummy=True)
+    assert (head.config_of_block.markov, head.config_of_block.rank, head.state_width) == ("domino", 8, 10)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,20 @@ def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> N
         (lambda: dflash_head(TARGET, layer_types=["full_attention"]), r"layer_types: expected one for each of 2"),
         (lambda: dflash_head(TARGET, dflash_config={"use_swa": True}), r"sliding_window: expected an integer"),
         (lambda: dflash_head(TARGET, dflash_config={"output_multiplier": 2}), r"output_multiplier = 2 is not supp"),
-        (lambda: with_tensor(dflash_head(TARGET), "prefix_gru.weight_ih_l0"), r"not served: prefix_gru.weight_ih_l0"),
+        (
+            lambda: with_tensor(dflash_head(TARGET), "candidate_selector.successor_codebook"),
+            r"not served: candidate_selector.successor_codebook",
+        ),
+        (lambda: dflash_head(TARGET, dflash_config={"projector_type": "domino"}), r"missing .* which Domino's has"),
+        (lambda: domino_head(TARGET, dflash_config={"pure_draft_prefix_len": 2}), r"prefix_len: expected 1, found 2"),
+        (
+            lambda: with_tensor(domino_head(TARGET), "prefix_gru.weight_hh_l0", (3,)),
+            r"prefix_gru.weight_hh_l0: expected a matrix, found the shape \[3\]",
+        ),
+        (
+            lambda: with_tensor(domino_head(TARGET), "prefix_gru.bias_hh_l0", (30,)),
+            r"not served: prefix_gru.bias_hh_l0",
+        ),
         (lambda: dspark_head(TARGET, markov_head_type="lstm"), r"expected vanilla, gated, rnn, found 'lstm'"),
         (lambda: dflash_head(TARGET, draft_vocab_size=8), r"missing from the checkpoint: lm_head.weight, or d2t, the"),
         (lambda: dflash_head(llama_target(1, hidden_size=48, vocab_size=12)), r"hidden_size of the target"),
@@ -94,8 +109,8 @@ def test_what_is_refused(target: DecoderModel, tmp_path: Path, make: Callable[[]
         load(tmp_path, make(), target)
 
 
-def with_tensor(head: Checkpoint, name: str) -> Checkpoint:
-    more: dict[str, Tensor] = {**head.tensors, name: torch.zeros(3, 3)}
+def with_tensor(head: Checkpoint, name: str, shape: tuple[int, ...] = (3, 3)) -> Checkpoint:
+    more: dict[str, Tensor] = {**head.tensors, name: torch.zeros(shape)}
     return Checkpoint(more, head.config)
 
 
@@ -106,6 +121,7 @@ def test_a_tree_that_fits_into_the_block(tmp_path: Path) -> None:
     assert carried_shape(spark, "cpu", BRANCHED_BLOCK) == TreeShape(5, 4, 16)
     assert carried_shape(spark, "cuda", TreeShape(7, 2, 60)) == TreeShape(5, 2, 19)
     assert carried_shape(flash, "cpu", BRANCHED_BLOCK) == TreeShape(5, 1, 6), "siblings would have the same children"
+    assert carried_shape(domino_head(TARGET).write(tmp_path / "e"), "cpu", BRANCHED_BLOCK) == TreeShape(5, 4, 16)
     long = dflash_head(TARGET, block_size=BLOCK.depth + 4).write(tmp_path / "d")
     assert carried_shape(long, "cpu", BRANCHED_BLOCK) == BLOCK
     assert carried_shape(dflash_head(TARGET, block_size=BLOCK.depth + 1).write(tmp_path / "c"), "cpu") is None

@@ -1,8 +1,9 @@
-"""Draft heads that write a whole block in one forward: DFlash, and DSpark, which adds a low-rank Markov head.
+"""Draft heads that write a whole block in one forward: DFlash, and DSpark and Domino, which add a correction of low
+rank by the tokens drafted above.
 
 Keys and values of the text are projections of the target's hidden states, the same vector for all layers; the head has
 no context of its own tokens. The newest token and masks after it are a block, whose rows attend to the text and to each
-other. DSpark corrects a node's logits by the token above it, so that branches of a tree differ.
+other. With a correction branches of a tree differ.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead, vocabulary_maps
 from draftwing.models.heads.block_config import BlockConfig
-from draftwing.models.heads.markov import ConfidenceHead, MarkovHead
+from draftwing.models.heads.markov import ConfidenceHead, DominoHead, MarkovHead
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import LayerOps
@@ -62,7 +63,11 @@ class BlockHead(FeatureHead):
             share = self.ranks.share(block.draft_vocab)
             lm_head = Linear(hidden, share.size, False, dtype, device, config.vocab_format)
             self.lm_head = vocab_parallel(lm_head, self.ranks, block.draft_vocab)
-        self.markov = MarkovHead(config, block, self.vocab, dtype, device) if block.markov else None
+        self.markov: MarkovHead | DominoHead | None = None
+        if block.markov == "domino":
+            self.markov = DominoHead(config, block, self.vocab, target.embed, dtype, device)
+        elif block.markov:
+            self.markov = MarkovHead(config, block, self.vocab, dtype, device)
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
     def draft_only(self, ids: Tensor | None) -> None:
@@ -122,11 +127,12 @@ class BlockHead(FeatureHead):
         return self.norm(x)
 
     def given(
-        self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None
+        self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits [M, vocab] of nodes, hidden [M, H] of the rows that predict them, given the tokens above [M] and
-        the states of these [M, state_width]; and the nodes' own states, None where they have none."""
-        return (logits, None) if self.markov is None else self.markov(logits, hidden, above, state)
+        """The logits [M, vocab] of nodes, hidden [M, H] of the rows that predict them, given the tokens above [M],
+        newest: whether these are texts' newest ones, and their states [M, state_width]; and the nodes' own states, None
+        where they have none."""
+        return (logits, None) if self.markov is None else self.markov(logits, hidden, above, state, newest)
 
     @property
     def state_width(self) -> int:

@@ -1,5 +1,5 @@
-"""What a checkpoint says of a head that drafts a block: z-lab's DFlash, DeepSpec's DSpark, and both as the speculators
-library writes them."""
+"""What a checkpoint says of a head that drafts a block: z-lab's DFlash and Domino, DeepSpec's DSpark, and both as the
+speculators library writes them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.fields import Fields
 from draftwing.requests.refusals import show
 
-Markov = Literal["", "vanilla", "gated", "rnn"]
+Markov = Literal["", "vanilla", "gated", "rnn", "domino"]
 Confidence = Literal["", "plain", "markov"]
 
 MOST_ROWS = 64  # of a block
 MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
+_GRU = "prefix_gru.weight_hh_l0"
 # Scalars that change the arithmetic, with the values at which they do not.
 _NEUTRAL = {
     "input_embedding_scale": 1,
@@ -39,6 +40,7 @@ class BlockConfig:
     each layer, whether rows of a block do without those after them.
     draft_vocab: tokens that the head may draft, 0 where these are all of the target's, whose lm_head it then shares.
     markov: how the tokens above a node correct the node's logits, "" where they do not.  rank: of that product.
+    memory: of "domino", size of what a node hands down.
     confidence: what a head that estimates acceptance reads, the row's state alone or the embedding of the token above,
     too; "" where there is none.  tied: of a draft_vocab, whether its lm_head is so many rows of the target's.
     """
@@ -54,6 +56,7 @@ class BlockConfig:
     rank: int = 0
     confidence: Confidence = ""
     tied: bool = False
+    memory: int = 0
 
     @property
     def steps(self) -> int:
@@ -89,14 +92,18 @@ def block_config(
         draft_vocab=rows if rows != vocab else 0,
         tied=rows != vocab and lm_head is None,
         markov=markov,
-        rank=weights["markov_head.markov_w1.weight"].shape[1] if markov else 0,
-        confidence=_confidence(weights, config.hidden_size, bool(markov)),
+        rank=_rank(weights, markov),
+        confidence=_confidence(weights, config.hidden_size, markov in MARKOV),
+        memory=weights[_GRU].shape[0] // 3 if markov == "domino" else 0,
     )
 
 
 def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
     """As the weights have it; where these say nothing, that they are not there."""
     first = weights.get("markov_head.markov_w1.weight")
+    if _GRU in weights or raw.get("projector_type") == "domino":
+        _check_domino(raw, weights)
+        return "domino"
     if first is None:
         return ""
     if first.dim() != 2:
@@ -107,6 +114,25 @@ def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
     if kind not in MARKOV:
         raise CheckpointError(f"config: markov_head_type: expected {', '.join(MARKOV)}, found {show(kind)}")
     return cast(Markov, kind)
+
+
+def _check_domino(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    missing = [name for name in (_GRU, "embed_proj.0.weight") if name not in weights]
+    if missing:
+        raise CheckpointError(f"tensors missing from the checkpoint: {', '.join(missing)}, which Domino's has")
+    odd = next((name for name in (_GRU, "embed_proj.0.weight") if weights[name].dim() != 2), None)
+    if odd is not None:
+        raise CheckpointError(f"{odd}: expected a matrix, found the shape {list(weights[odd].shape)}")
+    alone = raw.get("pure_draft_prefix_len")
+    if alone not in (None, 1):
+        raise CheckpointError(f"config: pure_draft_prefix_len: expected 1, found {show(alone)}")
+
+
+def _rank(weights: Mapping[str, Any], markov: Markov) -> int:
+    if not markov:
+        return 0
+    name, of = ("embed_proj.0.weight", 0) if markov == "domino" else ("markov_head.markov_w1.weight", 1)
+    return int(weights[name].shape[of])
 
 
 def _confidence(weights: Mapping[str, Any], hidden: int, markov: bool) -> Confidence:

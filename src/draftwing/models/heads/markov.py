@@ -1,9 +1,10 @@
-"""What a DSpark head adds to its block: a product of low rank that corrects a node's logits by the tokens above it, and
-an estimate of how often a node is accepted."""
+"""What DSpark and Domino heads add to their block: a product of low rank that corrects a node's logits by the tokens
+above it, and of DSpark's an estimate of how often a node is accepted."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.layers.embedding import Embedding
@@ -41,9 +42,12 @@ class MarkovHead(nn.Module):
         """Whether `mix` looks at the states of the rows."""
         return self.gate is not None or self.joint is not None
 
-    def mix(self, hidden: Tensor, above: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def mix(
+        self, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden [M, H] of the rows that predict M nodes, above [M] int64: the tokens above them, state [M, width] of
-        these -> what `out` is fed [M, rank], and the nodes' own states [M, width]; None where they have none."""
+        these, newest: whether the tokens above are texts' newest ones -> what `out` is fed [M, rank], and the nodes'
+        own states [M, width]; None where they have none."""
         x = self.above(above)  # [M, rank]
         if self.gate is not None:
             return torch.sigmoid(self.gate(torch.cat((hidden, x), 1))) * x, None
@@ -55,10 +59,10 @@ class MarkovHead(nn.Module):
         return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(fresh)
 
     def forward(
-        self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None
+        self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """logits [M, vocab], the others as for `mix` -> the corrected logits [M, vocab], and the nodes' states."""
-        x, state = self.mix(hidden, above, state)
+        x, state = self.mix(hidden, above, state, newest)
         return self.out(x, logits), state
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
@@ -74,6 +78,57 @@ class MarkovHead(nn.Module):
         return table
 
 
+class DominoHead(nn.Module):
+    """The same of a Domino head (arXiv 2605.29707): s' = GRU(s, e) with e the target's embedding of the token above, 0
+    the state of the newest token's parent; W2 silu(W1 [y; s']) is added, but to what follows the newest token."""
+
+    reads_rows = True
+
+    def __init__(
+        self, config: ModelConfig, block: BlockConfig, vocab: int, embed: Embedding, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """vocab: of the logits; embed: the target's."""
+        super().__init__()
+        hidden = config.hidden_size
+        self.rank, self.width = block.rank, block.memory
+        self._above = (embed,)  # in a tuple, where nn.Module does not look for parameters
+        self.read = Linear(hidden, 3 * self.width, False, dtype, device)
+        self.keep = Linear(self.width, 3 * self.width, False, dtype, device)
+        self.joint = Linear(hidden + self.width, self.rank, False, dtype, device)
+        self.out = Linear(self.rank, vocab, False, dtype, device, config.vocab_format)
+
+    def mix(
+        self, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `MarkovHead.mix`."""
+        assert state is not None
+        read = self.read(self._above[0](above).to(hidden.dtype)).chunk(3, 1)
+        kept = self.keep(state.to(hidden.dtype)).chunk(3, 1)
+        reset, stay = torch.sigmoid(read[0] + kept[0]), torch.sigmoid(read[1] + kept[1])
+        state = (1 - stay) * torch.tanh(read[2] + reset * kept[2]) + stay * state
+        x = F.silu(self.joint(torch.cat((hidden, state.to(hidden.dtype)), 1)))
+        return torch.zeros_like(x) if newest else x, state
+
+    def forward(
+        self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `MarkovHead.forward`."""
+        x, state = self.mix(hidden, above, state, newest)
+        return logits if newest else self.out(x, logits), state
+
+    __call__ = forward  # as above
+
+    def names(self, config: ModelConfig, vocab: int) -> dict[str, ParamSlice]:
+        """Name in a checkpoint -> slice of the head's parameter."""
+        table = named(config.vocab_format, "embed_proj.2", "markov.out", 0, vocab)
+        parts = (("prefix_gru.weight_ih_l0", "read"), ("prefix_gru.weight_hh_l0", "keep"),
+                 ("embed_proj.0.weight", "joint"))  # fmt: skip
+        for name, part in parts:
+            table[name] = ParamSlice(f"markov.{part}.weight", 0, getattr(self, part).out_features)
+        return table
+
+
 class ConfidenceHead(nn.Module):
     """How often a node of a row is accepted, were it drawn from the head's own distribution: sum min(p, q)."""
 
@@ -86,10 +141,10 @@ class ConfidenceHead(nn.Module):
         self.token_odds: Tensor | None = None  # [V] float32
         self.bias = 0.0
 
-    def forward(self, hidden: Tensor, markov: MarkovHead | None, above: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, markov: MarkovHead | DominoHead | None, above: Tensor) -> Tensor:
         """hidden [M, H] of the rows that predict M nodes, above [M] int64 as for `MarkovHead` -> log odds [M]"""
         if self.with_markov:
-            assert markov is not None
+            assert isinstance(markov, MarkovHead)
             x = markov.above(above)
             hidden = torch.cat((hidden.to(x.dtype), x), 1)
         return self.proj(hidden).squeeze(1)
@@ -97,13 +152,13 @@ class ConfidenceHead(nn.Module):
     __call__ = forward  # as above
 
     @torch.no_grad()
-    def settle(self, markov: MarkovHead | None) -> None:
+    def settle(self, markov: MarkovHead | DominoHead | None) -> None:
         """Prepares what `ops.confident` is told; weights no longer change. Before they are packed."""
         weight, bias = self.proj.dense_weight()[0].float(), self.proj.bias
         assert bias is not None
         size = len(weight)
         if self.with_markov:
-            assert markov is not None
+            assert isinstance(markov, MarkovHead)
             size -= markov.rank
             self.token_odds = markov.above.table.dense_weight().float() @ weight[size:]
         self.weight = weight[:size].contiguous()
