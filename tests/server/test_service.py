@@ -17,6 +17,7 @@ from draftwing.config.options import Options
 from draftwing.grammar import GrammarCompiler, compiler
 from draftwing.grammar.state import Vocabulary
 from draftwing.requests.grammar_field import Grammar
+from draftwing.server import service
 from draftwing.server.app import create_app
 from draftwing.server.lanes import SHORT
 from draftwing.server.service import MOST_COUNTED, Service
@@ -122,6 +123,36 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
             await asyncio.gather(*waiting)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("length", "at_once"), [(3, True), (8, False)])
+def test_words_are_tokenized_once_and_where_nobody_waits(
+    length: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all prompts of a request and all of their answers; many of them in a thread."""
+    words, seen = [f"{i:03}"[::-1].zfill(length) for i in range(60)], list[tuple[str, bool]]()
+    encode = Tokenizer.encode
+
+    def spy(self: Tokenizer, text: str, *rest: bool, **named: bool) -> list[int]:
+        seen.append((text, threading.current_thread() is threading.main_thread()))
+        return encode(self, text, *rest, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    monkeypatch.setattr(service, "_INLINE_CHARACTERS", 60 * 2 * 5)
+    engine = FakeEngine(Options(random_seed=7))
+    app = create_app(local(engine), engine.tokenizer)
+
+    async def scenario() -> None:
+        transport = httpx.ASGITransport(app)
+        started = app.router.lifespan_context(app)
+        async with started, httpx.AsyncClient(transport=transport, base_url="http://a", timeout=30) as client:
+            body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 2, "bad_words": words}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    asyncio.run(scenario())
+    found = [(text, main) for text, main in seen if text.strip() in words]
+    assert sorted(text for text, _ in found) == sorted([*words, *(f" {word}" for word in words)])
+    assert {main for _, main in found} == {at_once}
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])

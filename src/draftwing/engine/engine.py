@@ -228,7 +228,7 @@ class Engine:
             draft_salt=self._salts.of_drafts(request, self.options.ui_show_texts),
             scanner=StopStringScanner.of(self.tokenizer, params, request.together, self._searches),
             deadline=self.info.deadline(request.arrived),
-            bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
+            bad_word_ids=bad_word_ids(self.tokenizer, request),
             grammar=self.grammars.compile(params.grammar) if params.grammar is not None else None,
             processor=self._processor(params),
         )

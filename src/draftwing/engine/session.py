@@ -43,8 +43,7 @@ def prepare(
     told = found.used if wish is not None or predicted or info.speculates else None
     index, searches = itertools.count(), Searches()
     for request in asked:
-        if request.params.bad_words:
-            bad_word_ids(tokenizer, request.params.bad_words)  # refuses
+        request = request._replace(bad_word_ids=bad_word_ids(tokenizer, request))
         admitted = info.admit(request._replace(limits=found.limits) if found.limits is not None else request)
         for params in request.params.answers(draw):
             one = admitted._replace(uid=os.urandom(16).hex(), params=params)

@@ -74,6 +74,7 @@ class GenerationRequest(NamedTuple):
 
     limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.
+    bad_word_ids: the token sequences of its parameters' `bad_words`; None where they are yet to be found.
     traced: its outputs tell what was drafted for it.  client: the name of the API key that asked, where there are keys.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.
@@ -89,6 +90,7 @@ class GenerationRequest(NamedTuple):
     prediction: tuple[int, ...] = ()
     name: str = ""
     terms: Terms | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] | None = None
     traced: bool = False
     client: str = ""
     arrived: float | None = None

@@ -34,6 +34,7 @@ MAX_STOPS: Final = 64
 MAX_BIASES: Final = 1024  # distinct token ids
 MAX_BAD_WORDS: Final = 128  # token sequences
 MAX_BAD_WORD_TOKENS: Final = 16  # of one sequence
+MAX_BAD_WORD: Final = 512  # characters
 GREEDY_BELOW: Final = 1e-6  # a temperature that no float32 logit difference survives
 _INT32: Final = 2**31 - 1
 
@@ -87,6 +88,7 @@ TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_listed)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
+Words = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD)], ...], BeforeValidator(_listed)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
     tuple[tuple[TokenId, Bias], ...],
@@ -148,7 +150,7 @@ class SamplingParams(BaseModel):
     )
     logit_bias: Biases = Field((), description=f"added to the logits of these token ids; at most {MAX_BIASES}")
     allowed_token_ids: TokenIds = Field((), min_length=1, description="only these token ids may be generated")
-    bad_words: Texts = Field(
+    bad_words: Words = Field(
         (), max_length=MAX_BAD_WORDS, description="texts that must not be generated", json_schema_extra=_or_one
     )
     stop_regex: Annotated[Texts, WrapValidator(_compiled)] = Field(

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import regex
 
 from draftwing.requests.refusals import show
+from draftwing.requests.regex_ends import PARTS, refused, under_way
 
 MAX_PATTERN: Final = 1000  # characters
 MAX_UNROLLED: Final = 10_000  # parts of a pattern; the library writes out what must be repeated, about 1 KB for each
@@ -25,14 +26,6 @@ TOKEN_SECONDS: Final = 0.002  # of it, for all searches after one token: the oth
 MOST_SHARES: Final = 16  # answers that divide this among them; further ones get as much as the last of these
 
 _VERBOSE = re.compile(r"\(\?(?:#|[a-zA-Z0-9-]*x)")
-_PARTS = re.compile(
-    r"""\\(?:[pPN]\{[^}]*\}|.)             # an escape
-    | \[\^?\]?(?:\\.|[^\]\\])*\]       # a set
-    | \{(?P<least>\d+)(?:,\d*)?\}       # a repeat
-    | (?P<flags>\(\?[a-zA-Z0-9-]+\))    # a repeat that follows is of the part before them
-    | .""",
-    re.DOTALL | re.VERBOSE,
-)
 
 
 class Match(NamedTuple):
@@ -53,14 +46,11 @@ def compile_stop(pattern: str) -> Any:
     size = parts(pattern)
     if size > MAX_UNROLLED:
         raise ValueError(f"repeats up to {size} parts, at most {MAX_UNROLLED} are allowed")
-    try:
-        compiled = regex.compile(pattern, cache_pattern=False)  # else hundreds would be kept, of 10 MB each
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except Exception as error:  # beside regex.error, malformed flags and sets raise what they happen to meet
-        raise ValueError(f"is not a regular expression: {str(error)[:200]}") from None
+    compiled = _compiled(pattern)
     if compiled.flags & regex.REVERSE:
         raise ValueError("must not search backwards: the text is read as it grows")
+    if (what := refused(pattern)) is not None:
+        raise ValueError(f"must not have {what}: the text is read as it grows")
     try:
         empty = compiled.search("", timeout=SEARCH_SECONDS)
     except TimeoutError:
@@ -70,18 +60,28 @@ def compile_stop(pattern: str) -> Any:
     return compiled
 
 
+def _compiled(pattern: str) -> Any:
+    try:
+        return regex.compile(pattern, cache_pattern=False)  # else hundreds would be kept, of 10 MB each
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except Exception as error:  # beside regex.error, malformed flags and sets raise what they happen to meet
+        raise ValueError(f"is not a regular expression: {str(error)[:200]}") from None
+
+
 class Stops:
-    """Compiled expressions of a request."""
+    """Compiled expressions of a request, and those that say what is under way (`regex_ends.under_way`)."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns = [self._compiled(pattern) for pattern in patterns]
-
-    @staticmethod
-    def _compiled(pattern: str) -> Any:
-        try:
-            return compile_stop(pattern)
-        except ValueError as error:
-            raise ValueError(f"{show(pattern)} {error}") from None
+        self.patterns = list[Any]()
+        self.under_way = list[Any]()
+        for pattern in patterns:
+            try:
+                self.patterns.append(compile_stop(pattern))
+                other = under_way(pattern)
+                self.under_way.append(None if other is None else _compiled(other))
+            except ValueError as error:
+                raise ValueError(f"{show(pattern)} {error}") from None
 
 
 class Allowance:
@@ -129,14 +129,14 @@ def parts(pattern: str) -> int:
     Compiling takes that much memory, so it is found out before.
     """
     sizes, last = [0], 0  # of the groups that are open, and of the newest part
-    for part in _PARTS.finditer(pattern):
+    for part in PARTS.finditer(pattern):
         if part["least"] is not None:
             more = last * (min(int(part["least"]), MAX_UNROLLED + 1) - 1)
             sizes[-1] += max(more, 0)
             last += max(more, 0)
-        elif part["flags"] is not None:
+        elif part["flags"] is not None or part["repeat"] is not None:
             continue
-        elif part[0] == "(":
+        elif part["open"] is not None:
             sizes.append(0)
         elif part[0] == ")":
             last = sizes.pop() if len(sizes) > 1 else sizes[0]
@@ -195,6 +195,9 @@ class RegexScanner:
             begun = time.thread_time()
             try:
                 found = pattern.search(self._text, self._start[i], partial=True, timeout=SEARCH_SECONDS)
+                other = self._stops.under_way[i]
+                if other is not None and (found is None or found.partial):
+                    found = other.search(self._text, self._start[i], partial=True, timeout=SEARCH_SECONDS)
             except TimeoutError:
                 found, allowance.left = None, -1.0
             allowance.left -= time.thread_time() - begun

@@ -26,6 +26,7 @@ from draftwing.server.entries import fit_entries, least
 from draftwing.server.lanes import Lanes
 from draftwing.server.schema import Asking, split_prompts
 from draftwing.text.answer import Answer
+from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.bounded import encode_bounded
 from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer
@@ -239,12 +240,13 @@ class Service:
                     (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]
                 )
             asked = [request._replace(name=request.name or id, **shared) for request in requests]
-            if body.length is None:
-                asked = [
-                    one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked
-                ]
             answers: list[Answer] = []
             try:
+                asked = await self._with_bad_words(asked)
+                if body.length is None:
+                    asked = [
+                        one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked
+                    ]
                 asked = fit_entries(asked, body.length is not None, info.context_length)
                 if any(one.logprobs is not None for one in asked):
                     first = least(asked)
@@ -257,6 +259,21 @@ class Service:
                 raise body.renamed(error) from None
             tokens = sum(len(request.prompt_ids) for request in requests)
             return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None)
+
+    async def _with_bad_words(self, asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        """The requests with the token sequences of their `bad_words`, found once for those that share their
+        parameters. Raises RequestError as `bad_word_ids`."""
+        different = {one.params.bad_words: one for one in asked}
+        size = sum(2 * len(word) for words in different for word in words)
+
+        def tokenized(gone: Callable[[], bool]) -> dict[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+            return {words: bad_word_ids(self.tokenizer, one) for words, one in different.items() if not gone()}
+
+        if size <= _INLINE_CHARACTERS:
+            found = tokenized(lambda: False)
+        else:
+            found = await self.lanes.run(size, tokenized)
+        return [one._replace(bad_word_ids=found[one.params.bad_words]) for one in asked]
 
     def name_for(self, asked: str | None) -> str:
         """The model name of a response: what was asked for, since every name is served by the one model there is."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from draftwing.errors import RequestError
+from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from draftwing.text.tokenizer import Tokenizer
 
 
-def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns each word as it is tokenized at the start of a text and after a space, where the two differ.
+def bad_word_ids(tokenizer: Tokenizer, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
+    """Returns each of the request's words as it is tokenized at the start of a text and after a space, where the two
+    differ; what was found before, where it was.
 
     Raises RequestError for a word of too many tokens, or of none, and for too many sequences.
     """
+    if request.bad_word_ids is not None:
+        return request.bad_word_ids
     found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in request.params.bad_words:
         forms = {word: None, " " + word.lstrip(): None}
         for form in forms:
             ids = tokenizer.encode(form, add_special_tokens=False)
