@@ -146,6 +146,12 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
         "80 prompts", "256 tokens", "--speculative-algorithm EAGLE3",
     ):  # fmt: skip
         assert part in card, part
+    drawn = [json.loads(line)["temperature"] for line in (run / "responses.jsonl").read_text().splitlines()]
+    greedy = drawn.count(0)
+    assert 0 < greedy < len(drawn) == 80
+    assert f"80 answers, {greedy} of them ({greedy / 80:.0%}) at temperature 0, the others at 0.6 to 1." in card
+    used = {"prompts": 80, "answers": 80, "greedy": greedy, "conversations": 0}
+    assert json.loads((run / "fit.json").read_text())["used"] == used
 
 
 def test_a_head_that_drafts_blocks(bench: Bench, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,41 @@ def test_nothing_left_says_why(tmp_path: Path) -> None:
         skipped.require(len(left), "prompt")
 
 
+@pytest.mark.parametrize("name", ["p.ndjson", "P.NDJSON", "p.JSONL", "p.ndjson.gz"])
+def test_lines_of_json_under_other_names(tmp_path: Path, name: str) -> None:
+    text = b'{"prompt": "one"}\n{"prompt": "two"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    assert texts(read_prompts([tmp_path / name], Skipped())) == ["one", "two"]
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "name, content, reason, line",
+    [
+        ("p.csv", b"text,n\na\0b,1\nfine,2\n", "a NUL character", "p.csv:2"),
+        ("p.jsonl", b'{"prompt": "a\\u0000"}\n{"prompt": "fine"}\n', "a NUL character", "p.jsonl:1"),
+        ("p.txt", "ab\nfine\n".encode("utf-16-le")[:6] + b"\nfine\n", "a NUL character", "p.txt:1"),
+        ("p.jsonl", f'{{"prompt": {DEEP}\n"fine"\n'.encode(), "a broken line", "p.jsonl:1"),
+        ("p.json", f'{{"prompt": "fine"}}\n{DEEP}\n'.encode(), "a broken line", "p.json:2"),
+        ("p.jsonl", b'null\n"fine"\n', "a text that is no string", "p.jsonl:1"),
+        ("p.jsonl", b'{"turns": [null]}\n"fine"\n', "a text that is no string", "p.jsonl:1"),
+    ],
+)
+def test_odd_entries_are_skipped(tmp_path: Path, name: str, content: bytes, reason: str, line: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    skipped = Skipped()
+    assert texts(read_prompts([tmp_path / name], skipped))[-1] == "fine"
+    assert skipped.examples[reason][0] == line
+
+
+def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(DEEP + "]" * len(DEEP))
+    with pytest.raises(ConfigError, match=r"p.json is nested too deeply"):
+        read_prompts([tmp_path / "p.json"], Skipped())
+
+
 @pytest.mark.parametrize("name, content", [("p.json", b"[1,"), ("p.jsonl.gz", b"\x1f\x8b\x08"), ("none.jsonl", None)])
 def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None) -> None:
     if content is not None:
@@ -152,6 +187,27 @@ def test_bad_conversations(tmp_path: Path) -> None:
         "neither messages nor conversations": ["c.jsonl:9"],
         "repeated": ["c.jsonl:10"],
     }
+
+
+@pytest.mark.parametrize("content", [5, {"a": 1}, True])
+def test_a_system_message_that_is_no_text(tmp_path: Path, content: object) -> None:
+    messages = [{"role": "system", "content": content}, {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a"}]  # fmt: skip
+    skipped, none = Skipped(), [{**messages[0], "content": None}, *messages[1:]]
+    (found,) = read_conversations([jsonl(tmp_path / "c.jsonl", {"messages": messages}, {"messages": none})], skipped)
+    assert len(found.messages) == 2 and skipped.examples == {"a text that is no string": ["c.jsonl:1"]}
+
+
+def test_null_is_no_text(tmp_path: Path) -> None:
+    """Of a part, too, whether others say something or not."""
+
+    def talk(*parts: object) -> dict[str, object]:
+        said = [{"type": "text", "text": part} for part in parts]
+        return {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "a"}]}
+
+    skipped = Skipped()
+    (found,) = read_conversations([jsonl(tmp_path / "c.jsonl", talk(None, "q"), talk(None))], skipped)
+    assert found.turns == ("q",) and skipped.examples == {"empty": ["c.jsonl:2"]}
 
 
 # ---- what is learnt of a conversation --------------------------------------------------------------------------------
@@ -224,6 +280,12 @@ def test_thirteen_shared_words_are_too_many() -> None:
     assert overlap.found_in(["A short question?"]) and not overlap.found_in(["a short question of mine"])
     japanese = "".join(chr(0x3041 + i) for i in range(40))
     assert Overlap([japanese]).found_in([japanese[5:18]]) and not Overlap([japanese]).found_in([japanese[5:17]])
+
+
+def test_what_is_held_out_is_compared_whole() -> None:
+    overlap = Overlap([words(0, 30), "a short question"], whole=True)
+    assert overlap.found_in(["other", words(0, 30).upper() + "!"]) and overlap.found_in(["A short question?"])
+    assert not overlap.found_in([words(0, 29), words(1, 29), f"{words(0, 30)} more"])
 
 
 def test_prompts_that_share_with_an_evaluation_are_dropped(tmp_path: Path) -> None:

@@ -112,6 +112,43 @@ def test_resumed_it_measures_what_is_missing(
     assert len(calls) == 2, "figures of other answers are not kept"
 
 
+OTHERS = [
+    ("dtype", "bfloat16"), ("quantization", "q8_0"), ("kv_cache_dtype", "fp8_e4m3"), ("context_length", 500),
+    ("random_seed", 4), ("chat_template", "{{ messages }}"), ("revision", "other"), ("load_format", "dummy"),
+    ("speculative_token_map", "map.json"), ("speculative_aux_layer_ids", "outputs"), ("simulate_accept_length", 2.0),
+]  # fmt: skip
+
+
+def test_figures_of_other_options_are_not_kept(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, measured = tmp_path / "eval.json", []
+
+    def measure_shape(options: Any, shape: TreeShape, runs: Any, *_: Any) -> Any:
+        measured.append(options)
+        return [{"set": name, "shape": list(shape.tree), "temperature": t} for t, name in runs]
+
+    def again(**changes: Any) -> int:
+        measured.clear()
+        evaluate({**options, **changes}, PROMPTS, TRIAL, report)
+        return len(measured)
+
+    monkeypatch.setattr(module, "_measure_shape", measure_shape)
+    assert again() == 2 and again() == 0
+    for name, value in OTHERS:
+        assert again(**{name: value}) == 2, name
+        assert again(**{name: value}) == 0, name
+        assert again() == 2
+    speed = {"max_total_tokens": 5000, "max_running_requests": 8, "num_threads": 1, "log_level": "error"}
+    assert again(**speed) == 0, "what changes the pace alone"
+    tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+    assert again(**tree) == 0, "shapes are those of the trial"
+    content = json.loads(report.read_text())
+    del content["options"]
+    report.write_text(json.dumps(content))
+    assert again() == 2, "of an older version, which did not say"
+
+
 def test_shares_of_positions() -> None:
     samples = [Sample(0.0, meta={"spec_correct_drafts_histogram": h}) for h in ([4, 2, 0, 2], [1], [])]
     assert positions(samples, 4) == [4 / 9, 2 / 4, 2 / 2, 0.0]

@@ -25,7 +25,7 @@ from draftwing.models.loader import load_model
 from draftwing.train import capture, progress
 from draftwing.train.batches import collate, epoch_batches, in_order, load, stream
 from draftwing.train.checkpoint import save_head
-from draftwing.train.fit import Fit
+from draftwing.train.fit import STATE_FILE, Fit
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.heads import TargetHead, load_head, new_block_head, new_eagle3_head, new_eagle_head, new_mtp_head
 from draftwing.train.store import FeatureStore, SourceMeta
@@ -142,6 +142,22 @@ def test_states_of_other_runs_are_refused(target, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.lr: 0\.01, now 0\.02"):
         run(target, tmp_path / "out", config("EAGLE3", lr=0.02))
     run(target, tmp_path / "out", config("EAGLE3", log_every=1, save_every=1))
+
+
+@pytest.mark.parametrize("part", [0, 1, 100, 0.5, 0.99])
+def test_a_state_that_was_cut_is_refused(target, tmp_path, part):
+    run(target, tmp_path, config("EAGLE3", steps=1))
+    state = tmp_path / STATE_FILE
+    whole = state.read_bytes()
+    state.write_bytes(whole[: part if isinstance(part, int) else int(part * len(whole))])
+    with pytest.raises(ConfigError, match=rf"{state} cannot be read: .+\. To train from the start, remove it"):
+        run(target, tmp_path, config("EAGLE3", steps=1))
+    state.write_bytes(b"\0" * len(whole))  # as a machine that lost its power may leave it
+    with pytest.raises(ConfigError, match=f"{state} cannot be read"):
+        run(target, tmp_path, config("EAGLE3", steps=1))
+    torch.save([1, 2], state)
+    with pytest.raises(ConfigError, match="expected a dict, found list"):
+        run(target, tmp_path, config("EAGLE3", steps=1))
 
 
 def test_what_does_not_fit_is_refused(target, tmp_path):

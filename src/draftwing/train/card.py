@@ -12,7 +12,7 @@ from draftwing.config.drafters import DrafterSpec
 from draftwing.files import write_text
 from draftwing.models.config import ModelConfig
 from draftwing.train.evaluate import summary
-from draftwing.train.settings import Run
+from draftwing.train.settings import Run, Settings
 
 
 def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> Path:
@@ -69,7 +69,8 @@ def _positions(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _data(run: Run) -> str:
-    settings, report = run.settings, _json(run.data / "data.json") or _json(run.out / "data.json")
+    settings, report = run.settings, _json(run.out / "data.json") or _json(run.data / "data.json")
+    used = _json(run.out / "fit.json").get("used") or report  # older folders have no counts of what was used
     licences = [f"- {text}" for text in settings.licence] or ["- not stated by who trained it"]
     sources = "Sources and licences:\n\n" + "\n".join(licences)
     if not settings.trains:
@@ -77,13 +78,25 @@ def _data(run: Run) -> str:
     lines = [f"- {Path(file).name}" for file in (*settings.prompts, *settings.conversations)]
     answered = "Prompts were answered by the target itself" if settings.prompts or settings.regenerate else ""
     if answered:
-        low, high = min(settings.temperatures), max(settings.temperatures)
-        answered += f", {settings.greedy_share:.0%} at temperature 0, the others at {low:g} to {high:g}."
-    counts = f"{report.get('prompts', 0)} prompts and {report.get('conversations', 0)} conversations were used."
+        answered += f"{_answers(used, settings)}."
+    counts = f"{used.get('prompts', 0)} prompts and {used.get('conversations', 0)} conversations were used."
     dropped = "; ".join(f"{count} {reason}" for reason, count in report.get("skipped", {}).items())
     if dropped:
         counts += f" Left out: {dropped}."
     return "\n\n".join(["\n".join(lines), f"{answered} {counts}".strip(), sources])
+
+
+def _answers(used: Mapping[str, Any], settings: Settings) -> str:
+    """Says how many answers were drawn how. The share that was asked for is of prompts, whose further answers are never
+    greedy."""
+    count, greedy = used.get("answers", 0), used.get("greedy", 0)
+    if not count:
+        return ""
+    low, high = min(settings.temperatures), max(settings.temperatures)
+    warm = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    if greedy in (0, count):
+        return f": {count} answers at temperature {0 if greedy else warm}"
+    return f": {count} answers, {greedy} of them ({greedy / count:.0%}) at temperature 0, the others at {warm}"
 
 
 def _training(run: Run) -> str:

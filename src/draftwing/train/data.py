@@ -121,7 +121,8 @@ class Skipped:
 def read_prompts(files: Sequence[str | Path], skipped: Skipped, seed: int = 0) -> list[Prompt]:
     """Returns the distinct prompts of all files, in the order read; the first of equals stays.
 
-    files: JSON lines, JSON (an array, or an object of arrays), CSV, or text with a prompt a line, each also as .gz.
+    files: JSON lines (.jsonl, .ndjson), JSON (an array, or an object of arrays), CSV, or text with a prompt a line,
+    each also as .gz.
     `FILE:N` takes a random N of a file's prompts, the same ones for the same seed.
     An entry is a string, an array whose first element is one, or an object with `prompt`, `turns`, `question`,
     `instruction` (and perhaps `input`) or `text`. Raises ConfigError for files that cannot be read.
@@ -198,7 +199,7 @@ def _messages(entry: Any) -> tuple[dict[str, str], ...]:
         role, content = role_and_content(turn)
         if role not in ("system", "user", "assistant"):
             raise BadData("wrong roles")
-        if role == "system" and not (content or "").strip():
+        if role == "system" and (content is None or (isinstance(content, str) and not content.strip())):
             continue
         messages.append({"role": role, "content": _text(content)})
     if not messages:
@@ -216,8 +217,9 @@ def _messages(entry: Any) -> tuple[dict[str, str], ...]:
 def role_and_content(turn: Mapping[str, Any]) -> tuple[Any, Any]:
     """Reads a message in ShareGPT's or OpenAI's layout; parts of a content are joined."""
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if isinstance(content, list):  # OpenAI's parts
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if isinstance(content, list):  # OpenAI's parts; those without a text, or with null for one, say nothing
+        texts = (part.get("text") for part in content if isinstance(part, dict))
+        content = "".join(text for text in texts if isinstance(text, str))
     return _ROLES.get(str(role), role), content
 
 
@@ -226,6 +228,8 @@ def _text(value: Any) -> str:
         raise BadData("a text that is no string")
     if not value.strip():
         raise BadData("empty")
+    if "\0" in value:  # of UTF-16, of a file that was cut: no word that anybody said
+        raise BadData("a NUL character")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -238,20 +242,22 @@ def _text(value: Any) -> str:
 
 class Overlap:
     """Finds texts that share a run of `NGRAM` words with an evaluation prompt, case and punctuation aside. Of shorter
-    evaluation prompts, texts that have the same words."""
+    evaluation prompts, and where `whole` of all, texts that have the same words."""
 
-    def __init__(self, prompts: Iterable[str]) -> None:
+    def __init__(self, prompts: Iterable[str], whole: bool = False) -> None:
+        self.reason = "a held-out prompt" if whole else f"an evaluation prompt or {NGRAM} words of one"
         self._grams: set[str] = set()
-        self._short: set[str] = set()
+        self._same: set[str] = set()
         for prompt in prompts:
             words = _words(prompt)
-            if len(words) < NGRAM:
-                self._short.add(" ".join(words))
-            self._grams.update(_grams(words))
+            if whole or len(words) < NGRAM:
+                self._same.add(" ".join(words))
+            else:
+                self._grams.update(_grams(words))
 
     def found_in(self, texts: Iterable[str]) -> bool:
         words = map(_words, texts)
-        return any(" ".join(w) in self._short or any(gram in self._grams for gram in _grams(w)) for w in words)
+        return any(" ".join(w) in self._same or any(gram in self._grams for gram in _grams(w)) for w in words)
 
 
 def without_overlap(items: Iterable[Any], overlap: Overlap, skipped: Skipped) -> list[Any]:
@@ -259,7 +265,7 @@ def without_overlap(items: Iterable[Any], overlap: Overlap, skipped: Skipped) ->
     left = []
     for item in items:
         if overlap.found_in(item.turns):
-            skipped.note(f"an evaluation prompt or {NGRAM} words of one", item.where)
+            skipped.note(overlap.reason, item.where)
         else:
             left.append(item)
     return left
@@ -307,14 +313,14 @@ def _limited(name: str | Path) -> tuple[Path, int | None]:
 
 def entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, Any]]:
     """Gives (file and line, entry) of everything that can be parsed."""
-    kind = Path(path.stem if path.suffix == ".gz" else path.name).suffix
+    kind = Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
     try:
         with _open(path) as lines:
             if kind == ".csv":
                 found = _csv(lines, path)
             elif kind == ".json":
                 found = _json(lines, path)
-            elif kind == ".jsonl":
+            elif kind in (".jsonl", ".ndjson"):
                 found = _json_lines(lines, path)
             else:
                 found = ((f"{path.name}:{number}", line.strip()) for number, line in enumerate(lines, 1))
@@ -354,10 +360,11 @@ def _json(lines: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, Any]]:
     text = lines.read()
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         first = text.lstrip().partition("\n")[0]
         if not first.startswith("{") or isinstance(_line(first), BadData):
-            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+            what = f"is not valid JSON: {error}" if isinstance(error, ValueError) else "is nested too deeply"
+            raise ConfigError(f"{path} {what}") from None
         yield from _json_lines(text.split("\n"), path)  # JSON lines under another name
         return
     parts: Sequence[Any] = [content]

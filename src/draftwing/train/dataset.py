@@ -58,14 +58,20 @@ def read_dataset(settings: Settings, tokenizer: Callable[[], Tokenizer]) -> Data
     else:  # some of the data is measured on instead of trained on
         items: list[Prompt | Conversation] = [*prompts, *talks]
         chosen = held_out((item.key for item in items), settings.held_out, settings.seed, "eval")
-        texts = [item.turns[0] for item in items if item.key in chosen]
+        texts = list(dict.fromkeys(item.turns[0] for item in items if item.key in chosen))
         sets = {"held out": texts} if texts else {}
-        prompts = [prompt for prompt in prompts if prompt.key not in chosen]
-        talks = [talk for talk in talks if talk.key not in chosen]
+        # Others may begin with what is measured. Runs of words would be too much: prompts of one file often share some.
+        overlap = Overlap(texts, whole=True)
+        prompts = without_overlap([prompt for prompt in prompts if prompt.key not in chosen], overlap, skipped)
+        talks = without_overlap([talk for talk in talks if talk.key not in chosen], overlap, skipped)
     if settings.regenerate:
-        known = {prompt.key for prompt in prompts}
-        prompts += [talk.prompt() for talk in talks if talk.prompt().key not in known]
-        talks = []
+        asked = {prompt.key: prompt for prompt in prompts}
+        for prompt in (talk.prompt() for talk in talks):
+            if prompt.key in asked:  # conversations may differ in nothing but the answers
+                skipped.note("repeated", prompt.where)
+            else:
+                asked[prompt.key] = prompt
+        prompts, talks = list(asked.values()), []
     prompts = [dataclasses.replace(one, copy=copy) for copy in range(settings.answers) for one in prompts]
     conversations = []
     for talk in talks:

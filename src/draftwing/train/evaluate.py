@@ -5,6 +5,7 @@ Runs and counts are those of `draftwing bench`, so its figures are the same.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -14,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from draftwing.config.options import Options
+from draftwing.config.options import MODEL, SPECULATION, Options
 from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
 from draftwing.engine.measure import Local, Sample, measure
@@ -24,6 +25,10 @@ from draftwing.files import write_json
 logger = logging.getLogger(__name__)
 
 SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 4, 16), TreeShape(6, 10, 60))
+# Options of the model and of speculation change what is accepted, and so do these of other groups. Apart are those that
+# a report or a record has under another name; of the head it has what it is, wherever it lies.
+_MORE = ("kv_cache_dtype", "enable_deterministic_inference")
+_APART = ("model", "speculative_algorithm", "speculative_draft_model_path", *TREE, "speculative_fixed_shape")
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ def evaluate(
         "max_tokens": trial.max_tokens,
         "concurrency": trial.concurrency,
         "prompts": {name: prompts_digest(prompts) for name, prompts in sets.items()},
+        "options": _deciding(options),
     }
     records = _known(report, same)
     runs = [(temperature, name) for temperature in trial.temperatures for name in sets if sets[name]]
@@ -152,6 +158,17 @@ def fingerprint(folder: str | Path | None) -> str | None:
 
 def prompts_digest(prompts: Sequence[str]) -> str:
     return f"{len(prompts)} {sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]}"
+
+
+def _deciding(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that what is accepted depends on, where they are not as they are by default."""
+    asked = Options.from_kwargs(**options)
+    names = (
+        spec.name
+        for spec in dataclasses.fields(Options)
+        if spec.name not in _APART and (spec.metadata["group"] in (MODEL, SPECULATION) or spec.name in _MORE)
+    )
+    return {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(Options, name)}
 
 
 def _known(report: Path, same: Mapping[str, Any]) -> list[dict[str, Any]]:

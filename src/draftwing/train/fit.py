@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 import os
+import pickle
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
 _VERSION = 4
 _BY_CLOCK = 10_000  # steps that a run of so many minutes has, until some have shown how long they take
+# What torch raises for a file of which a part is missing or other bytes.
+_DAMAGED = (
+    OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError
+)  # fmt: skip
 # What a run may change when it goes on; everything else would make it another run.
 _FREE = ("log_every", "eval_every", "save_every", "readers")
 
@@ -109,7 +114,7 @@ class Fit:
         history: list[Row] = []
         out.mkdir(parents=True, exist_ok=True)
         if (out / STATE_FILE).exists():
-            history = self._restore(torch.load(out / STATE_FILE, map_location="cpu", weights_only=True))
+            history = self._restore(self._load())
         self._first = self.step  # of this process
         self._estimated: tuple[int, float] | None = None  # step and seconds of training of the last estimate
         self.wrapped: Any = self.objective
@@ -307,6 +312,18 @@ class Fit:
         partial = self.out / f"{STATE_FILE}.partial"
         torch.save(state, partial)
         replace_file(partial, self.out / STATE_FILE)
+
+    def _load(self) -> dict[str, Any]:
+        """Reads the state. Raises ConfigError for a file that was cut or is damaged, as a full disk may leave it."""
+        file = self.out / STATE_FILE
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            if isinstance(state, dict):
+                return state
+            error = f"expected a dict, found {type(state).__name__}"
+        except _DAMAGED as found:
+            error = next(iter(str(found).splitlines()), "it is cut")
+        raise ConfigError(f"{file} cannot be read: {error}. To train from the start, remove it")
 
     def _restore(self, state: dict[str, Any]) -> list[Row]:
         expected, found = self._identity(), state.get("identity", {})

@@ -30,7 +30,8 @@ _OF_BLOCKS = (
 )  # fmt: skip
 _OF_DSPARK = ("markov_head", "markov_rank")
 # What a head is made like; one that is loaded is like that already.
-_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, "mask_token")
+_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, "mask_token", "ffn_size")
+_HOTTEST = 100  # as `SamplingParams.temperature`
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 
@@ -40,7 +41,9 @@ class Settings:
     """What one run is asked for. Tuples are given with spaces on the command line; None means a default that follows
     from others."""
 
-    seed: int = option(0, DATA, "seed of everything random: answers, samples, weights, batches", minimum=0)
+    seed: int = option(
+        0, DATA, "seed of everything random: answers, samples, weights, batches", minimum=0, maximum=2**32 - 1
+    )  # the loop makes a generator's 64 bits of it and the number of the step
 
     prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts that the model answers: JSON lines, JSON, CSV or lines of text, also as .gz; "
@@ -56,12 +59,14 @@ class Settings:
     )  # fmt: skip
     max_length: int = option(2048, DATA, "tokens of a conversation; longer ones are skipped", minimum=32)
 
-    max_tokens: int = option(1024, GENERATE, "tokens of an answer", minimum=1)
+    max_tokens: int = option(1024, GENERATE, "tokens of an answer", minimum=16)  # as `train.generate.MIN_ANSWER`
     answers: int = option(1, GENERATE, "answers to each prompt; those after the first are never greedy", minimum=1)
     greedy_share: float = option(
         0.5, GENERATE, "share of prompts that are answered at temperature 0", minimum=0, maximum=1
     )
-    temperatures: tuple[float, ...] = option((0.6, 1.0), GENERATE, "lowest and highest temperature of the others")
+    temperatures: tuple[float, ...] = option(
+        (0.6, 1.0), GENERATE, "lowest and highest temperature of the others", minimum=0, maximum=_HOTTEST
+    )
 
     algorithm: str = option(_DEFAULT, CAPTURE, "kind of head", choices=tuple(TRAINED))
     data: str | None = option(
@@ -77,9 +82,7 @@ class Settings:
         "L-3; DFLASH and DSPARK five)",
         fixed=False,
     )
-    held_out: float = option(
-        0.02, CAPTURE, "share of conversations held out to measure the loss", minimum=0, maximum=1, fixed=False
-    )  # fmt: skip
+    held_out: float = option(0.02, CAPTURE, "share of conversations held out to measure the loss", minimum=0, maximum=1)
 
     # What of these may change is the saved state's matter.
     init_head: tuple[str, ...] = option(
@@ -160,7 +163,9 @@ class Settings:
     )
     eval_count: int = option(80, EVAL, "most prompts of each evaluation file", minimum=1, fixed=False)
     eval_tokens: int = option(128, EVAL, "tokens of an answer that is measured", minimum=1, fixed=False)
-    eval_temperatures: tuple[float, ...] = option((0.0, 1.0), EVAL, "temperatures to measure at", fixed=False)
+    eval_temperatures: tuple[float, ...] = option(
+        (0.0, 1.0), EVAL, "temperatures to measure at", minimum=0, maximum=_HOTTEST, fixed=False
+    )
     eval_concurrency: int = option(8, EVAL, "requests at once", minimum=1, fixed=False)
 
     licence: tuple[str, ...] = option((), CARD, "source and licence of the data, one text per source", fixed=False)
@@ -172,6 +177,10 @@ class Settings:
         low, high = (*self.temperatures, *self.temperatures)[:2] if self.temperatures else (-1.0, -1.0)
         if len(self.temperatures) > 2 or not 0 <= low <= high:
             raise ConfigError(f"--temperatures: expected the lowest and the highest, found {list(self.temperatures)}")
+        if not self.clip:
+            raise ConfigError("--clip: expected a norm above 0, found 0, with which nothing is learnt")
+        if self.held_out == 1:
+            raise ConfigError("--held-out: expected less than 1, found 1, which leaves nothing to train on")
         if self.regenerate and not self.conversations:
             raise ConfigError("--regenerate needs --conversations, whose answers it replaces")
         if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
@@ -184,6 +193,12 @@ class Settings:
         odd = self._given(_OF_DSPARK) if self.drafter.heads[0] != "dspark" else ""
         if odd:
             raise ConfigError(f"{odd}: for --algorithm DSPARK, found {self.algorithm}")
+        odd = self._given(("ffn_size",)) if self.drafter.heads[0] == "mtp" else ""
+        if odd:
+            able = " and ".join(name for name, spec in TRAINED.items() if spec.heads[0] != "mtp")
+            raise ConfigError(
+                f"{odd}: for --algorithm {able}, found {self.algorithm}, a layer of the target's own shape"
+            )
         odd = self._given(_OF_FRESH) if self.init_head else ""
         if odd:
             raise ConfigError(f"{odd}: for fresh heads; one of --init-head is as it was made, so leave this out")
@@ -191,7 +206,12 @@ class Settings:
             raise ConfigError(f"--steps and --minutes: expected one of them, found {self.steps} and {self.minutes}")
         if not self.trains and not self.init_head:
             raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
-        self.trees()
+        trees, steps = self.trees(), self.block_steps or self.training.block
+        if steps and not self.init_head and any(tree.depth > steps for tree in trees):
+            raise ConfigError(
+                f"--shapes: expected trees of at most {steps} steps, as many as a block has (--block-steps); found "
+                f"{' '.join(self.shapes)}"
+            )
 
     def _given(self, names: Sequence[str]) -> str:
         """Returns the flags of those that are not as they are by default."""

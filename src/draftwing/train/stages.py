@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +53,7 @@ class Stages:
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.settings
         self.engine_options = Options.from_kwargs(**run.engine_options())
+        self.used: dict[str, int] = {}  # counts of what `tokens` found
         # Under torchrun, as several processes of one stage.
         self.rank, self.processes = (
             int(os.environ.get(name, other)) for name, other in (("RANK", 0), ("WORLD_SIZE", 1))
@@ -153,10 +155,20 @@ class Stages:
     def tokens(self) -> list[Tokens]:
         """Returns all sequences to train on: answers to this run's prompts, and conversations."""
         broken, asked = Skipped(), {prompt.key for prompt in self.data.prompts}
-        responses = read_responses(responses_files(self.run.data), broken)
-        found = [response.tokens() for response in responses if response.key in asked]
+        found, counts, prompts = list[Tokens](), Counter[str](), set[str]()
+        for response in read_responses(responses_files(self.run.data), broken):
+            if response.key not in asked:
+                continue
+            found.append(response.tokens())
+            prompts.add(original(response.key))
+            counts["answers"] += len(response.spans)
+            counts["greedy"] += len(response.spans) * (response.temperature == 0)
         broken.log()
         found += self.data.conversations
+        self.used = {
+            "prompts": len(prompts), "answers": counts["answers"], "greedy": counts["greedy"],
+            "conversations": len(self.data.conversations),
+        }  # fmt: skip
         if len(found) < 2:
             raise ConfigError(
                 f"{len(found)} conversations to train on in {self.run.data}, 2 are needed at least: run `draftwing "
@@ -335,7 +347,7 @@ class Stages:
         out = self.run.out
         dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
         save_head(head, out / "head", dtype, self.settings.max_file_mb * 1_000_000)
-        write_json(out / "fit.json", dataclasses.asdict(report))
+        write_json(out / "fit.json", {**dataclasses.asdict(report), "used": self.used})
         logger.info("the head is in %s", out / "head")
 
     def _trim(self) -> None:

@@ -1,0 +1,69 @@
+"""What `draftwing train` is asked for: what cannot work is refused before anything is begun, and what a run keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftwing.errors import ConfigError, RequestError
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.train.generate import MIN_ANSWER
+from draftwing.train.settings import Settings, open_run
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"algorithm": "DSPARK", "block_steps": 4}, "--shapes: expected trees of at most 4 steps"),
+        ({"algorithm": "DFLASH", "shapes": ("3,1,4", "8,1,9")}, "at most 7 steps.*found 3,1,4 8,1,9"),
+        ({"clip": 0.0}, "--clip: expected a norm above 0, found 0"),
+        ({"clip": -1.0}, "clip must be at least 0; found -1"),
+        ({"held_out": 1.0}, "--held-out: expected less than 1, found 1"),
+        ({"temperatures": (-0.5, 1.0)}, "temperatures must be at least 0; found -0.5"),
+        ({"temperatures": (0.5, 101.0)}, "temperatures must be at most 100; found 101"),
+        ({"temperatures": (float("nan"),)}, "temperatures must be a finite number"),
+        ({"eval_temperatures": (0.0, -1.0)}, "eval_temperatures must be at least 0; found -1"),
+        ({"eval_temperatures": (101.0,)}, "eval_temperatures must be at most 100; found 101"),
+        ({"eval_temperatures": (float("nan"),)}, "eval_temperatures must be a finite number"),
+        ({"max_tokens": MIN_ANSWER - 1}, "max_tokens must be at least 16; found 15"),
+        ({"seed": 2**32}, "seed must be at most 4294967295"),
+        ({"algorithm": "MTP", "ffn_size": 64}, "--ffn-size: for --algorithm EAGLE and EAGLE3 and .*, found MTP"),
+        ({"init_head": ("h",), "ffn_size": 64}, "--ffn-size: for fresh heads"),
+    ],
+)
+def test_what_would_fail_hours_later_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Settings(**given).check()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"algorithm": "DSPARK", "block_steps": 4, "shapes": ("4,3,9",)},
+        {"algorithm": "DSPARK", "init_head": ("h",), "shapes": ("9,1,10",)},  # whose block may be as deep
+        {"clip": 1e-9, "temperatures": (0.0,), "max_tokens": MIN_ANSWER, "seed": 2**32 - 1, "ffn_size": 64},
+    ],
+)
+def test_what_works_is_not(given: dict[str, Any]) -> None:
+    Settings(**given).check()
+
+
+def test_the_hottest_is_what_sampling_allows() -> None:
+    assert SamplingParams(temperature=100).temperature == 100
+    with pytest.raises(RequestError, match="from 0 to 100"):
+        SamplingParams(temperature=100.1)
+
+
+@pytest.mark.parametrize("name, other", [("held_out", 0.5), ("seed", 3)])
+def test_what_is_held_out_stays_so(tmp_path: Path, name: str, other: float) -> None:
+    """With another share, or other ones, it would be measured on what it was trained on."""
+    before: dict[str, Any] = {"prompts": ["p.jsonl"], "held_out": 0.1}
+    open_run(tmp_path, before, {}).save()
+    assert getattr(open_run(tmp_path, {name: other}, {}).settings, name) == other, "nothing was begun"
+    (tmp_path / "responses.jsonl").touch()
+    flag = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{tmp_path} was made with --{flag} .*, not {other}: leave it out to go on"):
+        open_run(tmp_path, {name: other}, {})
+    assert open_run(tmp_path, {"held_out": 0.1, "eval_count": 5}, {}).settings.held_out == 0.1
