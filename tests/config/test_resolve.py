@@ -51,7 +51,7 @@ def test_ngram_shapes(given: dict[str, int], shape: tuple[int, int, int]) -> Non
 def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -> None:
     options = Options(speculative_algorithm=name, speculative_draft_model_path="x").resolve()
     assert options.speculative_algorithm == name.upper()
-    assert options.for_engine("cpu", 0, "LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 8)
+    assert options.for_engine("cpu", 0, "LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 16)
     assert options.for_engine("cpu", 0, "Qwen2ForCausalLM").speculative_shape == TreeShape(3, 1, 4)
     assert not options.for_engine("cpu", 0, "Qwen2ForCausalLM").speculative_fixed_shape
     carried = TreeShape(4, 2, 10)

@@ -21,7 +21,7 @@ HEADS = Path(__file__).parents[1] / "heads"  # HEADS/model/kind of head
 MODELS = ("smollm2",)  # aliases: a checkpoint of another quantization is another target
 TOKEN_MAPS = ("token_map.json", "token_map.txt", "token_map.pt")
 
-CHAIN, LLAMA_TREE = TreeShape(3, 1, 4), TreeShape(5, 4, 8)
+CHAIN, LLAMA_TREE = TreeShape(3, 1, 4), TreeShape(5, 4, 16)
 MATCHES, SUFFIXES = TreeShape(11, 10, 12), TreeShape(15, 4, 16)
 DRAFT_MODEL, TOKEN_MAP = "speculative_draft_model_path", "speculative_token_map"
 _OPTION = "speculative_algorithm"
