@@ -73,6 +73,16 @@ def gated(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 
 
 @case
+def memories(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Text depends on none of it, but what is accepted does."""
+    for size, scale in ((40, 1.0), (64, 30.0)):
+        read, kept = made.floats(dtype, 5, 3 * size, scale=scale), made.floats(dtype, 5, 3 * size, scale=scale)
+        state = made.floats(dtype, 5, size)
+        yield from (ops.gru(read, kept, state), *ops.recur(read, state), ops.gate(read, kept))
+        yield ops.beside(state, read[:, 3:20])
+
+
+@case
 def fused_inputs(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     size = 104
     ids, table, feature = made.ints(0, 50, 6), made.floats(dtype, 50, size), made.floats(dtype, 6, size)

@@ -285,6 +285,18 @@ def test_keep_unseen(ops: TorchOps, dtype: torch.dtype, width: int, steps: int |
     assert unseen.behind.tolist() == behind.tolist() and torch.equal(unseen.hidden.cpu(), kept)
 
 
+@pytest.mark.parametrize(("window", "width"), [(2, 1), (5, 4), (16, 8)])
+def test_windowed(ops: TorchOps, window: int, width: int) -> None:
+    length, g = 16, torch.Generator().manual_seed(window)
+    table = torch.randint(1, 500, (6, length), generator=g)
+    rows, prefix_len = torch.tensor([4, 0, 2, 5]), torch.tensor([0, 3, 11, 14])
+    before, own = ops.windowed(table.to(ops.device), rows.to(ops.device), prefix_len.to(ops.device), window, width)
+    for b, (row, prefix) in enumerate(zip(rows.tolist(), prefix_len.tolist(), strict=True)):
+        count = min(prefix, window - 1)
+        expected = [table[row, min(prefix - count + i, length - 1)].item() for i in range(window - 1 + width)]
+        assert before[b] == count and own[b].tolist() == expected
+
+
 @pytest.mark.parametrize("width", [1, 4, 7])
 def test_chain(ops: TorchOps, width: int) -> None:
     table = make_table(ops, 5, 200, 1000, width)

@@ -238,6 +238,39 @@ def test_fuse_inputs_of_rows_that_were_looked_up(dtype: torch.dtype, ops: TorchO
             assert torch.equal(ops.fuse_inputs(None, table[here], feature[:rows], *more), expected)
 
 
+@pytest.mark.parametrize("size", [10, 64, 100])
+def test_gates_and_memories_of_heads(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Against the formulas in float64. (`tests/reference/block_heads.py` has torch's own recurrent unit.)"""
+    g = torch.Generator().manual_seed(size)
+    read, kept, state = (torch.randn(5, n * size, generator=g).mul(3).to(ops.device, dtype) for n in (3, 3, 1))
+    read[0, :3], read[1, :2] = torch.tensor([90.0, -90.0, 300.0]), torch.tensor([-300.0, 0.0])
+
+    (r, z, n), (hr, hz, hn) = read.double().chunk(3, 1), kept.double().chunk(3, 1)
+    stay = (z + hz).sigmoid()
+    near(ops.gru(read, kept, state), (1 - stay) * (n + (r + hr).sigmoid() * hn).tanh() + stay * state.double())
+    keep, fresh, out = read.double().chunk(3, 1)
+    said, after = ops.recur(read, state)
+    near(said, out.tanh())
+    near(after, keep.sigmoid() * state.double() + (1 - keep.sigmoid()) * fresh.tanh())
+    x = read[:, size:]
+    near(ops.gate(kept[:, size:], x), kept[:, size:].double().sigmoid() * x.double())
+    near(ops.gate(x, x), torch.nn.functional.silu(x.double()))
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    """Torch rounds each of five operations, and what comes before a steep place, too."""
+    unit = 8 * UNIT[found.dtype]
+    torch.testing.assert_close(found.double().cpu(), expected.cpu(), rtol=unit, atol=unit)
+
+
+def test_beside(dtype: torch.dtype, ops: TorchOps) -> None:
+    g = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 90, generator=g).to(ops.device, dtype)
+    parts = whole[:, 5:38], whole[:, 40:41], whole[::1, 60:].contiguous()
+    for some in (parts, parts[:2], parts[:1]):
+        assert torch.equal(ops.beside(*some), torch.cat(some, 1))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_put_rows(rows: int, dtype: torch.dtype, ops: TorchOps) -> None:
     index = torch.randperm(50, generator=torch.Generator().manual_seed(rows))[:rows].to(ops.device)

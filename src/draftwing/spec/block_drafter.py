@@ -35,6 +35,12 @@ class BlockDrafter(Drafter):
             logp=torch.zeros(rows, topk, dtype=torch.float32, device=device),
             feature=torch.zeros(rows, head.state_width, dtype=head.state_dtype, device=device),
         )
+        # Kept, for what is recorded makes no such tensors again: states of roots' parents, rows of own tables, and how
+        # far rows of a block see of it where they do without those after them.
+        self._zeros = torch.zeros_like(self._first.feature)
+        self._numbers = torch.arange(rows, device=device)
+        width = head.config_of_block.rows
+        self._before = torch.arange(1, width + 1, device=device).repeat(rows, 1)
         # What `constrain` was told, for the next `propose`: rows, what is banned, which of them are noisy.
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
         self._attn: AttnBackend | None = None
@@ -105,13 +111,21 @@ class BlockDrafter(Drafter):
         config, bound = self.head.config_of_block, {}
         kinds = list(zip(config.windows, config.causal, strict=True))
         for window, causal in dict.fromkeys(kinds):
-            batch = everything if not window else _windowed(everything, window, config.rows)
+            batch = everything if not window else self._windowed(everything, window)
             if causal:
                 assert batch.path_len is not None
-                step = torch.arange(1, config.rows + 1, device=batch.rows.device)
-                batch = batch._replace(path_len=step.expand_as(batch.path_len).contiguous())
+                batch = batch._replace(path_len=self._before[: len(batch.path_len)])
             bound[window, causal] = self._attn.bind(batch, self._first_layer)
         return [bound[kind] for kind in kinds]
+
+    def _windowed(self, batch: Batch, window: int) -> Batch:
+        """The batch of blocks, which sees no more than the `window` - 1 positions before each block: with page tables
+        of their own, that begin there."""
+        if window >= batch.table.shape[1]:
+            return batch
+        width = self.head.config_of_block.rows
+        prefix_len, table = self.ops.windowed(batch.table, batch.rows, batch.prefix_len, window, width)
+        return batch._replace(rows=self._numbers[: len(batch.rows)], table=table, prefix_len=prefix_len, bound=0)
 
     def _keep_root(
         self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, newest: Tensor, noisy: Tensor
@@ -120,10 +134,10 @@ class BlockDrafter(Drafter):
         may follow the roots."""
         head, ops, topk = self.head, self.ops, self.topk
         constrained, self._constrained = self._constrained, None
-        state = self._first.feature.new_zeros(len(rows), head.state_width) if head.state_width else None
+        state = self._zeros[: len(rows)] if head.state_width else None
         logits, state = head.given(base, hidden, newest, state, newest=True)
         if state is not None:
-            self._first.feature.index_copy_(0, rows, state)
+            ops.put_rows(self._first.feature, rows, state)
         parts = [(rows, logits, noisy)]
         if constrained is not None:
             some, banned, noisy_some = constrained
@@ -159,20 +173,3 @@ class BlockDrafter(Drafter):
             assert aux_hidden is not None
         attend = self._attn.bind(batch, self._first_layer)
         self.head.write_text(self.head.features(aux_hidden), batch.positions, attend)
-
-
-def _windowed(batch: Batch, window: int, rows: int) -> Batch:
-    """The batch of blocks, which sees no more than the `window` - 1 positions before each block: with page tables of
-    their own, that begin there."""
-    length = batch.table.shape[1]
-    if window >= length:
-        return batch
-    prefix = batch.prefix_len.clamp(max=window - 1)
-    entry = torch.arange(window - 1 + rows, device=prefix.device)
-    at = ((batch.prefix_len - prefix).unsqueeze(1) + entry).clamp(max=length - 1)
-    return batch._replace(
-        rows=torch.arange(len(batch.rows), device=prefix.device),
-        table=batch.table[batch.rows.unsqueeze(1), at],
-        prefix_len=prefix,
-        bound=0,
-    )

@@ -98,14 +98,35 @@ HEADS = {
     "DSPARK": (1, 2),
     "DSPARK+NGRAM": (1, 2),
     "DFLASH": (2,),
+    "DFLASH, windows": (2,),
+    "DFLASH, causal": (2,),
+    "DSPARK, gated": (2,),
+    "DSPARK, rnn": (2,),
+    "DFLASH, domino": (2,),
 }
 
 
 def block_head(model, kind, seed):
-    """Without a Markov head all nodes of a level go on alike."""
-    spark = kind.startswith("DSPARK")
-    block = BlockConfig(HEADS[kind], 4, 63, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" if spark else "")
-    return new_block_head(model, block, layers=2, ffn_size=192, seed=seed)
+    """Without a Markov head, or Domino's, all nodes of a level go on alike."""
+    spark, more = kind.startswith("DSPARK"), kind.partition(", ")[2]
+    markov = more if more in ("gated", "rnn", "domino") else "vanilla" if spark else ""
+    windows, causal = {"windows": ((6, 0), (True, False)), "causal": ((), (True, True))}.get(more, ((), ()))
+    block = BlockConfig(
+        HEADS[kind],
+        4,
+        63,
+        spark,
+        windows,
+        causal,
+        0,
+        markov,
+        64,
+        "markov" if spark else "",
+        memory=32 * (markov == "domino"),
+    )
+    head = new_block_head(model, block, layers=2, ffn_size=192, seed=seed)
+    head.state_dtype = torch.bfloat16  # as the weights below
+    return head
 
 
 @pytest.mark.parametrize("kind", HEADS)

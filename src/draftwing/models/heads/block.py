@@ -116,6 +116,8 @@ class BlockHead(FeatureHead):
         self.text_kv = made
         if self.confidence is not None:
             self.confidence.settle(self.markov)
+        if self.markov is not None:
+            self.markov.use(ops)
         super().pack(ops)
 
     def block(self, ids: Tensor, positions: Tensor, *attends: Attend) -> Tensor:

@@ -4,7 +4,6 @@ above it, and of DSpark's an estimate of how often a node is accepted."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.layers.embedding import Embedding
@@ -13,6 +12,7 @@ from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models.config import ModelConfig
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.weight_map import named
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 
 class MarkovHead(nn.Module):
@@ -36,6 +36,11 @@ class MarkovHead(nn.Module):
         self.out = Linear(rank, vocab, False, dtype, device, form)
         self.gate = Linear(hidden + rank, rank, True, dtype, device) if block.markov == "gated" else None
         self.joint = Linear(2 * rank + hidden, 3 * rank, True, dtype, device) if block.markov == "rnn" else None
+        self._ops = PLAIN
+
+    def use(self, ops: LayerOps) -> None:
+        """Lets `ops` do what is done between the products."""
+        self._ops = ops
 
     @property
     def reads_rows(self) -> bool:
@@ -48,15 +53,14 @@ class MarkovHead(nn.Module):
         """hidden [M, H] of the rows that predict M nodes, above [M] int64: the tokens above them, state [M, width] of
         these, newest: whether the tokens above are texts' newest ones -> what `out` is fed [M, rank], and the nodes'
         own states [M, width]; None where they have none."""
-        x = self.above(above)  # [M, rank]
+        x, ops = self.above(above), self._ops  # [M, rank]
         if self.gate is not None:
-            return torch.sigmoid(self.gate(torch.cat((hidden, x), 1))) * x, None
+            return ops.gate(self.gate(ops.beside(hidden, x)), x), None
         if self.joint is None:
             return x, None
         assert state is not None
-        keep, fresh, out = self.joint(torch.cat((state.to(x.dtype), x, hidden.to(x.dtype)), 1)).chunk(3, 1)
-        keep = torch.sigmoid(keep)
-        return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(fresh)
+        state = state.to(x.dtype)
+        return ops.recur(self.joint(ops.beside(state, x, hidden.to(x.dtype))), state)
 
     def forward(
         self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
@@ -97,25 +101,33 @@ class DominoHead(nn.Module):
         self.keep = Linear(self.width, 3 * self.width, False, dtype, device)
         self.joint = Linear(hidden + self.width, self.rank, False, dtype, device)
         self.out = Linear(self.rank, vocab, False, dtype, device, config.vocab_format)
+        self._ops = PLAIN
+
+    def use(self, ops: LayerOps) -> None:
+        """As `MarkovHead.use`."""
+        self._ops = ops
 
     def mix(
         self, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """As `MarkovHead.mix`."""
+        state = self._next(hidden, above, state)
+        x = self.joint(self._ops.beside(hidden, state))
+        return torch.zeros_like(x) if newest else self._ops.gate(x, x), state
+
+    def _next(self, hidden: Tensor, above: Tensor, state: Tensor | None) -> Tensor:
         assert state is not None
-        read = self.read(self._above[0](above).to(hidden.dtype)).chunk(3, 1)
-        kept = self.keep(state.to(hidden.dtype)).chunk(3, 1)
-        reset, stay = torch.sigmoid(read[0] + kept[0]), torch.sigmoid(read[1] + kept[1])
-        state = (1 - stay) * torch.tanh(read[2] + reset * kept[2]) + stay * state
-        x = F.silu(self.joint(torch.cat((hidden, state.to(hidden.dtype)), 1)))
-        return torch.zeros_like(x) if newest else x, state
+        state = state.to(hidden.dtype)
+        return self._ops.gru(self.read(self._above[0](above).to(hidden.dtype)), self.keep(state), state)
 
     def forward(
         self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """As `MarkovHead.forward`."""
-        x, state = self.mix(hidden, above, state, newest)
-        return logits if newest else self.out(x, logits), state
+        if newest:
+            return logits, self._next(hidden, above, state)
+        x, state = self.mix(hidden, above, state)
+        return self.out(x, logits), state
 
     __call__ = forward  # as above
 

@@ -97,6 +97,18 @@ class CpuExpansionOps(ExpansionOps):
         )  # fmt: skip
         return found
 
+    def windowed(
+        self, table: Tensor, rows: Tensor, prefix_len: Tensor, window: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        batch, rows, prefix_len = rows.shape[0], rows.contiguous(), prefix_len.contiguous()
+        assert table.is_contiguous() and table.dtype == torch.int64
+        before, own = ints(batch), ints(batch, window - 1 + width)
+        self.raw.windowed(
+            before.data_ptr(), own.data_ptr(), table.data_ptr(), table.shape[1], rows.data_ptr(), prefix_len.data_ptr(),
+            batch, window, own.shape[1],
+        )  # fmt: skip
+        return before, own
+
     def of_levels(self, x: Tensor, batch: int, first: int, levels: int) -> Tensor:
         if batch == 1:
             return x[first : first + levels]

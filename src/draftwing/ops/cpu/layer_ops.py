@@ -103,6 +103,52 @@ class CpuLayerOps(LayerOps):
         )  # fmt: skip
         return out
 
+    def beside(self, *parts: Tensor) -> Tensor:
+        if len(parts) > 3 or any(type(part) is not Tensor for part in parts):
+            return super().beside(*parts)
+        rows, size = len(parts[0]), parts[0].element_size()
+        assert all(len(part) == rows and part.dtype == parts[0].dtype for part in parts)
+        kept = [with_rows(part) for part in parts]
+        out = parts[0].new_empty(rows, sum(part.shape[1] for part in parts))
+        numbers = [n for x in kept for n in (x.data_ptr(), x.stride(0) * size, x.shape[1] * size)]
+        self.raw.beside(out.data_ptr(), rows, *numbers, *[0] * (9 - len(numbers)))
+        return out
+
+    def gate(self, gate: Tensor, x: Tensor) -> Tensor:
+        if x.dtype not in DTYPES or type(x) is not Tensor:
+            return super().gate(gate, x)
+        gate, x = gate.contiguous(), x.contiguous()
+        assert gate.shape == x.shape and gate.dtype == x.dtype
+        out = torch.empty_like(x)
+        self.raw.gate(out.data_ptr(), gate.data_ptr(), x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)
+        return out
+
+    def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if made.dtype not in DTYPES or type(made) is not Tensor:
+            return super().recur(made, state)
+        made, state = made.contiguous(), state.contiguous()
+        rows, size = state.shape
+        assert made.shape == (rows, 3 * size) and made.dtype == state.dtype
+        out, after = torch.empty_like(state), torch.empty_like(state)
+        self.raw.recur(
+            out.data_ptr(), after.data_ptr(), made.data_ptr(), state.data_ptr(), rows, size,
+            made.dtype == torch.bfloat16,
+        )  # fmt: skip
+        return out, after
+
+    def gru(self, read: Tensor, kept: Tensor, state: Tensor) -> Tensor:
+        if read.dtype not in DTYPES or type(read) is not Tensor:
+            return super().gru(read, kept, state)
+        read, kept, state = read.contiguous(), kept.contiguous(), state.contiguous()
+        rows, size = state.shape
+        assert read.shape == kept.shape == (rows, 3 * size) and read.dtype == kept.dtype == state.dtype
+        after = torch.empty_like(state)
+        self.raw.gru(
+            after.data_ptr(), read.data_ptr(), kept.data_ptr(), state.data_ptr(), rows, size,
+            read.dtype == torch.bfloat16,
+        )  # fmt: skip
+        return after
+
     def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
         """Torch starts slowly on few rows."""
         if type(source) is not Tensor or type(index) is not Tensor or not source.is_contiguous():

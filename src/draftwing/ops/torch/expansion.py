@@ -90,6 +90,16 @@ class ExpansionOps(SamplingOps):
             path_len=torch.full_like(at, width),
         )
 
+    def windowed(
+        self, table: Tensor, rows: Tensor, prefix_len: Tensor, window: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """table [R, L]: the entries of rows [B] from window - 1 before prefix_len [B] on, as many as a window and
+        `width` have -> how many of them are before, [B], and a table of its own, [B, window - 1 + width]."""
+        before = prefix_len.clamp(max=window - 1)
+        entry = torch.arange(window - 1 + width, device=prefix_len.device)
+        at = ((prefix_len - before).unsqueeze(1) + entry).clamp(max=table.shape[1] - 1)
+        return before, table[rows.unsqueeze(1), at]
+
     def of_levels(self, x: Tensor, batch: int, first: int, levels: int) -> Tensor:
         """x [B * Q, ...] -> rows first, first + 1, ... of each of B, [levels * B, ...]: those of a level side by
         side."""

@@ -258,6 +258,27 @@ class LayerOps(ExpertOps):
             token, feature = self.rms_norm(token, norms[0], eps), self.rms_norm(feature, norms[1], eps)
         return torch.cat((feature, token) if feature_first else (token, feature), -1)
 
+    def beside(self, *parts: Tensor) -> Tensor:
+        """parts [M, n_i] of one dtype, rows may be apart -> [M, sum of n_i]"""
+        return torch.cat(parts, 1)
+
+    def gate(self, gate: Tensor, x: Tensor) -> Tensor:
+        """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
+        return torch.sigmoid(gate) * x
+
+    def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """made [M, 3 * n]: k, f and o, state [M, n] -> tanh(o), and sigmoid(k) * state + (1 - sigmoid(k)) * tanh(f)"""
+        keep, fresh, out = made.chunk(3, 1)
+        keep = torch.sigmoid(keep)
+        return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(fresh)
+
+    def gru(self, read: Tensor, kept: Tensor, state: Tensor) -> Tensor:
+        """The next state of a gated recurrent unit, as torch has it: read, kept [M, 3 * n], products of the input and
+        of state [M, n], for what is reset, what stays and what is new."""
+        (r, z, n), (hr, hz, hn) = read.chunk(3, 1), kept.chunk(3, 1)
+        stay = torch.sigmoid(z + hz)
+        return (1 - stay) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + stay * state
+
     def sum_parts(self, parts: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """parts [P, M, n] + bias [n] + residual [M, n] -> [M, n], in this order in float32, rounded once."""
         first, *others = parts.unbind()

@@ -361,4 +361,5 @@ INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
 /* What tree.c, assign.c, ngram.c, suffix.c and merge.c add to the module. */
-HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[];
+HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
+    head_methods[];

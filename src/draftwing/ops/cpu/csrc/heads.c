@@ -1,0 +1,93 @@
+/* What heads that draft a block do beside GEMMs: gates and memories of the tokens above a node, and the page tables of
+   layers with a window. Small, so one thread, with the GIL. The references are ops/torch/layer_ops.py and
+   ops/torch/expansion.py. */
+
+#include "cpu.h"
+
+INLINE vf sigmoid(vf x) {
+    const vf power = x * splat(-1.44269504f);
+    return 1.0f / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
+}
+INLINE vf tangent(vf x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+
+/* out, rows; address, stride and size in bytes of up to three parts, zeros for none */
+static PyObject *py_beside(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[11];
+    if (!numbers(args, given, 11, n)) return NULL;
+    char *out = POINTER(n[0]);
+    for (int64_t i = 0; i < n[1]; i++)
+        for (const int64_t *part = n + 2; part < n + 11; out += part[2], part += 3)
+            if (part[2]) memcpy(out, (const char *)POINTER(part[0]) + i * part[1], (size_t)part[2]);
+    Py_RETURN_NONE;
+}
+
+/* out, gate, x, elements, half */
+static PyObject *py_gate(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[5];
+    if (!numbers(args, given, 5, n)) return NULL;
+    const int half = (int)n[4];
+    for (int64_t c = 0; c < n[3]; c += LANES) {
+        const int64_t left = n[3] - c;
+        const vf gate = load(POINTER(n[1]), c, left, half), x = load(POINTER(n[2]), c, left, half);
+        store(POINTER(n[0]), c, left, half, sigmoid(gate) * x);
+    }
+    Py_RETURN_NONE;
+}
+
+/* out, next state, made [rows, 3 * size], state [rows, size], rows, size, half */
+static PyObject *py_recur(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
+    const int64_t size = n[5];
+    const int half = (int)n[6];
+    for (int64_t i = 0; i < n[4]; i++)
+        for (int64_t c = 0; c < size; c += LANES) {
+            const int64_t from = 3 * i * size + c, at = i * size + c, left = size - c;
+            const vf keep = sigmoid(load(POINTER(n[2]), from, left, half));
+            const vf fresh = tangent(load(POINTER(n[2]), from + size, left, half));
+            store(POINTER(n[0]), at, left, half, tangent(load(POINTER(n[2]), from + 2 * size, left, half)));
+            store(POINTER(n[1]), at, left, half, keep * load(POINTER(n[3]), at, left, half) + (1.0f - keep) * fresh);
+        }
+    Py_RETURN_NONE;
+}
+
+/* next state, read, kept [rows, 3 * size], state [rows, size], rows, size, half */
+static PyObject *py_gru(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
+    const void *read = POINTER(n[1]), *kept = POINTER(n[2]);
+    const int64_t size = n[5];
+    const int half = (int)n[6];
+    for (int64_t i = 0; i < n[4]; i++)
+        for (int64_t c = 0; c < size; c += LANES) {
+            const int64_t from = 3 * i * size + c, at = i * size + c, left = size - c;
+            const vf reset = sigmoid(load(read, from, left, half) + load(kept, from, left, half));
+            const vf stay = sigmoid(load(read, from + size, left, half) + load(kept, from + size, left, half));
+            const vf old = load(kept, from + 2 * size, left, half);
+            const vf fresh = tangent(load(read, from + 2 * size, left, half) + reset * old);
+            store(POINTER(n[0]), at, left, half, (1.0f - stay) * fresh + stay * load(POINTER(n[3]), at, left, half));
+        }
+    Py_RETURN_NONE;
+}
+
+/* prefix_len's and the table's result [rows, width]; table [.., length], its length, rows, prefix_len, how many, window,
+   width: of each row's table the entries from window - 1 before prefix_len on */
+static PyObject *py_windowed(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[9];
+    if (!numbers(args, given, 9, n)) return NULL;
+    int64_t *left = POINTER(n[0]), *out = POINTER(n[1]);
+    const int64_t *table = POINTER(n[2]), length = n[3], *rows = POINTER(n[4]), *prefix = POINTER(n[5]), most = n[7] - 1;
+    for (int64_t b = 0; b < n[6]; b++) {
+        left[b] = prefix[b] < most ? prefix[b] : most;
+        for (int64_t i = 0; i < n[8]; i++) {
+            const int64_t at = prefix[b] - left[b] + i;
+            out[b * n[8] + i] = table[rows[b] * length + (at < length ? at : length - 1)];
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+PyMethodDef head_methods[] = {
+    METHOD(beside), METHOD(gate), METHOD(recur), METHOD(gru), METHOD(windowed), {NULL, NULL, 0, NULL},
+};
