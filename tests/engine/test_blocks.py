@@ -83,14 +83,28 @@ def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, An
         assert answers(llm) == expected, "from the cache of prefixes"
 
 
-@pytest.mark.further(algorithm="DFLASH")
-@pytest.mark.parametrize(("algorithm", "topk"), [("DSPARK", 2), ("DFLASH", 1)])
+@pytest.mark.further(markov=["", "vanilla", "gated"])
+@pytest.mark.parametrize(
+    ("algorithm", "markov", "topk"),
+    [
+        ("DSPARK", "vanilla", 2),
+        ("DSPARK", "gated", 2),
+        ("DSPARK", "rnn", 2),
+        ("DFLASH", "domino", 2),
+        ("DFLASH", "", 1),
+    ],
+)
 def test_heads_that_draft_blocks(
-    expected: list[list[int]], smollm2_path: Path, tmp_path: Path, algorithm: str, topk: int
+    expected: list[list[int]], smollm2_path: Path, tmp_path: Path, algorithm: str, markov: Any, topk: int
 ) -> None:
     """Untrained ones: no token changes, and all that their steps do are calls of the kernels, which are replayed."""
     spark = algorithm == "DSPARK"
-    block = BlockConfig((2, 15, 28), 5, 49151, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" * spark)
+    sure: Any = "markov" * spark
+    windows, causal = ((32, 0), (True, False)) if markov == "rnn" else ((), ())
+    memory = 64 * (markov == "domino")
+    block = BlockConfig(
+        (2, 15, 28), 5, 49151, spark, windows, causal, 0, markov, 64 * bool(markov), sure, memory=memory
+    )
     target = load_target_ends(smollm2_path, torch.float32, "cpu")
     head = save_head(new_block_head(target, block, torch.arange(0, 49152, 8) if spark else None, 2), tmp_path / "head")
     tree = {"speculative_num_steps": 3, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": 4}
