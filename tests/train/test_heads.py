@@ -33,6 +33,7 @@ def test_logits_of_some_tokens_and_whether_the_best_is_among_them(dtype):
     close = 1e-5 if dtype == torch.float32 else 0.04  # the others' logits are rounded on a CPU
     torch.testing.assert_close(share.double(), (exact / 0.5).softmax(-1)[:, ids].sum(-1), rtol=0, atol=close)
     torch.testing.assert_close(kept.double(), exact[:, ids], rtol=1e-5, atol=1e-4)
+    assert torch.equal(teach.of(ids, hidden)[2], torch.ones(400)), "nobody asked"
     member = torch.isin(exact.argmax(-1), ids)
     best = exact.topk(2).values
     clear = best[:, 0] - best[:, 1] > 2**-6 * best[:, 0].abs()  # more than rounding to bfloat16 can turn round

@@ -169,7 +169,7 @@ def _block_weights(
     if rows != target.vocab_size:
         weights["d2t"] = _spread(rows, target.vocab_size, path)
     if raw.get("projector_type") == "domino":
-        memory, rank = raw.get("gru_hidden_dim") or 1024, raw.get("emb_dim") or 256
+        memory, rank = _positive(raw, "gru_hidden_dim", path, 1024), _positive(raw, "emb_dim", path, 256)
         weights |= {"prefix_gru.weight_hh_l0": meta(3 * memory, memory), "embed_proj.0.weight": meta(rank, 1)}
     elif markov:
         rank = raw.get("markov_rank") or 256
@@ -187,8 +187,8 @@ def mtp_weights(raw: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     return {f"{MTP_PREFIX}{i}.input_proj.weight": torch.empty(1, device="meta") for i in range(layers)}
 
 
-def _positive(raw: Mapping[str, Any], name: str, path: Path) -> int:
-    value = raw.get(name)
+def _positive(raw: Mapping[str, Any], name: str, path: Path, default: int | None = None) -> int:
+    value = default if raw.get(name) is None else raw[name]
     if type(value) is not int or value < 1:
         raise CheckpointError(f"draft model {path}: expected a positive integer {name}, found {value!r}")
     return value

@@ -20,11 +20,10 @@ PARTS = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _LOOKS_AHEAD = {"$", r"\b", r"\B", r"\m", r"\M", r"\Z", r"\z"}
-_LOOKAHEADS, _LOOKBEHINDS = {"(?=", "(?!"}, {"(?<=", "(?<!"}
+_OPENS = {"(?=": "lookahead", "(?!": "lookahead", "(?<=": "lookbehind", "(?<!": "lookbehind", "(?>": "atomic"}
 _PEEK = (
-    r"\n?(?s:.)(?!)"  # is under way at the end, and never true; `$` is also before a newline that is the last character
+    r"\n?(?s:.)(?!)"  # under way at the end, and never true; `$` is also before a newline that is the last character
 )
-_LAZY = re.compile(r"[*+?}]\?")
 _FUZZY = re.compile(r"\{(?:\d+<=?)?\d*[eids](?:[<=+,:\deids ][^}]*)?\}")
 # What makes where a search begins count, or what the parts of an expression mean.
 _REFUSED = (
@@ -42,8 +41,9 @@ def refused(pattern: str) -> str | None:
                 return f"{name} ({what})"
         if part == "{" and _FUZZY.match(pattern, at):
             return "a count of errors ({e})"
-        if part.startswith("(?") and re.match(r"\(\?[a-zA-Z0]*V1", pattern[at:]):
-            return "the flag V1"
+        flag = re.match(r"\(\?[a-zA-Z0]*?(V1|[fw])[a-zA-Z0-9]*[-:)]", pattern[at:]) if part.startswith("(") else None
+        if flag is not None:
+            return f"the flag {flag[1]}"
     return None
 
 
@@ -51,23 +51,46 @@ def under_way(pattern: str) -> str | None:
     """Returns an expression that never matches, and is under way wherever `pattern` is, or may come to match by what
     follows; None where the library's own answer for `pattern` will do.
 
-    What looks ahead is always true in it, and under way where it looks past the end; what goes back on nothing does go
-    back, and what takes little takes much (the library is wrong about `.+?(?<=a)c`). So more may be under way, never
-    less."""
+    What looks one character ahead is under way at the end, and elsewhere is what it was, so that a search takes little
+    longer than for `pattern`. What takes little takes much (the library is wrong about `.+?(?<=a)c`), and a lookbehind
+    that looks ahead is always true. A lookahead with one of these in it is always true, too, and what goes back on
+    nothing does go back. So more may be under way, never less."""
     parts = list(PARTS.finditer(pattern))
-    looking = _looking(parts)
-    relaxed = "".join(_relaxed(parts, looking))
+    kinds = _kinds(parts)
+    looking = _around(parts, [kind in ("ahead", "lookahead") for kind in kinds])
     around = any((parts[at]["open"] or "").endswith(("=", "!")) for at in looking)
-    if not around and not any(part[0] in _LOOKS_AHEAD for part in parts) and not _LAZY.search(pattern):
+    if not around and not any(kind in ("ahead", "lazy") for kind in kinds):
         return None
-    return f"(?:{relaxed}){_PEEK}"
+    marked = [kind == "lazy" or (kind == "lookbehind" and at in looking) for at, kind in enumerate(kinds)]
+    loose = _around(parts, marked)
+    return f"(?:{''.join(_relaxed(parts, kinds, looking, loose))}){_PEEK}"
 
 
-def _looking(parts: Sequence[re.Match[str]]) -> set[int]:
-    """The groups, by the part that opens them, in which something looks ahead."""
+def _kinds(parts: Sequence[re.Match[str]]) -> list[str]:
+    """What each part is, "" where it needs no care."""
+    kinds = list[str]()
+    for part in parts:
+        text, before = part[0], kinds[-1] if kinds else ""
+        if text in _LOOKS_AHEAD:
+            kinds.append("ahead")
+        elif part["open"] is not None:
+            kinds.append(_OPENS.get(text, "open"))
+        elif text == ")":
+            kinds.append("close")
+        elif before == "repeat" and text in {"+", "?"}:
+            kinds.append("lazy" if text == "?" else "possessive")
+        elif part["repeat"] is not None or (text in {"*", "+", "?"} and before != "open"):
+            kinds.append("repeat")
+        else:
+            kinds.append("")
+    return kinds
+
+
+def _around(parts: Sequence[re.Match[str]], marked: Sequence[bool]) -> set[int]:
+    """The groups, by the part that opens them, in which a part is marked."""
     found, groups = set[int](), list[int]()
     for at, part in enumerate(parts):
-        if part[0] in _LOOKS_AHEAD or part["open"] in _LOOKAHEADS:
+        if marked[at]:
             found.update(groups)
         if part["open"] is not None:
             groups.append(at)
@@ -76,29 +99,27 @@ def _looking(parts: Sequence[re.Match[str]]) -> set[int]:
     return found
 
 
-def _relaxed(parts: Sequence[re.Match[str]], looking: set[int]) -> Iterator[str]:
-    groups: list[tuple[str, bool]] = []  # how each is closed, and whether it is read backwards
-    before = ""  # what stands before
-    for at, part in enumerate(parts):
-        text, was, before = part[0], before, ""
+def _relaxed(parts: Sequence[re.Match[str]], kinds: Sequence[str], looking: set[int], loose: set[int]) -> Iterator[str]:
+    groups: list[tuple[str, bool, bool]] = []  # how each is closed, whether it is read backwards, and whether loose
+    last = False  # whether the part before is loose
+    for at, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
+        text, free = part[0], at in loose
         back = bool(groups) and groups[-1][1]
-        if text in _LOOKS_AHEAD:
-            yield "(?:)" if back else f"(?:{_PEEK}|)"
-        elif text in _LOOKAHEADS:
-            groups.append(("(?!))|)", False))
+        if kind == "ahead":
+            yield "(?:)" if back else f"(?:{_PEEK}|{text})"
+        elif kind == "lookahead" and (back or free):
+            groups.append(("(?!))|)", False, True))
             yield "(?:(?="  # tries all, and fails
-        elif text in _LOOKBEHINDS and at in looking:
-            groups.append((")|)", True))
+        elif kind == "lookbehind" and at in looking:
+            groups.append((")|)", True, True))
             yield f"(?:{_PEEK}|(?<="
         elif part["open"] is not None:
-            groups.append((")", back or text in _LOOKBEHINDS))
-            before = "open"
-            yield "(?:" if text == "(?>" else text
-        elif text == ")" and groups:
-            yield groups.pop()[0]
-        elif part["repeat"] is not None or text in {"*", "+", "?"}:
-            if was != "repeat" or text not in {"+", "?"}:
-                before = "repeat" if was != "open" else ""
-                yield text
-        else:
+            groups.append((")", back or kind == "lookbehind", free))
+            yield "(?:" if kind == "atomic" and free else text
+        elif kind == "close" and groups:
+            close, _, last = groups.pop()
+            yield close
+        elif kind != "lazy" and not (kind == "possessive" and last):
             yield text
+        if kind in ("", "ahead"):
+            last = False

@@ -179,7 +179,7 @@ class RegexScanner:
         self._text += new
         if self._allowance.left >= 0:
             self._allowance.token()
-            best = self._search()
+            best = self._search(len(new))
             if self._allowance.left >= 0:
                 return best
         pattern = self._patterns[self._last].pattern
@@ -188,17 +188,15 @@ class RegexScanner:
             self.failed += f", with the {len(self._patterns) - 1} others"
         return None
 
-    def _search(self) -> Match | None:
+    def _search(self, new: int) -> Match | None:
+        """new: characters since the last time."""
         best: Match | None = None
         allowance = self._allowance
         for i, pattern in enumerate(self._patterns):
             begun = time.thread_time()
             try:
-                found = pattern.search(self._text, self._start[i], partial=True, timeout=SEARCH_SECONDS)
-                other = self._stops.under_way[i]
-                if other is not None and (found is None or found.partial):
-                    found = other.search(self._text, self._start[i], partial=True, timeout=SEARCH_SECONDS)
-            except TimeoutError:
+                found = self._found(pattern, self._stops.under_way[i], self._start[i], new)
+            except (TimeoutError, MemoryError):  # a call of itself without an end takes memory, too
                 found, allowance.left = None, -1.0
             allowance.left -= time.thread_time() - begun
             if allowance.left < 0:
@@ -211,6 +209,17 @@ class RegexScanner:
             elif best is None or (found.end(), found.start()) < (best.end, best.start):
                 best = Match(found.start(), found.end(), found.group(), pattern.pattern)
         return best
+
+    def _found(self, pattern: Any, other: Any, start: int, new: int) -> Any:
+        """A match that begins at `start` or later, else the first one under way; None where there is neither."""
+        partial: dict[str, Any] = {"partial": True, "timeout": SEARCH_SECONDS}
+        if other is None:
+            return pattern.search(self._text, start, **partial)
+        found = pattern.search(self._text, start, timeout=SEARCH_SECONDS)
+        if found is None and start < len(self._text) - new:
+            # Mostly it still is: then other beginnings are not tried, each of them to the end of the text.
+            found = other.match(self._text, start, **partial)
+        return other.search(self._text, start, **partial) if found is None else found
 
 
 class Searches:

@@ -67,7 +67,8 @@ class BlockObjective(nn.Module):
         token is the target's.  chains, chain_hits: of rows that are predicted at all, those up to which all drafts of
         their block hit.
         """
-        head, teacher = self.head, teach(self.head, self._target_head, batch.final, self.loss.temperature)
+        head, shares = self.head, self.head.confidence is not None
+        teacher = teach(head, self._target_head, batch.final, self.loss.temperature, shares)
         blocks = self._blocks(batch, teacher, generator)
         hidden = unroll(head, batch.ids, head.features(batch.aux_hidden.flatten(0, 1)), blocks.anchors)
         state, weight = head.readout(hidden)

@@ -31,12 +31,15 @@ class Teacher(NamedTuple):
     probs: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
     best: Tensor  # [n] int64: its most likely token, -1 where the head cannot say it
     known: Tensor  # [n] bool: whether that is in the draft vocabulary
-    share: Tensor  # [n]: of its probability, how much that vocabulary has
+    share: Tensor  # [n]: of its probability, how much that vocabulary has; 1 where that was not asked for
 
 
 @torch.no_grad()
-def teach(head: FeatureHead, target_head: TargetHead, final: Tensor, temperature: float) -> Teacher:
-    """final [n, hidden] -> the predictions at n positions, at a temperature."""
+def teach(
+    head: FeatureHead, target_head: TargetHead, final: Tensor, temperature: float, shares: bool = False
+) -> Teacher:
+    """final [n, hidden] -> the predictions at n positions, at a temperature. shares: whether `Teacher.share` is
+    needed."""
     kept = head.target_ids
     # Half precision holds a probability to 3 digits and saves half of what is this step's largest tensor.
     half = torch.is_autocast_enabled(final.device.type)
@@ -44,13 +47,14 @@ def teach(head: FeatureHead, target_head: TargetHead, final: Tensor, temperature
     probs = final.new_empty(final.shape[0], head.vocab, dtype=dtype)
     best = final.new_empty(final.shape[0], dtype=torch.int64)
     known = torch.ones_like(best, dtype=torch.bool)
+    asked = temperature if shares else None
     share = torch.ones(final.shape[0], dtype=wide(final), device=final.device)
     for part in chunks(final.shape[0], head.config.vocab_size, final.device):
         with torch.autocast(final.device.type, enabled=False):
             if kept is None:
                 logits = target_head(final[part])
             else:
-                logits, known[part], share[part] = target_head.of(kept, final[part], temperature)
+                logits, known[part], share[part] = target_head.of(kept, final[part], asked)
         best[part] = logits.argmax(-1)
         if temperature != 1:
             logits = logits / temperature

@@ -18,6 +18,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.heads.markov import DominoHead
 from draftwing.models.loader import load_model
 
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
@@ -96,6 +97,10 @@ def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> N
             r"prefix_gru.weight_hh_l0: expected a matrix, found the shape \[3\]",
         ),
         (
+            lambda: with_tensor(domino_head(TARGET), "prefix_gru.weight_hh_l0", (0, 0)),
+            r"weight_hh_l0: expected three times as many rows as columns, found the shape \[0, 0\]",
+        ),
+        (
             lambda: with_tensor(domino_head(TARGET), "prefix_gru.bias_hh_l0", (30,)),
             r"not served: prefix_gru.bias_hh_l0",
         ),
@@ -107,6 +112,24 @@ def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> N
 def test_what_is_refused(target: DecoderModel, tmp_path: Path, make: Callable[[], Checkpoint], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         load(tmp_path, make(), target)
+
+
+@pytest.mark.parametrize("name", ["gru_hidden_dim", "emb_dim"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x"])
+def test_sizes_that_random_weights_cannot_have(target: DecoderModel, tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=f"expected a positive integer {name}, found {value!r}"):
+        load(tmp_path, domino_head(TARGET, dflash_config={name: value}), target, dummy=True)
+
+
+def test_what_follows_the_newest_token_costs_no_correction(target: DecoderModel, tmp_path: Path) -> None:
+    head = load(tmp_path, domino_head(TARGET), target)
+    assert isinstance(head.markov, DominoHead)
+    logits, hidden, above = torch.randn(2, 12), torch.randn(2, head.width), torch.tensor([3, 4])
+    start = torch.zeros(2, head.state_width)
+    _, state = head.markov.mix(hidden, above, start)
+    head.markov.joint = None  # type: ignore[assignment]
+    same, found = head.given(logits, hidden, above, start, newest=True)
+    assert same is logits and torch.equal(found, state)
 
 
 def with_tensor(head: Checkpoint, name: str, shape: tuple[int, ...] = (3, 3)) -> Checkpoint:

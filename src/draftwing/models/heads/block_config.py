@@ -123,6 +123,9 @@ def _check_domino(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
     odd = next((name for name in (_GRU, "embed_proj.0.weight") if weights[name].dim() != 2), None)
     if odd is not None:
         raise CheckpointError(f"{odd}: expected a matrix, found the shape {list(weights[odd].shape)}")
+    rows, memory = weights[_GRU].shape
+    if not memory or rows != 3 * memory:
+        raise CheckpointError(f"{_GRU}: expected three times as many rows as columns, found the shape {[rows, memory]}")
     alone = raw.get("pure_draft_prefix_len")
     if alone not in (None, 1):
         raise CheckpointError(f"config: pure_draft_prefix_len: expected 1, found {show(alone)}")
