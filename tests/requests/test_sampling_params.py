@@ -120,6 +120,10 @@ def test_a_default_length_is_cut() -> None:
         ({"ignore_eos": 1}, "ignore_eos must be true or false; found 1"),
         ({"stop": 5}, "stop must be a string or a list of strings; found 5"),
         ({"stop": [""]}, "stop must not hold an empty string"),
+        (
+            {"bad_words": ["no", "a" * 513]},
+            f"bad_words takes texts of at most 512 characters; '{'a' * 76}... has 513",
+        ),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be a list of integers from 0 to 2147483647; found -1"),
         ({"stop_token_ids": [1] * 65}, "stop_token_ids takes at most 64 entries; found 65"),
         ({"logit_bias": {"5": 101}}, "logit_bias must be an object of numbers from -100 to 100 by token id; found 101"),

@@ -83,6 +83,9 @@ def refusal(error: ValidationError, names: Names, schemas: Mapping[str, Mapping[
             return names.error(field, "must hold at least one entry, or be left out")
         case "string_too_short":
             return names.error(field, "must not hold an empty string")
+        case "string_too_long":
+            most, size = context["max_length"], len(first["input"])
+            return names.error(field, f"takes texts of at most {most} characters; {show(first['input'])} has {size}")
         case "string_unicode":
             return names.error(field, "must be valid Unicode; found a lone surrogate")
     return names.error(field, f"must be {_expected(schemas[field])}; found {show(first['input'])}")
