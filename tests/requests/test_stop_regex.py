@@ -170,7 +170,7 @@ def test_patterns_that_cannot_be_used() -> None:
     # Compiled, these would take gigabytes.
     for large in (
         "a{10001}", "(?:(?:a{1000}){1000}){1000}b", r"(?:\p{L}{3}\d{1000,}){40}", "(?V1)(?:b{1000}[[a])]){1000}",
-        "(?:[a(]b{1000}){1000}", "a{99999999999999}", r"(?:\X{1000}){1000}", "(?:a{1000})(?i){1000}b",
+        "(?:[a(]b{1000}){1000}", "a{99999999999999}", r"\b{4000}a", r"(?:\X{1000}){1000}", "(?:a{1000})(?i){1000}b",
     ):  # fmt: skip
         with pytest.raises(ValueError, match="repeats"):
             compile_stop(large)

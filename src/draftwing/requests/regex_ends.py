@@ -21,9 +21,8 @@ PARTS = re.compile(
 )
 _LOOKS_AHEAD = {"$", r"\b", r"\B", r"\m", r"\M", r"\Z", r"\z"}
 _OPENS = {"(?=": "lookahead", "(?!": "lookahead", "(?<=": "lookbehind", "(?<!": "lookbehind", "(?>": "atomic"}
-_PEEK = (
-    r"\n?(?s:.)(?!)"  # under way at the end, and never true; `$` is also before a newline that is the last character
-)
+# Under way at the end, and never true; `$` is also before a newline that is the last character.
+_PEEK = r"\n?(?s:.)(?!)"
 _FUZZY = re.compile(r"\{(?:\d+<=?)?\d*[eids](?:[<=+,:\deids ][^}]*)?\}")
 # What makes where a search begins count, or what the parts of an expression mean.
 _REFUSED = (

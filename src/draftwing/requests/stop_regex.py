@@ -124,10 +124,16 @@ def check_together(patterns: Sequence[str]) -> None:
 
 
 def parts(pattern: str) -> int:
-    """How many parts a pattern has when each is written out as often as it must occur; too many rather than too few.
+    """How many parts a pattern, and the one that says where it is under way, have when each is written out as often as
+    it must occur; too many rather than too few.
 
     Compiling takes that much memory, so it is found out before.
     """
+    other = under_way(pattern)
+    return _written_out(pattern) + (0 if other is None else _written_out(other))
+
+
+def _written_out(pattern: str) -> int:
     sizes, last = [0], 0  # of the groups that are open, and of the newest part
     for part in PARTS.finditer(pattern):
         if part["least"] is not None:
