@@ -44,7 +44,8 @@ class Chat:
 
     messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
     with the last message.  prompted: the template begins the answer.  thinking: True and False tell the template
-    whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.
+    whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.  ignored: fields of
+    the request that have no effect, beside its hints: tools that a server would run, say.
     """
 
     messages: list[dict[str, Any]]
@@ -58,6 +59,7 @@ class Chat:
     effort: str | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    ignored: tuple[str, ...] = ()
 
     @property
     def offers(self) -> bool:
@@ -104,9 +106,10 @@ class Chats:
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
-        generation = await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body)
+        ignored = chat.ignored
         if chat.effort in _REASONS and not self._knows_effort:
-            generation.ignored = (called["thinking"],)
+            ignored = (*ignored, called["thinking"])
+        generation = await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body, ignored)
         return generation, style
 
     def reader(self, style: MessageStyle) -> MessageReader:

@@ -1,8 +1,9 @@
 """What the bodies of all dialects share: types of fields, and how they become `SamplingParams`.
 
 Sampling fields are declared by `sampled` and checked by `SamplingParams`, which gives /openapi.json their bounds.
-A field of type `NotBuilt` asks for what this version does not do; it is refused by name unless its value asks for
-nothing. Unknown fields are refused.
+There is one rule for the others. A `Hint` asks for more than can be given, and the answer is a right one without it:
+it is accepted, and `ignored_fields` names it unless its value asks for nothing. A field of type `NotBuilt` would change
+what an answer means: it is refused by name unless its value asks for nothing. Unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -74,15 +75,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _refused(value: Any, info: ValidationInfo) -> Any:
-    neutral = NEUTRAL.get(info.field_name or "", ())
+def _asks_for_nothing(name: str, value: Any) -> bool:
     # 0 == False in Python but not for a user: only numbers are equal across types.
-    if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+    neutral = NEUTRAL.get(name, ())
+    return value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
+
+
+def _refused(value: Any, info: ValidationInfo) -> Any:
+    if _asks_for_nothing(info.field_name or "", value):
         return value
     raise PydanticCustomError("not_built", "is not supported by this version; leave it out")
 
 
 NotBuilt = Annotated[Any, AfterValidator(_refused)]
+HINT = object()  # in the metadata of a field that is one and has a type of its own
+Hint = Annotated[Any, HINT]
 OtherKind = Any  # of parts of another kind, which are refused by their kind rather than by an unknown field
 Bookkeeping = Any  # for the client's own accounts; no effect here
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning, as OpenAI has them
@@ -134,6 +141,35 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return bounded(handler(source), MOST_ENTRIES)
+
+
+@functools.cache
+def _hints(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(name for name, field in model.model_fields.items() if any(one is HINT for one in field.metadata))
+
+
+def ignored_fields(body: BaseModel) -> tuple[str, ...]:
+    """Names the hints of a body that ask for something, in its order and once each. Places in lists are left out:
+    `messages.content.cache_control`."""
+    found: dict[str, None] = {}
+    rest: list[tuple[str, Any]] = [("", body)]
+    while rest:
+        where, value = rest.pop()
+        if isinstance(value, list):
+            rest += [(where, one) for one in reversed(value) if isinstance(one, (BaseModel, list))]
+        elif isinstance(value, BaseModel):
+            model, inner = type(value), list[tuple[str, Any]]()
+            for name, field in model.model_fields.items():
+                if name not in value.model_fields_set:
+                    continue
+                one, path = getattr(value, name), f"{where}{field.alias or name}"
+                if name in _hints(model):
+                    if not _asks_for_nothing(name, one):
+                        found[path] = None
+                elif isinstance(one, (BaseModel, list)):
+                    inner.append((f"{path}.", one))
+            rest += reversed(inner)
+    return tuple(found)
 
 
 def characters(value: Any) -> int:

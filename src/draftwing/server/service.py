@@ -24,7 +24,7 @@ from draftwing.server.border.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.entries import fit_entries, least
 from draftwing.server.lanes import Lanes
-from draftwing.server.schema import Asking, split_prompts
+from draftwing.server.schema import Asking, ignored_fields, split_prompts
 from draftwing.text.answer import Answer
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.bounded import encode_bounded
@@ -62,12 +62,13 @@ class Generation:
         id: str,
         prompt_tokens: int,
         told: bool = False,
+        ignored: Sequence[str] = (),
     ) -> None:
         """answers: as `prepare` makes them.  id: of the response.  prompt_tokens: of all prompts, each counted once.
-        told: whether the response says how it was drafted."""
+        told: whether the response says how it was drafted.  ignored: fields of the request that have no effect."""
         self.answers, self.id, self.prompt_tokens = answers, id, prompt_tokens
         self._lanes = lanes
-        self.ignored: tuple[str, ...] = ()  # fields that have no effect with this model
+        self.ignored = tuple(ignored)
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
         self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if told else {})
@@ -76,7 +77,7 @@ class Generation:
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
         self._stream = engine.submit(requests)
-        engine.observer.begin(id, requests, answers)
+        engine.observer.begin(id, requests, answers, self.ignored)
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, str]]:
         """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""
@@ -217,8 +218,12 @@ class Service:
             raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
         self.engine.waiting.check(client_name(), count, held)
 
-    async def submit(self, requests: Sequence[GenerationRequest], body: Asking) -> Generation:
+    async def submit(
+        self, requests: Sequence[GenerationRequest], body: Asking, ignored: Sequence[str] = ()
+    ) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.
+
+        ignored: fields that have no effect here, beside the body's hints.
 
         Raises RequestError, naming fields as the body does, QueueFull where too many wait, or EngineDead.
         """
@@ -258,7 +263,8 @@ class Service:
             except RequestError as error:
                 raise body.renamed(error) from None
             tokens = sum(len(request.prompt_ids) for request in requests)
-            return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None)
+            unused = dict.fromkeys((*ignored_fields(body), *ignored))
+            return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None, [*unused])
 
     async def _with_bad_words(self, asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """The requests with the token sequences of their `bad_words`, found once for those that share their

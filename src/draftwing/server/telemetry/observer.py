@@ -65,6 +65,7 @@ class HttpRecord:
     id: str = ""  # by which the client can abort it
     model: str | None = None  # that was asked for
     client: str = ""  # name of its API key, once it asked the engine
+    ignored: Sequence[str] = ()  # fields of the request that have no effect
     answers: list[AnswerRecord] = field(default_factory=list)
 
 
@@ -118,11 +119,18 @@ class Observer:
         if record is not None:
             record.model = model
 
-    def begin(self, job_id: str, requests: Sequence[GenerationRequest], answers: Sequence[Text] = ()) -> None:
-        """Records what the current HTTP request submitted to the engine. answers: in the order of `requests`."""
+    def begin(
+        self,
+        job_id: str,
+        requests: Sequence[GenerationRequest],
+        answers: Sequence[Text] = (),
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """Records what the current HTTP request submitted to the engine. answers: in the order of `requests`.
+        ignored: fields of the request that have no effect."""
         record = self._current.get()
         if record is not None:
-            record.id = job_id
+            record.id, record.ignored = job_id, ignored
         arrived = self.clock() if record is None else record.arrived
         for i, request in enumerate(requests):
             self._begun += 1

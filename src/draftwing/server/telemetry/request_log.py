@@ -71,6 +71,8 @@ def metadata(record: HttpRecord) -> dict[str, Any]:
         "request_bytes": record.received,
         "response_bytes": record.sent,
     }
+    if record.ignored:
+        line["ignored"] = list(record.ignored)
     if answers:
         line |= {
             "prompt_tokens": prompt_tokens(answers),
