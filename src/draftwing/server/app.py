@@ -19,6 +19,7 @@ from draftwing.server.chat import Chats
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import install_error_handlers
 from draftwing.server.native.routes import add_native_routes
+from draftwing.server.ollama.routes import add_ollama_routes
 from draftwing.server.openai.routes import add_openai_routes
 from draftwing.server.service import Service
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
@@ -60,6 +61,7 @@ def create_app(
     chats = Chats(service)
     add_openai_routes(app, service, chats)
     add_anthropic_routes(app, service, chats)
+    add_ollama_routes(app, service, chats)
     add_native_routes(app, service, chats)
     add_metrics_route(app, metrics)
     if not service.options.disable_ui:

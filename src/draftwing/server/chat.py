@@ -165,6 +165,11 @@ class Chats:
         source = self._service.tokenizer.chat_template or ""
         return "reasoning_effort" in source or "thinking" in source
 
+    @property
+    def calls_tools(self) -> bool:
+        """Whether requests may offer functions."""
+        return self._takes_tools and (self.harmony or self.tools is not None)
+
     @cached_property
     def _takes_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""

@@ -60,7 +60,7 @@ _TYPES = {
 
 def error_body(path: str, status: int, message: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
     """The documented shape: Anthropic's under /v1/messages; elsewhere under /v1 OpenAI's, nested, and beside it the
-    same flat, as SGLang has it; for native endpoints the nested message alone."""
+    same flat, as SGLang has it; for native endpoints the nested message alone, for Ollama's the flat one."""
     kind = dialect(path)
     if kind == "anthropic":
         told: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
@@ -68,14 +68,18 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
         return {"type": "error", "error": told | known}
     if kind == "native":
         return {"error": {"message": message}}
+    if kind == "ollama":
+        return {"error": message}
     name = _TYPES.get(status, "InternalServerError")
     told = {"message": message, "type": name, "param": param, "code": code or status}
     return {"error": told, "object": "error", **told}
 
 
-def dialect(path: str) -> Literal["openai", "responses", "anthropic", "native"]:
+def dialect(path: str) -> Literal["openai", "responses", "anthropic", "ollama", "native"]:
     """Whose clients use a path. The paths of the dialects are there with and without /v1."""
     short = path.removeprefix("/v1")
+    if path.startswith("/api/"):
+        return "ollama"
     if short.startswith("/messages"):
         return "anthropic"
     if short.startswith("/responses"):
@@ -105,6 +109,8 @@ def stream_error(path: str, error: Exception) -> str:
         return named_event("error", {"code": "server_error", "message": message, "param": None})
     if kind == "openai":
         return event(error_body(path, status, message))
+    if kind == "ollama":
+        return line(error_body(path, status, message))
     return event({"error": {"message": message, "type": "server_error", "code": status, "retryable": False}})
 
 
@@ -116,6 +122,11 @@ def event(data: Any, large: bool = False) -> str:
 def named_event(name: str, data: dict[str, Any]) -> str:
     """One server-sent event of a known type, which its data repeats."""
     return f"event: {name}\n{event({'type': name, **data})}"
+
+
+def line(data: Any, large: bool = False) -> str:
+    """One line of a stream of JSON, as Ollama's clients read it. large: see `encode`."""
+    return f"{encode(data, large).decode()}\n"
 
 
 DONE = "data: [DONE]\n\n"
@@ -192,7 +203,8 @@ async def asking(request: Request, model: type[A]) -> AsyncIterator[A]:
 async def read_body(request: Request, model: type[M], place: ExitStack | None = None) -> M:
     """The body as `model`. Raises RequestError, naming the field, for anything that is not one. place: see `asking`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    if not is_json and not _may_leave_out_its_type(request):
         raise RequestError(f"the content type must be application/json; found {kind[:80]!r}", "content-type")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
@@ -206,6 +218,13 @@ async def read_body(request: Request, model: type[M], place: ExitStack | None = 
     if len(body) <= SMALL:
         return _read(body, model, service)
     return await service.lanes.read(lambda: _read(body, model, service))
+
+
+def _may_leave_out_its_type(request: Request) -> bool:
+    """Whether a body need not say that it is JSON: Ollama's users send it by curl, which calls it a form. A browser
+    tells of the page that sends a form."""
+    from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
+    return dialect(request.url.path) == "ollama" and not from_page
 
 
 def _read(body: bytes, model: type[M], service: Service) -> M:
@@ -309,10 +328,11 @@ class Closing(Response):
 
 
 class EventStream(Closing, StreamingResponse):
-    """Server-sent events."""
+    """Server-sent events, or lines of JSON."""
 
     def __init__(self, path: str, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(_guarded(path, events), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        kind = "application/x-ndjson" if dialect(path) == "ollama" else "text/event-stream"
+        super().__init__(_guarded(path, events), media_type=kind, headers={"cache-control": "no-cache"})
         self.close = close
 
 
@@ -333,7 +353,7 @@ async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     except Exception as error:
         logger.exception("a stream of %s ended by an exception", path)
         yield stream_error(path, error)
-    if dialect(path) not in ("anthropic", "responses"):  # their last event says that it is the last
+    if dialect(path) not in ("anthropic", "responses", "ollama"):  # their last event says that it is the last
         yield DONE
 
 

@@ -39,6 +39,7 @@ _EMPTY: tuple[Any, ...] = ([], {}, False)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "audio_data": ([],),
+    "context": ([],),
     "background": (False,),
     "context_management": (*_EMPTY, {"edits": []}),
     "custom_labels": ({},),
@@ -46,19 +47,26 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto", []),
     "functions": ([],),
     "image_data": ([],),
+    "images": ([],),
     "include_obfuscation": (False,),
     "include_reasoning": (True,),
     "length_penalty": (1.0, 1),
     "log_metrics": (True,),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
+    "mirostat": (0,),
     "modalities": (["text"],),
     "session_params": ({},),
     "stream_interval": (1,),
     "suffix": ("",),
+    "system": ("",),
+    "template": ("",),
+    "tfs_z": (1.0, 1),
     "top_logprobs": (0,),
     "truncation_side": ("left", "right"),
     "truncation": ("disabled",),
+    "typical_p": (1.0, 1),
+    "verbose": (False,),
     "verbosity": ("medium",),
     "video_data": ([],),
     "vllm_xargs": ({},),
@@ -149,8 +157,8 @@ def _hints(model: type[BaseModel]) -> frozenset[str]:
 
 
 def ignored_fields(body: BaseModel) -> tuple[str, ...]:
-    """Names the hints of a body that ask for something, in its order and once each. Places in lists are left out:
-    `messages.content.cache_control`."""
+    """Names the hints of a body that ask for something, once each, the outer ones first. Places in lists are left
+    out: `messages.content.cache_control`."""
     found: dict[str, None] = {}
     rest: list[tuple[str, Any]] = [("", body)]
     while rest:

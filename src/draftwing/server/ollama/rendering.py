@@ -1,0 +1,122 @@
+"""An answer as Ollama's JSON, whole or line by line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import pydantic_core
+
+from draftwing.server.http import line
+from draftwing.server.openai.logprobs import chat_logprobs
+from draftwing.server.parsers.message import MessageReader, Thought
+from draftwing.server.service import Generation
+from draftwing.text.answer import Answer
+from draftwing.text.token_text import TokenTexts
+
+
+def head(model: str) -> dict[str, Any]:
+    """What each line begins with."""
+    return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def chat_content(text: str = "", **more: Any) -> dict[str, Any]:
+    """What a line of /api/chat holds."""
+    return {"message": {"role": "assistant", "content": text, **more}}
+
+
+def text_content(text: str = "", **more: Any) -> dict[str, Any]:
+    """What a line of /api/generate holds."""
+    return {"response": text, **more}
+
+
+class OllamaAnswer:
+    """The response to /api/chat or /api/generate. Calls are given out when they are complete."""
+
+    def __init__(
+        self, generation: Generation, reader: MessageReader, model: str, texts: TokenTexts, chat: bool
+    ) -> None:
+        self.generation, self._reader, self._model, self._texts = generation, reader, model, texts
+        self._content = chat_content if chat else text_content
+        self._answer: Answer = generation.answers[0]
+        self._begun = time.perf_counter_ns()
+        self._first: int | None = None  # when the first token came
+        self._given = 0  # calls
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        answer, reader = self._answer, self._reader
+        reader.push(answer.text, True, answer.token_ids)
+        more: dict[str, Any] = {"thinking": reader.reasoning} if reader.reasoning else {}
+        calls = self._calls(True)
+        more |= {"tool_calls": calls} if calls else {}
+        return {**head(self._model), **self._content(reader.content, **more), **self._logprobs(), **self._ending()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Lines with what is new, then one that tells how it ended."""
+        async for answer, text in self.generation:
+            self._first = self._first or time.perf_counter_ns()
+            for one in await self.generation.render(len(text), partial(self._news, answer, text)):
+                yield one
+        yield line({**head(self._model), **self._content(), **self._ending()})
+
+    def _news(self, answer: Answer, text: str, large: bool) -> list[str]:
+        final = answer.finish_reason is not None
+        contents: list[dict[str, Any]] = []
+        for part in self._reader.push(text, final, answer.token_ids):
+            # A call grows until something else comes.
+            contents += self._new_calls(isinstance(part, Thought | str))
+            if isinstance(part, Thought):
+                contents.append(self._content(thinking=part.text))
+            elif isinstance(part, str):
+                contents.append(self._content(part))
+        contents += self._new_calls(final)
+        logprobs = self._logprobs()
+        if logprobs and not contents:
+            contents.append(self._content())
+        lines = [{**head(self._model), **content, "done": False} for content in contents]
+        if lines:
+            lines[0] |= logprobs
+        return [line(one, large) for one in lines]
+
+    def _new_calls(self, complete: bool) -> list[dict[str, Any]]:
+        """A line's content with the calls that were not given out yet, if any. complete: the newest one is, too."""
+        calls = self._calls(complete)
+        return [self._content(tool_calls=calls)] if calls else []
+
+    def _calls(self, complete: bool) -> list[dict[str, Any]]:
+        calls = self._reader.calls
+        most = len(calls) if complete else max(len(calls) - 1, self._given)
+        found = []
+        for index in range(self._given, most):
+            # Arguments are cut where the answer is.
+            arguments = pydantic_core.from_json(calls[index].arguments or "{}", allow_partial=True)
+            function = {"index": index, "name": calls[index].name, "arguments": arguments}
+            found.append({"id": calls[index].id, "function": function})
+        self._given = most
+        return found
+
+    def _logprobs(self) -> dict[str, Any]:
+        if self._answer.wanted is None:
+            return {}
+        tokens = self._answer.take_shown()
+        return {"logprobs": chat_logprobs(self._answer, tokens, self._texts)["content"]} if tokens else {}
+
+    def _ending(self) -> dict[str, Any]:
+        """How it ended, and times in nanoseconds."""
+        now = time.perf_counter_ns()
+        first = self._first or now
+        reason = (self._answer.finish_reason or {}).get("type", "stop")
+        return {
+            "done": True,
+            "done_reason": reason,
+            "total_duration": now - self._begun,
+            "load_duration": 0,
+            "prompt_eval_count": self.generation.prompt_tokens,
+            "prompt_eval_duration": first - self._begun,
+            "eval_count": len(self._answer.token_ids),
+            "eval_duration": now - first,
+        }

@@ -1,0 +1,132 @@
+"""The endpoints of Ollama's clients, under /api. There is one model; it is loaded, and stays so."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from draftwing.requests.request import GenerationRequest
+from draftwing.server.chat import Chats
+from draftwing.server.encoding import encode
+from draftwing.server.http import asking, json_response, read_body, respond, schema, unless_disconnected
+from draftwing.server.ollama.rendering import OllamaAnswer, chat_content, head, text_content
+from draftwing.server.ollama.schema import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
+from draftwing.server.parsers.message import MessageStyle
+from draftwing.server.schema import Body, Hint, Name, NotBuilt
+from draftwing.server.service import Generation, Service
+
+# The release of Ollama whose API this is: clients refuse servers that say they are older than what they need.
+VERSION = "0.12.6"
+
+
+class ShowRequest(Body):
+    """Body of /api/show."""
+
+    model: Name | None = None
+    name: Name | None = None  # as older clients call it
+    verbose: Hint = None
+    system: NotBuilt = None
+    template: NotBuilt = None
+    options: Hint = None
+
+
+def add_ollama_routes(app: FastAPI, service: Service, chats: Chats) -> None:
+    _add_answers(app, service, chats)
+    _add_models(app, service, chats)
+
+
+def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
+    @app.post("/api/chat", openapi_extra=schema(OllamaChatRequest))
+    async def chat(request: Request) -> Response:
+        async with asking(request, OllamaChatRequest) as body:
+            if not body.messages:
+                return _loaded(body, service, chat_content())
+            generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
+            answer = OllamaAnswer(
+                generation, chats.reader(style), service.name_for(body.model), service.texts, chat=True
+            )
+        return await respond(request, answer, body.stream is not False)
+
+    @app.post("/api/generate", openapi_extra=schema(OllamaGenerateRequest))
+    async def generate(request: Request) -> Response:
+        async with asking(request, OllamaGenerateRequest) as body:
+            if not body.prompt:
+                return _loaded(body, service, text_content())
+            if body.raw:
+                generation, style = await unless_disconnected(request, _complete(service, body)), MessageStyle()
+            else:
+                generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
+            answer = OllamaAnswer(
+                generation, chats.reader(style), service.name_for(body.model), service.texts, chat=False
+            )
+        return await respond(request, answer, body.stream is not False)
+
+
+def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Response:
+    """The answer to a request without a prompt, by which clients load and free models."""
+    reason = "unload" if body.unloads else "load"
+    return json_response(encode({**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}))
+
+
+async def _complete(service: Service, body: OllamaGenerateRequest) -> Generation:
+    params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
+    service.check_room(params.n)
+    await service.check_grammars([(params, body.grammar_field)])
+    (ids,) = await service.tokenize([body.prompt or ""], "prompt")
+    return await service.submit([GenerationRequest("", ids, params, logprobs=body.wanted_logprobs())], body)
+
+
+def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
+    info = service.engine.info
+    family = info.architecture.removesuffix("ForCausalLM").lower()
+    size = sum(info.weight_bytes.values())
+    started = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")
+    details = {
+        "parent_model": "",
+        "format": "gguf" if info.options.model.endswith(".gguf") else "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",  # nobody counts them
+        "quantization_level": max(info.weight_bytes, key=info.weight_bytes.__getitem__, default=""),
+    }
+    card = {
+        "name": service.model,
+        "model": service.model,
+        "size": size,
+        "digest": hashlib.sha256(service.model.encode()).hexdigest(),
+        "details": details,
+    }
+
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": [{**card, "modified_at": started}]}
+
+    @app.get("/api/ps")
+    async def running() -> dict[str, Any]:
+        memory = 0 if info.device == "cpu" else size
+        far = "9999-12-31T23:59:59Z"  # it stays loaded
+        return {"models": [{**card, "expires_at": far, "size_vram": memory, "context_length": info.context_length}]}
+
+    @app.post("/api/show", openapi_extra=schema(ShowRequest))
+    async def show(request: Request) -> dict[str, Any]:
+        await read_body(request, ShowRequest)
+        tools = await service.lanes.run(0, lambda gone: chats.calls_tools)
+        thinks = chats.harmony or chats.reasoning is not None
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": service.tokenizer.chat_source or "",
+            "details": details,
+            "model_info": {"general.architecture": family, f"{family}.context_length": info.context_length},
+            "capabilities": ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])],
+            "modified_at": started,
+        }

@@ -1,0 +1,227 @@
+"""Bodies of /api/chat and /api/generate, and the conversation that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from draftwing.errors import RequestError
+from draftwing.requests.request import MOST_OPENAI_LOGPROBS, LogprobParams
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.chat import Chat, ChatBody, Conversation, checked_functions
+from draftwing.server.openai.schema import ChatTool
+from draftwing.server.schema import Body, Bookkeeping, Hint, Name, NotBuilt
+
+# Fields of `options`, and what each is called in `SamplingParams`.
+SAMPLED = {
+    "seed": "sampling_seed",
+    "num_predict": "max_new_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "stop": "stop",
+}
+Role = Annotated[
+    Literal["system", "user", "assistant", "tool"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+]
+
+
+class ModelOptions(Body):
+    """How to sample, and how to load a model, which this server did when it started."""
+
+    seed: Any = None
+    num_predict: Any = None
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    repeat_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    stop: Any = None
+
+    # The server's own, or of the memory and the threads that it has.
+    draft_num_predict: Hint = None
+    f16_kv: Hint = None
+    logits_all: Hint = None
+    low_vram: Hint = None
+    main_gpu: Hint = None
+    num_batch: Hint = None
+    num_ctx: Hint = None
+    num_gpu: Hint = None
+    num_keep: Hint = None
+    num_thread: Hint = None
+    numa: Hint = None
+    penalize_newline: Hint = None
+    repeat_last_n: Hint = None  # penalties look at the whole prompt and answer
+    use_mlock: Hint = None
+    use_mmap: Hint = None
+    vocab_only: Hint = None
+
+    mirostat: NotBuilt = None
+    mirostat_eta: Hint = None  # without mirostat they ask for nothing
+    mirostat_tau: Hint = None
+    tfs_z: NotBuilt = None
+    typical_p: NotBuilt = None
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: Any = None
+    index: Bookkeeping = None
+    description: Bookkeeping = None
+
+
+class ToolCall(Body):
+    """A call that an answer made, as it comes back in the conversation."""
+
+    id: str | None = None
+    type: Bookkeeping = None
+    function: CalledFunction
+
+
+class OllamaMessage(Body):
+    role: Role
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None  # as `tool_name`, of older clients
+    images: NotBuilt = None
+
+
+class OllamaBody(ChatBody):
+    """What both endpoints share. Responses are streams unless `stream` is false."""
+
+    names: ClassVar = {
+        **{ours: f"options.{name}" for name, ours in SAMPLED.items()},
+        "min_new_tokens": "options.num_predict",
+        "response_format": "format",
+        "thinking": "think",
+        "top_logprobs_num": "top_logprobs",
+    }
+
+    model: Name
+    options: ModelOptions | None = None
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
+    keep_alive: Hint = None  # the model stays loaded
+    truncate: Hint = None  # a prompt that is too long is refused
+    shift: Hint = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the client asks to free the model at once."""
+        return str(self.keep_alive).rstrip("smh") == "0"
+
+    @property
+    def length(self) -> str | None:
+        return None if self._most is None else "options.num_predict"
+
+    @property
+    def _most(self) -> Any:
+        """The length that the client chose; 0 and less leave it to the context."""
+        most = (self.options or ModelOptions()).num_predict
+        return None if isinstance(most, int) and not isinstance(most, bool) and most <= 0 else most
+
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        given = self.options or ModelOptions()
+        fields |= {ours: getattr(given, name) for name, ours in SAMPLED.items() if getattr(given, name) is not None}
+        if isinstance(given.seed, int) and given.seed < 0:
+            del fields["sampling_seed"]
+        fields["max_new_tokens"] = self._most
+        if isinstance(self.format, dict):
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        elif self.format:
+            fields["response_format"] = {"type": "json_object"}
+        return super().sampling(defaults, **fields)
+
+    def wanted_logprobs(self) -> LogprobParams | None:
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+            return None
+        return LogprobParams(self.top_logprobs or 0)
+
+    def _chat(self, messages: list[dict[str, Any]], **more: Any) -> Chat:
+        effort = self.think if isinstance(self.think, str) else None
+        return Chat(messages, thinking=self.think if isinstance(self.think, bool) else None, effort=effort, **more)
+
+
+class OllamaChatRequest(OllamaBody):
+    """Body of /api/chat. Without options.num_predict an answer runs to the context limit."""
+
+    source = "messages"
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[ChatTool] | None = None
+
+    def chat(self) -> Chat:
+        given = self.tools or []
+        functions = checked_functions([(tool.function.plain(), f"tools.{i}.function") for i, tool in enumerate(given)])
+        return self._chat(_conversation(self.messages or []), functions=functions)
+
+
+class OllamaGenerateRequest(OllamaBody):
+    """Body of /api/generate: a prompt that is put into the chat template, or with `raw` the whole prompt."""
+
+    source = "prompt"
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+    context: NotBuilt = None
+    images: NotBuilt = None
+    suffix: NotBuilt = None
+    template: NotBuilt = None
+
+    def chat(self) -> Chat:
+        found = Conversation(self.system)
+        found.say("user", self.prompt or "")
+        return self._chat(found.done())
+
+
+def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    found = Conversation()
+    waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
+    for i, message in enumerate(messages):
+        where, text = f"messages.{i}", message.content or ""
+        if message.tool_calls and message.role != "assistant":
+            raise RequestError(f"{where}.tool_calls is for messages of the role 'assistant'", f"{where}.tool_calls")
+        if message.role == "assistant":
+            found.answer(text, begin=True)
+            if message.thinking:
+                found.think(message.thinking)
+            for call in message.tool_calls or []:
+                # Clients need not give ids; some templates want nine letters and digits.
+                waiting.append((call.id or f"call{len(waiting) % 100_000:05}", call.function.name))
+                found.call(*waiting[-1], call.function.arguments)
+        elif message.role == "tool":
+            call_id = _answered(message, waiting)
+            found.result(call_id, text, f"{where}.{'tool_call_id' if message.tool_call_id else 'role'}", "tool call")
+        else:
+            found.say(message.role, text)
+    return found.done()
+
+
+def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> str | None:
+    """The id of the call that a message has the result of: by its id, else the first one of that name, or of any."""
+    if message.tool_call_id is not None:
+        return message.tool_call_id
+    name = message.tool_name or message.name
+    same = [one for one in waiting if name in (None, one[1])] or waiting
+    if not same:
+        return None
+    waiting.remove(same[0])
+    return same[0][0]

@@ -1,0 +1,210 @@
+"""Ollama's API through its own client's requests: a server with a stand-in engine, streaming and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from scripted import ScriptedEngine, serving
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+HI = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(reasoning="qwen3", tools="hermes")
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+def lines(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = httpx.post(f"{url}{path}", json={"model": "m"} | body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def whole(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = httpx.post(f"{url}{path}", json={"model": "m", "stream": False} | body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def refused(url: str, path: str, body: dict[str, Any]) -> str:
+    response = httpx.post(f"{url}{path}", json={"model": "m"} | body)
+    assert response.status_code == 400, response.text
+    error: str = response.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("script", "text", "thinking"),
+    [("Grüße 👋 there", "Grüße 👋 there", None), ("<think>\nhm\n</think>\n\nyes", "yes", "hm"), ("", "", None)],
+)
+def test_a_chat_is_the_same_in_lines_and_whole(
+    engine: ScriptedEngine, url: str, script: str, text: str, thinking: str | None
+) -> None:
+    engine.script = script
+    once = whole(url, "/api/chat", {"messages": HI})
+    assert once["message"]["content"] == text and once["message"].get("thinking") == thinking
+    assert once["done"] is True and once["done_reason"] == "stop" and once["model"] == "m"
+    assert once["prompt_eval_count"] == len(engine.requests[-1].prompt_ids) and once["total_duration"] >= 0
+    parts = lines(url, "/api/chat", {"messages": HI})
+    assert "".join(part["message"]["content"] for part in parts) == text
+    assert "".join(part["message"].get("thinking", "") for part in parts) == (thinking or "")
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1]["eval_count"] == once["eval_count"]
+
+
+def test_calls_are_whole_and_come_back(engine: ScriptedEngine, url: str) -> None:
+    engine.script = f"Let me see. {CALL}\n{CALL}"
+    body: dict[str, Any] = {"messages": HI, "tools": [TOOL]}
+    once = whole(url, "/api/chat", body)
+    parts = lines(url, "/api/chat", body)
+    streamed = [call for part in parts for call in part["message"].get("tool_calls", [])]
+    for calls in (once["message"]["tool_calls"], streamed):
+        assert [call["function"] for call in calls] == [
+            {"index": i, "name": "get_weather", "arguments": {"city": "Paris é"}} for i in range(2)
+        ]
+    # As Ollama's client sends them back: with or without ids.
+    history = [*HI, once["message"], {"role": "tool", "tool_name": "get_weather", "content": "sunny"}]
+    history.append({"role": "tool", "tool_call_id": once["message"]["tool_calls"][1]["id"], "content": "rain"})
+    engine.script = "ok"
+    assert whole(url, "/api/chat", {"messages": history, "tools": [TOOL]})["message"]["content"] == "ok"
+    first, second = (call["id"] for call in once["message"]["tool_calls"])
+    assert f"sunny by get_weather for {first}" in engine.prompt and f"rain by get_weather for {second}" in engine.prompt
+    for call in once["message"]["tool_calls"]:
+        del call["id"]
+    history[-1] = {"role": "Tool", "content": "rain"}
+    whole(url, "/api/chat", {"messages": history, "tools": [TOOL]})
+    assert "sunny by get_weather for call00000" in engine.prompt and "rain by get_weather for call00" in engine.prompt
+
+
+def test_options_become_sampling_parameters(engine: ScriptedEngine, url: str) -> None:
+    engine.script = "abc"
+    options = {"seed": 3, "temperature": 0, "top_k": 5, "repeat_penalty": 1.1, "num_predict": 2, "stop": ["x"]}
+    response = httpx.post(
+        f"{url}/api/chat",
+        json={
+            "model": "m",
+            "stream": False,
+            "messages": HI,
+            "keep_alive": "5m",
+            "options": options | {"num_ctx": 4096},
+        },
+    )
+    assert response.json()["done_reason"] == "length" and response.json()["eval_count"] == 2
+    params = engine.requests[-1].params
+    assert (params.sampling_seed, params.temperature, params.top_k, params.stop) == (3, 0, 5, ("x",))
+    assert params.repetition_penalty == 1.1
+    assert set(response.headers["draftwing-ignored"].split(", ")) == {"options.num_ctx", "keep_alive"}
+    for most in (0, -1, -2):
+        whole(url, "/api/chat", {"messages": HI, "options": {"num_predict": most, "seed": -1}})
+        assert engine.requests[-1].params.max_new_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"options": {"num_predict": 10**6}}, "options.num_predict"),
+        ({"options": {"mirostat": 1}}, "options.mirostat"),
+        ({"options": {"temprature": 1}}, "options.temprature"),
+        ({"format": {"type": "nonsense"}}, "format"),
+        ({"format": "xml"}, "format"),
+        ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages.0.images"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+        ({"think": "never"}, "think"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
+    assert param in refused(url, "/api/chat", {"messages": HI} | body)
+
+
+def test_formats_are_grammars(engine: ScriptedEngine, url: str) -> None:
+    engine.script = '{"a": 1}'
+    form: Any
+    for form, kind in (("json", "json_object"), ({"type": "object"}, "json_schema"), ("", None)):
+        whole(url, "/api/chat", {"messages": HI, "format": form, "think": False})
+        grammar = engine.requests[-1].params.grammar
+        assert (grammar and grammar.kind) == kind
+
+
+def test_a_prompt_is_put_into_the_template_unless_it_is_raw(engine: ScriptedEngine, url: str) -> None:
+    engine.script = "hello"
+    once = whole(url, "/api/generate", {"prompt": "hi", "system": "be brief"})
+    assert once["response"] == "hello" and "be brief" in engine.prompt and "<user>hi" in engine.prompt
+    parts = lines(url, "/api/generate", {"prompt": "hi", "raw": True})
+    assert "".join(part["response"] for part in parts) == "hello" and "<user>" not in engine.prompt
+    assert parts[-1]["done_reason"] == "stop"
+    engine.script = "<think>a</think>b"  # a raw prompt's answer is text as it is
+    assert whole(url, "/api/generate", {"prompt": "hi", "raw": True})["response"] == engine.script
+    assert "context" in refused(url, "/api/generate", {"prompt": "hi", "context": [1]})
+
+
+def test_models_are_loaded_and_freed_without_a_prompt(url: str) -> None:
+    for path in ("/api/chat", "/api/generate"):
+        assert whole(url, path, {})["done_reason"] == "load"
+        assert (
+            whole(url, path, {"keep_alive": 0, "messages": []} if "chat" in path else {"keep_alive": "0s"})[
+                "done_reason"
+            ]
+            == "unload"
+        )
+
+
+def test_logprobs(engine: ScriptedEngine, url: str) -> None:
+    engine.script = "abc"
+    once = whole(url, "/api/chat", {"messages": HI, "logprobs": True, "top_logprobs": 1})
+    parts = lines(url, "/api/chat", {"messages": HI, "logprobs": True})
+    streamed = [entry["token"] for part in parts for entry in part.get("logprobs", [])]
+    assert [entry["token"] for entry in once["logprobs"]] == streamed and streamed[:3] == ["a", "b", "c"]
+
+
+def test_what_clients_ask_before_they_chat(engine: ScriptedEngine, url: str) -> None:
+    assert tuple(map(int, httpx.get(f"{url}/api/version").json()["version"].split("."))) >= (0, 6, 4)
+    for path in ("tags", "ps"):
+        (card,) = httpx.get(f"{url}/api/{path}").json()["models"]
+        assert card["name"] == engine.info.model_name and len(card["digest"]) == 64
+    shown = httpx.post(f"{url}/api/show", json={"model": "m"}).json()
+    family = shown["model_info"]["general.architecture"]
+    assert shown["model_info"][f"{family}.context_length"] == engine.info.context_length
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+
+
+def test_curl_sends_json_as_a_form_and_pages_may_not(url: str) -> None:
+    body, form = (
+        b'{"model": "m", "prompt": "hi", "stream": false}',
+        {"content-type": "application/x-www-form-urlencoded"},
+    )
+    assert httpx.post(f"{url}/api/generate", content=body, headers=form).status_code == 200
+    for page in ({"origin": "http://127.0.0.1"}, {"sec-fetch-site": "same-site"}):
+        assert httpx.post(f"{url}/api/generate", content=body, headers=form | page).status_code == 400
+    chat = b'{"model": "m", "messages": []}'
+    assert httpx.post(f"{url}/v1/chat/completions", content=chat, headers=form).status_code == 400
+
+
+def test_an_unknown_path_and_a_broken_body(url: str) -> None:
+    assert isinstance(httpx.post(f"{url}/api/pull", json={"model": "m"}).json()["error"], str)
+    assert isinstance(httpx.post(f"{url}/api/chat", content=b"{", headers={}).json()["error"], str)
