@@ -112,9 +112,8 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
 
     @app.get("/api/ps")
     async def running() -> dict[str, Any]:
-        memory = 0 if info.device == "cpu" else size
         far = "9999-12-31T23:59:59Z"  # it stays loaded
-        return {"models": [{**card, "expires_at": far, "size_vram": memory, "context_length": info.context_length}]}
+        return {"models": [{**card, "expires_at": far, "context_length": info.context_length}]}
 
     @app.post("/api/show", openapi_extra=schema(ShowRequest))
     async def show(request: Request) -> dict[str, Any]:
