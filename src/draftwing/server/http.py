@@ -230,7 +230,9 @@ def _may_leave_out_its_type(request: Request) -> bool:
 def _read(body: bytes, model: type[M], service: Service) -> M:
     _check_parts(body, 2 * service.countable)
     try:
-        return model.model_validate_json(body)
+        found = model.model_validate_json(body)
+        _ = found.ignored if isinstance(found, Asking) else ()
+        return found
     except ValidationError as error:
         if error.error_count() > _MOST_ERRORS:
             raise RequestError(f"the body has {error.error_count()} fields or values that are wrong", "body") from None

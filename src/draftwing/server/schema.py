@@ -159,25 +159,30 @@ def _hints(model: type[BaseModel]) -> frozenset[str]:
 def ignored_fields(body: BaseModel) -> tuple[str, ...]:
     """Names the hints of a body that ask for something, once each, the outer ones first. Places in lists are left
     out: `messages.content.cache_control`."""
-    found: dict[str, None] = {}
-    rest: list[tuple[str, Any]] = [("", body)]
-    while rest:
-        where, value = rest.pop()
-        if isinstance(value, list):
-            rest += [(where, one) for one in reversed(value) if isinstance(one, (BaseModel, list))]
-        elif isinstance(value, BaseModel):
-            model, inner = type(value), list[tuple[str, Any]]()
-            for name, field in model.model_fields.items():
-                if name not in value.model_fields_set:
-                    continue
-                one, path = getattr(value, name), f"{where}{field.alias or name}"
-                if name in _hints(model):
+    found: list[str] = []
+    level: list[tuple[str, Any]] = [("", body)]
+    while level:
+        below: list[tuple[str, Any]] = []
+        named: set[str] = set()
+        for where, value in level:
+            if type(value) is list:
+                below += [(where, one) for one in value if type(one) not in _PLAIN]
+                continue
+            model: type[BaseModel] = type(value)
+            hints = _hints(model)
+            for name in value.model_fields_set:
+                one = getattr(value, name)
+                if name in hints:
                     if not _asks_for_nothing(name, one):
-                        found[path] = None
-                elif isinstance(one, (BaseModel, list)):
-                    inner.append((f"{path}.", one))
-            rest += reversed(inner)
+                        named.add(f"{where}{model.model_fields[name].alias or name}")
+                elif type(one) not in _PLAIN:
+                    below.append((f"{where}{model.model_fields[name].alias or name}.", one))
+        found += sorted(named.difference(found))
+        level = below
     return tuple(found)
+
+
+_PLAIN = frozenset({str, int, float, bool, dict, type(None)})  # types of values that hold no fields of a body
 
 
 def characters(value: Any) -> int:
@@ -205,6 +210,14 @@ class Asking(Body):
     cache_salt: str | None = None
 
     _place: ExitStack = PrivateAttr(default_factory=ExitStack)
+    _ignored: tuple[str, ...] | None = PrivateAttr(default=None)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """See `ignored_fields`; found once, where the body is read, for it may be large."""
+        if self._ignored is None:
+            self._ignored = ignored_fields(self)
+        return self._ignored
 
     @property
     def place(self) -> ExitStack:

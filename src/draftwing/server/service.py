@@ -24,7 +24,7 @@ from draftwing.server.border.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.entries import fit_entries, least
 from draftwing.server.lanes import Lanes
-from draftwing.server.schema import Asking, ignored_fields, split_prompts
+from draftwing.server.schema import Asking, split_prompts
 from draftwing.text.answer import Answer
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.bounded import encode_bounded
@@ -263,7 +263,7 @@ class Service:
             except RequestError as error:
                 raise body.renamed(error) from None
             tokens = sum(len(request.prompt_ids) for request in requests)
-            unused = dict.fromkeys((*ignored_fields(body), *ignored))
+            unused = dict.fromkeys((*body.ignored, *ignored))
             return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None, [*unused])
 
     async def _with_bad_words(self, asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
