@@ -162,7 +162,7 @@ def tensors(
     in_blocks: quantised matrices come as they are stored, and mostly are views of the file.
     """
     permuted = file.metadata["general.architecture"] == "llama"
-    total, done = len(file.data), 0
+    total, done = file.size, 0
     for name in file.tensors:
         if name == "rope_freqs.weight":  # part of the config
             continue
