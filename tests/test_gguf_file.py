@@ -234,7 +234,7 @@ def test_parts_that_are_of_something_else(tmp_path: Path, change: Callable[[list
         ((("split.count", U64, struct.pack("<Q", 2**60)),), "a name that says so"),
         ((("split.count", U32, u32(2)), ("split.no", U32, u32(0))), "split.no: expected 1, found 0"),
         (
-            (("split.count", U32, u32(2)), ("split.no", ARRAY, u32(U32) + bytes(24))),
+            (("split.count", U32, u32(2)), ("split.no", ARRAY, u32(U32) + bytes(8))),
             "split.no: expected 0, found array",
         ),
     ],
