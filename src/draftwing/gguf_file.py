@@ -228,9 +228,9 @@ def _together(first: GGUFFile, *others: GGUFFile) -> GGUFFile:
     for number, part in enumerate((first, *others)):
         for key, expected in ((_PART, number), (_COUNT, 1 + len(others))):
             found = part.metadata.get(key)
-            if found != expected:
+            if type(found) is not int or found != expected:
                 raise CheckpointError(
-                    f"{part.path}: {key}: expected {expected}, found {found!r}: it is of another file"
+                    f"{part.path}: {key}: expected {expected}, found {found!r}: is it another model's?"
                 )
         twice = part.tensors.keys() & tensors.keys()
         if twice:
