@@ -25,9 +25,11 @@ from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.salts import Salts
 from draftwing.engine.stats import Reporter
+from draftwing.errors import CheckpointError
 from draftwing.grammar import GrammarCompiler
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
+from draftwing.models.loader import load_config
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -55,7 +57,11 @@ class Engine:
             tokenizer_path = resolve_model(
                 options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False
             )
-        tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        try:
+            tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        except CheckpointError:
+            load_config(path)  # what this has to say of the model comes first
+            raise
         parts = build(options, path, tokenizer, rank_failed)
         self.options = parts.options
         try:

@@ -52,6 +52,9 @@ def folder_tensors(
     canonical name, where a part is wanted."""
     cuts = cuts or {}
     files = weight_files(folder)
+    aside = [name for name in _like_weights(folder) if folder / name not in (_chosen(folder), *files)]
+    if aside:
+        logger.info("weights are those of %s; left aside: %s", _chosen(folder), ", ".join(aside))
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         for name, tensor in _safetensors(file, cuts) if file.suffix == ".safetensors" else _pickled(file, cuts):
@@ -64,21 +67,28 @@ def folder_tensors(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights: one, or the shards of an index; raises CheckpointError. The log says
-    which others were left aside."""
-    chosen = _named(folder) or next((name for name in WEIGHT_FILES if os.path.lexists(folder / name)), None)
-    names = sorted(file.name for file in folder.iterdir())
-    beside = [name for name in names if name.startswith(_BEGINNINGS) or name.endswith(_ENDS)]
-    if chosen is None:
-        found = f"; found {', '.join(beside)}" if beside else ""
+    """The files that hold a folder's weights: one, or the shards of an index. Raises CheckpointError where there are
+    none, or not all."""
+    chosen = _chosen(folder)
+    if not os.path.isfile(chosen):  # a pipe would be waited for
+        raise CheckpointError(f"{chosen}: expected a file, found none")
+    return _shards(folder, chosen.name) if chosen.name.endswith(_INDEX) else [chosen]
+
+
+def _chosen(folder: Path) -> Path:
+    """The file of weights, or the index."""
+    name = _named(folder) or next((name for name in WEIGHT_FILES if os.path.lexists(folder / name)), None)
+    if name is None:
+        like = _like_weights(folder)
+        found = f"; found {', '.join(like)}" if like else ""
         raise CheckpointError(f"no weights in {folder}: expected one of {', '.join(WEIGHT_FILES)}{found}")
-    if not os.path.isfile(folder / chosen):  # a pipe would be waited for
-        raise CheckpointError(f"{folder / chosen}: expected a file, found none")
-    files = _shards(folder, chosen) if chosen.endswith(_INDEX) else [folder / chosen]
-    aside = [name for name in beside if name != chosen and folder / name not in files]
-    if aside:
-        logger.info("weights are those of %s in %s; left aside: %s", chosen, folder, ", ".join(aside))
-    return files
+    return folder / name
+
+
+def _like_weights(folder: Path) -> list[str]:
+    """Files whose names speak of weights, or of an index."""
+    names = sorted(file.name for file in folder.iterdir())
+    return [name for name in names if name.startswith(_BEGINNINGS) or name.endswith(_ENDS)]
 
 
 def _named(folder: Path) -> str | None:
