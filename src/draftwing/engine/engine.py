@@ -115,7 +115,8 @@ class Engine:
         self.info = replace(self.info, read_rate=self.parts.executor.device.read_rate())
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queues a request. Raises RequestError if it can never run; one with `terms` was found fit before."""
+        """Queues a request. Raises RequestError if it can never run, or has the uid of a live one: one whose last
+        output `step` has not returned. One with `terms` was found fit before."""
         self._inbox.put(self._admissible(request))
 
     def abort(self, uid: str) -> None:
@@ -184,7 +185,9 @@ class Engine:
                     self.explainer.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
-            return self.parts.sched.take_outputs()
+            outputs = self.parts.sched.take_outputs()
+            self._inbox.forget(output.uid for output in outputs if output.finish_reason is not None)
+            return outputs
 
     def close(self) -> None:
         """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""
