@@ -93,3 +93,6 @@ class GroupTorchOps(TorchOps):
 
     def packs_with_onednn(self, weight: Tensor) -> bool:
         return False
+
+    def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype

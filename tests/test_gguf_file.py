@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tiny_gguf import write
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
 from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.gguf import model_config
 from draftwing.models.loader import load_model
 
@@ -166,3 +168,88 @@ def test_sizes_that_cannot_be(tmp_path: Path, key: str, value: int, message: str
     path.write_bytes(raw[:at] + u32(value) + raw[at + 4 :])
     with pytest.raises(CheckpointError, match=message):
         load_model(path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", BlockTorchOps(torch.device("cpu"))))
+
+
+def parts_of(folder: Path, tensors: int, small_first: bool = False) -> list[Path]:
+    """Writes a model in parts of so many tensors, as the gguf package does."""
+    write(folder / "m.gguf", "qwen3", Type.Q8_0, split=tensors, small_first=small_first)
+    return sorted(folder.glob("m-*-of-*.gguf"))
+
+
+@pytest.mark.parametrize(("tensors", "small_first"), [(5, False), (1, False), (4, True)])
+def test_parts_of_a_split_file_are_read_together(tmp_path: Path, tensors: int, small_first: bool) -> None:
+    whole = open_gguf(write(tmp_path / "whole.gguf", "qwen3", Type.Q8_0))
+    parts = parts_of(tmp_path, tensors, small_first)
+    assert len(parts) >= 3
+    for path in parts:
+        found = open_gguf(path)
+        assert found.tensors.keys() == whole.tensors.keys() and model_config(found) == model_config(whole)
+        assert all(np.array_equal(found.raw(name), whole.raw(name)) for name in whole.tensors)
+        assert found.metadata["tokenizer.ggml.tokens"] == whole.metadata["tokenizer.ggml.tokens"]
+    seen: list[tuple[int, int]] = []
+    form = BlockFormat("Q8_0", BlockTorchOps(torch.device("cpu")))
+    for weight_format in (DENSE, form):
+        model, expected = (
+            load_model(path, torch.float32, "cpu", lambda *now: seen.append(now), weight_format=weight_format)
+            for path in (parts[-1], whole.path)
+        )
+        for name, value in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+    assert seen[len(seen) // 4 - 1][0] <= sum(part.stat().st_size for part in parts) == seen[0][1]
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, 3)
+    parts[1].unlink()
+    parts[3].unlink()
+    for path in (parts[0], parts[2]):
+        with pytest.raises(CheckpointError) as error:
+            load_model(path, torch.float32, "cpu")
+        assert all(part.name in str(error.value) for part in (parts[1], parts[3]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda parts: parts[1].write_bytes(parts[2].read_bytes()), "split.no: expected 1, found 2"),
+        (lambda parts: parts[1].rename(parts[1].with_name("renamed.gguf")), "a name that says so"),
+        (lambda parts: parts[1].write_bytes(parts[1].read_bytes()[:-40]), "it was not fully downloaded"),
+        (lambda parts: parts[2].write_bytes(b""), "not a GGUF file"),
+        (lambda parts: write(parts[1], "qwen3"), "split.no: expected 1, found None"),
+    ],
+)
+def test_parts_that_are_of_something_else(tmp_path: Path, change: Callable[[list[Path]], Any], message: str) -> None:
+    parts = parts_of(tmp_path, 4)
+    change(parts)
+    renamed = tmp_path / "renamed.gguf"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(renamed if renamed.exists() else parts[0], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ((("split.count", STRING, text("2")),), "split.count: expected a number of parts, found '2'"),
+        ((("split.count", 5, struct.pack("<i", -2)),), "split.count: expected a number of parts, found -2"),
+        ((("split.count", U64, struct.pack("<Q", 2**60)),), "a name that says so"),
+        ((("split.count", U32, u32(2)), ("split.no", U32, u32(0))), "split.no: expected 1, found 0"),
+        (
+            (("split.count", U32, u32(2)), ("split.no", ARRAY, u32(U32) + bytes(8))),
+            "split.no: expected 0, found array",
+        ),
+    ],
+)
+def test_hostile_parts(tmp_path: Path, metadata: tuple[Any, ...], message: str) -> None:
+    paths = [file(tmp_path / f"m-0000{i}-of-00002.gguf", [Entry("a", (32,), Q8_0)], 64, metadata) for i in (1, 2)]
+    with pytest.raises(CheckpointError, match=message):
+        open_gguf(paths[0])
+
+
+def test_the_same_tensor_in_two_parts_and_one_that_is_in_none(tmp_path: Path) -> None:
+    for second, message in (("a", "the tensor a is there twice"), ("b", "expected 3 tensors in all parts, found 2")):
+        for i, name in enumerate(("a", second)):
+            metadata = [("split.count", U32, u32(2)), ("split.no", U32, u32(i)), ("split.tensors.count", U32, u32(3))]
+            path = tmp_path / f"m-0000{i + 1}-of-00002.gguf"
+            file(path, [Entry(name, (32,), Q8_0)], 64, tuple(metadata))
+        with pytest.raises(CheckpointError, match=message):
+            open_gguf(path)

@@ -63,8 +63,11 @@ def write(
     extra: dict[str, np.ndarray] | None = None,
     edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
     experts: int = 0,
+    split: int = 0,
+    small_first: bool = False,
 ) -> Path:
-    writer = gguf_package.GGUFWriter(path, arch)
+    """split: tensors of a part, whose file has a name of its own; small_first: whether the first has none."""
+    writer = gguf_package.GGUFWriter(path, arch, split_max_tensors=split, small_first_shard=small_first)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

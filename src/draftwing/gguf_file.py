@@ -1,4 +1,4 @@
-"""The container of a GGUF file: its metadata, and its tensors in float32.
+"""The container of a GGUF file, or of all parts of a split one: its metadata, and its tensors in float32.
 
 It is read here, for the `gguf` package's reader makes a Python object per token of the vocabulary, which takes seconds.
 That package decodes the quantised blocks. Layout: the GGUF specification of ggml, version 2 and 3, little endian.
@@ -7,8 +7,10 @@ That package decodes the quantised blocks. Layout: the GGUF specification of ggm
 from __future__ import annotations
 
 import math
+import os
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +42,19 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """metadata: scalars and strings as Python values, arrays of strings as lists, of numbers as numpy arrays."""
+    """metadata: scalars and strings as Python values, arrays of strings as lists, of numbers as numpy arrays.
+    parts: the others of a split file, whose tensors are among `tensors`."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     data: npt.NDArray[np.uint8]  # the whole file, mapped
+    parts: tuple[GGUFFile, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return len(self.data) + sum(part.size for part in self.parts)
 
     def dequantized(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor, in its own memory; raises CheckpointError for a type that cannot be decoded."""
@@ -69,6 +78,9 @@ class GGUFFile:
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor as it is stored: [rows, bytes per row]; raises CheckpointError where it is not all there."""
+        for part in self.parts:
+            if name in part.tensors:
+                return part.raw(name)
         info, kind = self.tensors[name], self.kind(name)
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         what = f"{name} of type {kind} and shape {list(info.shape)}"
@@ -182,9 +194,56 @@ def _tensor_info(cursor: _Cursor, path: Path, name: str) -> TensorInfo:
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
+# How llama.cpp names the parts of a split file.
+PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+_PART, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+
+
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Maps the file and reads its header; raises CheckpointError when it is not GGUF version 2 or 3."""
-    path = Path(path)
+    """Maps the file and reads its header; of a split one those of all parts, whichever `path` is. Raises
+    CheckpointError when it is not GGUF version 2 or 3, or a part is not there."""
+    file = _open_one(Path(path))
+    count = file.metadata.get(_COUNT, 1)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(f"{path}: {_COUNT}: expected a number of parts, found {count!r}")
+    if count <= 1:
+        return file
+    folder, match = file.path.parent, PART.fullmatch(file.path.name)
+    if match is None or int(match["count"]) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a split file: expected a name that says so, such as "
+            f"model-00001-of-{count:05}.gguf"
+        )
+    paths = [folder / f"{match['model']}-{part:05}-of-{match['count']}.gguf" for part in range(1, count + 1)]
+    missing = [path.name for path in paths if not os.path.isfile(path)]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise CheckpointError(f"parts of {path} that are not beside it: {', '.join(missing[:4])}{more}, of {count}")
+    return _together(*map(_open_one, paths))
+
+
+def _together(first: GGUFFile, *others: GGUFFile) -> GGUFFile:
+    """The first part, with the tensors of all."""
+    tensors: dict[str, TensorInfo] = {}
+    for number, part in enumerate((first, *others)):
+        for key, expected in ((_PART, number), (_COUNT, 1 + len(others))):
+            found = part.metadata.get(key)
+            if type(found) is not int or found != expected:
+                raise CheckpointError(
+                    f"{part.path}: {key}: expected {expected}, found {found!r}: is it another model's?"
+                )
+        twice = part.tensors.keys() & tensors.keys()
+        if twice:
+            raise CheckpointError(f"{part.path}: the tensor {min(twice)} is there twice")
+        tensors |= part.tensors
+    expected = first.metadata.get(_TENSORS, len(tensors))
+    if type(expected) is not int or expected != len(tensors):
+        raise CheckpointError(f"{first.path}: expected {expected!r} tensors in all parts, found {len(tensors)}")
+    return replace(first, tensors=tensors, parts=others)
+
+
+def _open_one(path: Path) -> GGUFFile:
+    """As `open_gguf`, of one file."""
     if not path.is_file():
         raise CheckpointError(f"expected a GGUF file, found none at {path}")
     data = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
 from draftwing.engine.engine import ENDED, RECEIVED, Engine
 from draftwing.engine.inbox import Inbox
+from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
 
 
 def asked(uid: str, client: str = "") -> GenerationRequest:
-    return GenerationRequest(uid, [1, 2, 3], SamplingParams(max_new_tokens=50, ignore_eos=True), client=client)
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True, temperature=0.0)
+    return GenerationRequest(uid, [1, 2, 3], params, client=client)
 
 
 def req(uid: str, client: str) -> Req:
@@ -39,6 +42,67 @@ def test_clients_take_turns_and_what_ended_is_never_taken() -> None:
     assert [one.uid for one in inbox.take_new(3)] == ["b1"] and inbox.empty and not inbox.take_new(1)
     inbox.wake()
     inbox.wait()
+
+
+class Turning:
+    """An engine's outputs, taken together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.done = engine, list[list[int]]()  # tokens of requests that ended
+        self._open: dict[str, list[int]] = {}
+
+    def turn(self, times: int) -> None:
+        for _ in range(times):
+            for output in self.engine.step():
+                self._open.setdefault(output.uid, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.done.append(self._open.pop(output.uid))
+
+    def ended(self, count: int = 1) -> list[list[int]]:
+        """Turns until so many requests more have ended -> their tokens."""
+        while len(self.done) < count:
+            self.turn(1)
+        done, self.done = self.done, []
+        return done
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "NGRAM"])
+@pytest.mark.parametrize("turns", [0, 1, 3, 7])
+def test_a_uid_has_one_live_request(tmp_path: Path, turns: int, drafter: str, overlap: bool) -> None:
+    """At once and some steps apart; it is free when the last output was given out, though a step of the old request may
+    still be under way."""
+    engine = Engine(
+        Options(
+            model=str(write_checkpoint(tmp_path / "model")), device="cpu", max_total_tokens=2048, num_threads=1,
+            max_running_requests=4, speculative_algorithm=drafter, enable_overlap=overlap,
+        )
+    )  # fmt: skip
+    try:
+        turning = Turning(engine)
+        engine.submit(asked("a"))
+        expected = turning.ended()
+        for _ in range(3):
+            engine.submit(asked("a"))
+            turning.turn(turns)
+            for client in ("", "another"):
+                with pytest.raises(RequestError, match="'a', which a live request has"):
+                    engine.submit(asked("a", client))
+            engine.submit(asked("b"))
+            assert turning.ended(2) == 2 * expected
+        engine.submit(asked("a"))
+        turning.turn(turns)
+        engine.abort("a")
+        with pytest.raises(RequestError):
+            engine.submit(asked("a"))
+        turning.ended()
+        engine.submit(asked("a"))
+        assert turning.ended() == expected
+        while not engine.idle():
+            engine.step()
+        assert not engine.step()
+    finally:
+        engine.close()
 
 
 def test_running_answers_go_on_beside_thousands(tmp_path: Path) -> None:

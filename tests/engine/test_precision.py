@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from block_ops import BlockTorchOps
 from group_ops import GroupTorchOps
+from tiny_checkpoint import write_checkpoint
 
+from draftwing import LLM
 from draftwing.config.options import Options
 from draftwing.engine.device import Device, pick_dtype
 from draftwing.engine.precision import pick_precision
@@ -32,6 +35,9 @@ GROUPS = Device(CPU, GroupTorchOps(CPU))
 class GpuOps(TorchOps):
     widens_pool = False
     narrows_pool = True
+
+    def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
 
 @pytest.mark.parametrize("quantization", ["auto", "q8_0", "q4_0", "q4_k"])
@@ -94,9 +100,56 @@ def test_the_types_of_the_pool() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype float32 beside a model in bfloat16: expected auto or bf"):
         kv(PLAIN, dtype="bfloat16", kv_cache_dtype="float32")
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16 beside a model in float16: expected auto$"):
-        kv(PLAIN, dtype="float16", kv_cache_dtype="bfloat16")
+        kv(Device(CPU, GpuOps(CPU)), dtype="float16", kv_cache_dtype="bfloat16")
     with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 beside a model in float32: expected auto or fl"):
         kv(Device(CPU, GpuOps(CPU)), dtype="float32", kv_cache_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_type_that_is_not_exact_on_this_cpu_is_computed_in_float32(
+    half: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """float16 on any, bfloat16 where oneDNN has no products in it."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with caplog.at_level("INFO"):
+        for options in ({"dtype": half}, {"dtype": half, "quantization": "none"}):
+            found = pick_precision(Options(**options), PLAIN, torch.float16)
+            assert (found.dtype, found.kv_dtype, found.weights) == (torch.float32, torch.float32, DENSE)
+    assert f"--dtype {half}: computed in float32" in caplog.text
+    gpu = Device(CPU, GpuOps(CPU))
+    assert pick_precision(Options(dtype=half), gpu, None).dtype == getattr(torch, half)
+
+
+ENGINE = {
+    "device": "cpu", "num_threads": 1, "max_total_tokens": 4096, "max_running_requests": 8, "quantization": "none",
+    "context_length": 512,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_texts_and_log_probabilities_do_not_depend_on_the_batch(tmp_path: Path, dtype: str) -> None:
+    """Of a model whose sums are long enough for their order to matter: drafts, other requests, parts of prompts."""
+    folder = write_checkpoint(tmp_path / "tiny", hidden=512, heads=8, size=64)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (5, 37, 64, 100, 130, 201)]
+    prompts += [(prompts[0] * 20)[:90], (prompts[1] * 4)[:111]]  # whose continuations repeat them
+    wishes = {"return_logprob": True, "logprob_start_len": 0}
+    params = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+    found = []
+    for more in (
+        {"speculative_algorithm": "none", "max_running_requests": 1},
+        {"speculative_algorithm": "none", "chunked_prefill_size": 48},
+        {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True, "chunked_prefill_size": 64},
+    ):
+        with LLM(str(folder), **{**ENGINE, "dtype": dtype, "disable_radix_cache": True, **more}) as llm:
+            answers = llm.generate(prompts, params, **wishes)
+            metas = [(a.token_ids, a.meta_info) for a in answers]
+            found.append([(ids, m["input_token_logprobs"], m["output_token_logprobs"]) for ids, m in metas])
+            if more["speculative_algorithm"] == "NGRAM":
+                assert sum(a.meta_info["spec_num_correct_drafts"] for a in answers) > 20
+    assert len({token for tokens, _, _ in found[0] for token in tokens}) > 8
+    assert found[0] == found[1] == found[2]
 
 
 def test_what_cannot_be_is_refused() -> None:

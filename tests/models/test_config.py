@@ -167,7 +167,10 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**MISTRAL_7B_V01, "layer_types": ["sliding_attention"] * 31}, "layer_types: expected one for each of 32"),
         ({**LLAMA2_7B, "layer_types": ["linear_attention"] * 32}, "linear_attention"),
         ({**QWEN3_8B, "rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: expected a number"),
-        ({**LLAMA2_7B, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type = 'dynamic'"),
+        (
+            {**LLAMA2_7B, "rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 8.0}},
+            "rope_scaling.rope_type = 'dynamic'",
+        ),
         ({**LLAMA2_7B, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type = 'longrope'"),
         ({**LLAMA2_7B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({**LLAMA2_7B, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),

@@ -155,7 +155,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
         (lambda w: w.add_expert_shared_count(1), "expert_shared_count = 1"),
         (lambda w: w.add_expert_count(8), "expert_used_count: expected an integer from 1 to 8, found None"),
         (lambda w: w.add_rope_dimension_count(8), "rope.dimension_count: expected 16, found 8"),
-        (lambda w: w.add_sliding_window(64), "sliding_window = 64"),
+        (lambda w: w.add_sliding_window(64), "sliding_window: expected none, or at least 128, found 64"),
         (lambda w: w.add_array("llama.attention.key_length", [16]), "key_length: expected an integer from 1 to"),
     ],
 )

@@ -36,9 +36,10 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models import gguf
 from draftwing.models.config import FAMILIES, from_hf
+from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.heads.config import draft_config, flatten_config, resolve_aux_layers
-from draftwing.models.loader import folder_tensors, load_config, load_model, read_json
+from draftwing.models.loader import load_config, load_model
 
 MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 EVERY = (
@@ -137,9 +138,12 @@ def test_whole_files(tmp_path: Path, value: Any) -> None:
     for content in (text, f'{{"eos_token_id": {text}, "temperature": {text}, "top_k": {text}, "do_sample": {text}}}'):
         (folder / "generation_config.json").write_text(content)
         refused(lambda: (stop_ids(folder, tiny), sampling_defaults(folder)))
+    (folder / "model.safetensors").unlink()
     for content in (text, f'{{"weight_map": {text}}}', f'{{"weight_map": {{"model.norm.weight": {text}}}}}'):
         (folder / "model.safetensors.index.json").write_text(content)
         assert refused(lambda: list(folder_tensors(folder))), content
+    (folder / "config.json").write_text(f'{{"transformers_weights": {text}}}')
+    assert refused(lambda: list(folder_tensors(folder)))
     (folder / "config.json").write_text(text)
     assert refused(lambda: load_config(folder))
     (folder / "config.json").write_text(f'{{"draftwing": {text}}}')
@@ -197,7 +201,7 @@ def test_shards_with_any_name(tmp_path: Path) -> None:
     for name in ("", ".", "..", "../a.safetensors", "/etc/passwd", "a" * 300, "\x00", "\ud800", "a.safetensors/"):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         if name != "a.safetensors/":
-            assert "names the shard" in refused(lambda: list(folder_tensors(tmp_path))), name
+            assert "names shards" in refused(lambda: list(folder_tensors(tmp_path))), name
 
 
 def test_more_experts_in_all_than_any_model_has() -> None:

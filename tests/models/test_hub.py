@@ -139,6 +139,18 @@ def test_local_models(tmp_path: Path) -> None:
         hub.resolve_model(str(tmp_path / "config.json"))
 
 
+def test_a_folder_of_the_parts_of_one_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"a-b-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for part in parts[1:]:  # the first may be the one that is missing, which is found out when it is read
+        part.touch()
+    assert hub.resolve_model(str(tmp_path)) == parts[1]
+    parts[0].touch()
+    assert hub.resolve_model(str(tmp_path)) == parts[0]
+    (tmp_path / "other-00001-of-00003.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"pass one of them"):
+        hub.resolve_model(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["./missing", "/missing/model", "~/missing", "a/b.gguf", "missing", "a/b/c", ""])
 def test_paths_that_do_not_exist(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

@@ -41,7 +41,8 @@ class Options:
     dtype: str = option(
         "auto", MODEL,
         "type of weights that are not quantised, of activations and of KV; auto: on CUDA the checkpoint's half type, "
-        "on a CPU bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16", "float16"),
+        "on a CPU bfloat16 where it is native, else float32. float16 is computed in float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
     quantization: str = option(
         "auto", MODEL,

@@ -25,6 +25,7 @@ from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.capability import capability, in_words
+from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
 from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.memory import row_length
 from draftwing.engine.startup.precompile import Job, precompile
@@ -96,12 +97,15 @@ def build(
     """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
     rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
     device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
+    check_target(options, path, config)
     draft_path = _draft_path(options)
-    if drafter_spec.same_tokenizer and draft_path and tokenizer and not options.dummy:
-        check_draft_tokenizer(options, draft_path, tokenizer)
     kind = device.device.type
     carried = carried_shape(draft_path or path, kind, drafter_spec.tree) if drafter_spec.heads else None
     options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
+    if draft_path is not None:
+        check_draft_files(options, draft_path, config)
+        if drafter_spec.same_tokenizer and tokenizer and not options.dummy:
+            check_draft_tokenizer(options, draft_path, tokenizer)
     if options.tp_size > 1:
         options = spread(options, config, device)
     log_drafter(options)
@@ -112,6 +116,8 @@ def build(
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     tokens = options.speculative_token_map
     token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
+    if token_ids is not None:
+        check_token_map(options, token_ids)
     ahead = None
     mirror: Mirror = NO_OTHERS
     ranks: Ranks = ALONE

@@ -25,9 +25,11 @@ from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.salts import Salts
 from draftwing.engine.stats import Reporter
+from draftwing.errors import CheckpointError
 from draftwing.grammar import GrammarCompiler
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
+from draftwing.models.loader import load_config
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -55,7 +57,11 @@ class Engine:
             tokenizer_path = resolve_model(
                 options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False
             )
-        tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        try:
+            tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        except CheckpointError:
+            load_config(path)  # what this has to say of the model comes first
+            raise
         parts = build(options, path, tokenizer, rank_failed)
         self.options = parts.options
         try:
@@ -109,7 +115,8 @@ class Engine:
         self.info = replace(self.info, read_rate=self.parts.executor.device.read_rate())
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queues a request. Raises RequestError if it can never run; one with `terms` was found fit before."""
+        """Queues a request. Raises RequestError if it can never run, or has the uid of a live one: one whose last
+        output `step` has not returned. One with `terms` was found fit before."""
         self._inbox.put(self._admissible(request))
 
     def abort(self, uid: str) -> None:
@@ -178,7 +185,9 @@ class Engine:
                     self.explainer.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
-            return self.parts.sched.take_outputs()
+            outputs = self.parts.sched.take_outputs()
+            self._inbox.forget(output.uid for output in outputs if output.finish_reason is not None)
+            return outputs
 
     def close(self) -> None:
         """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
+from draftwing.errors import RequestError
 from draftwing.sched.req import Req
 
 
@@ -18,11 +20,16 @@ class Inbox:
         self._changed = threading.Condition()
         self._new: OrderedDict[str, OrderedDict[str, Req]] = OrderedDict()  # by client and uid; none is empty
         self._clients: dict[str, str] = {}  # by uid of a new request
+        self._live: set[str] = set()  # uids of requests whose last output has not been given out
         self._ended: deque[str | Req] = deque()
         self._woken = False
 
     def put(self, req: Req) -> None:
+        """Raises RequestError for a uid that a live request has."""
         with self._changed:
+            if req.uid in self._live:
+                raise RequestError(f"uid: expected one of its own, found {req.uid!r}, which a live request has", "uid")
+            self._live.add(req.uid)
             self._clients[req.uid] = req.request.client
             self._new.setdefault(req.request.client, OrderedDict())[req.uid] = req
             self._changed.notify()
@@ -32,6 +39,11 @@ class Inbox:
             client = self._clients.pop(uid, None)
             self._ended.append(uid if client is None else self._pop(client, uid))
             self._changed.notify()
+
+    def forget(self, uids: Iterable[str]) -> None:
+        """These requests gave out their last output: their uids are free."""
+        with self._changed:
+            self._live.difference_update(uids)
 
     def wake(self) -> None:
         """Ends a `wait`, this one or the next."""

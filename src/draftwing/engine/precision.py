@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.ops.groups import SCHEMES
 
+logger = logging.getLogger(__name__)
 _AS_BLOCKS = {"fp8": "Q8_0", "w4a16": "Q4_0"}  # on a CPU, by the name that they have on a GPU
 _OF_HEADS = "int8"  # the scheme of draft heads beside a quantised target
 # Types of activations that a GPU has kernels for.
@@ -38,7 +40,12 @@ def pick_precision(
     do."""
     kind = _block_kind(options, device)
     if kind is None:
-        dtype = pick_dtype(options.dtype, device, checkpoint)
+        asked = pick_dtype(options.dtype, device, checkpoint)
+        dtype = device.ops.exact_dtype(asked)
+        if dtype != asked:
+            logger.info(
+                "--dtype %s: computed in float32, for in that type a text would depend on the batch", options.dtype
+            )
         weights = _unblocked(options, device, dtype)
         heads: WeightFormat = DENSE
         few_bits = isinstance(weights, GroupFormat) and (quantised or weights.scheme is not None)

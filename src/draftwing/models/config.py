@@ -17,10 +17,10 @@ from draftwing.errors import CheckpointError
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
-from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
+from draftwing.layers.rope import RopeConfig
 from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.language_model import language_model
-from draftwing.models.positions import WindowSwitch, ropes, windows
+from draftwing.models.positions import WindowSwitch, context, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.requests.refusals import show
@@ -31,7 +31,7 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
-    own config names.  max_positions: the trained context length.  windows: the sliding window of each layer, 0 where
+    own config names.  max_positions: the context length.  windows: the sliding window of each layer, 0 where
     it sees everything; empty where no layer has one.  local_rope: of layers with a window, None: that of the others.
     sinks: whether attention has them.  query_pre_attn_scalar: as `AttentionKind.scalar`.  wide_norms: as `LayerConfig`
     has them.  gemma: whether layers are those of Gemma 3: norms before and after each part, whose weights are stored
@@ -263,13 +263,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     activation = fields.text(key, known[0])
     if activation not in known:
         raise _refused(key, activation, name)
-    max_positions, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
+    trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
     hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
     attention_bias = fields.flag("attention_bias", family.bias)
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
-    rope, local_rope = ropes(fields, family.theta, family.local_theta, max_positions)
+    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained)
+    max_positions = context(rope, trained)
     return ModelConfig(
         architecture=name,
         hidden_size=hidden,
@@ -279,7 +280,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads),
         ffn_size=fields.whole("intermediate_size", high=WIDEST),
         vocab_size=fields.whole("vocab_size"),
-        max_positions=min(max_positions, MOST_POSITIONS),
+        max_positions=max_positions,
         norm_eps=fields.number("rms_norm_eps", 0, 1, family.eps),
         rope=rope,
         qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),

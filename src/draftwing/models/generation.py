@@ -11,7 +11,7 @@ from typing import Any
 from draftwing.errors import RequestError
 from draftwing.models.config import ModelConfig
 from draftwing.models.fields import Fields
-from draftwing.models.loader import read_json
+from draftwing.models.folder import read_json
 from draftwing.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.config import ExpertConfig
-from draftwing.layers.rope import MOST_POSITIONS, RopeConfig, yarn_attention_factor
+from draftwing.layers.rope import RopeConfig, yarn_attention_factor
 from draftwing.models.config import FAMILIES, Family, ModelConfig
-from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.fields import LARGEST, MOST_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
 from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows, MXRows
@@ -120,6 +121,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     file.raw("token_embd.weight")  # its shape is believed, so its values must be there
     family = FAMILIES[architecture]
+    rope = _rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta)
+    positions = context(rope, size("context_length"))
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -129,14 +132,14 @@ def model_config(file: GGUFFile) -> ModelConfig:
         head_dim=head_dim,
         ffn_size=size("feed_forward_length", high=WIDEST, default=experts.ffn if experts is not None else None),
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        max_positions=min(size("context_length"), MOST_POSITIONS),
+        max_positions=positions,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0, 1),
-        rope=_rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta),
+        rope=rope,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         qk_norm=family.qk_norm,
-        windows=_windows(fields, layers, family),
+        windows=_windows(fields, layers, family, positions),
         local_rope=_local_rope(fields, family),
         sinks=family.sinks,
         query_pre_attn_scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.gemma else 0,
@@ -159,7 +162,7 @@ def tensors(
     in_blocks: quantised matrices come as they are stored, and mostly are views of the file.
     """
     permuted = file.metadata["general.architecture"] == "llama"
-    total, done = len(file.data), 0
+    total, done = file.size, 0
     for name in file.tensors:
         if name == "rope_freqs.weight":  # part of the config
             continue
@@ -253,9 +256,6 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
             neutral = (*neutral, SOFTMAX_OF_CHOSEN)
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
-    window = fields.whole("attention.sliding_window", 0, 2**40, 0)
-    if 0 < window < fields.whole("context_length") and not FAMILIES[ARCHITECTURES[arch]].window_pattern:
-        raise CheckpointError(f"{file.path}: {arch}.attention.sliding_window = {window} is not supported")
     for name in file.tensors:
         if name.startswith("rope_factors_"):
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
@@ -280,9 +280,13 @@ def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
     )
 
 
-def _windows(fields: Fields, layers: int, family: Family) -> tuple[int, ...]:
-    """Of families whose layers follow a pattern, which files need not say."""
+def _windows(fields: Fields, layers: int, family: Family, positions: int) -> tuple[int, ...]:
+    """Of families whose layers follow a pattern, which files need not say; raises CheckpointError for others' windows
+    that are shorter than the context."""
     if not family.window_pattern:
+        window = fields.whole("attention.sliding_window", 0, 2**40, 0)
+        if 0 < window < positions:
+            raise fields.unlike("attention.sliding_window", f"none, or at least {positions}")
         return ()
     window = fields.whole("attention.sliding_window", 1, 2**40)
     every = fields.whole("attention.sliding_window_pattern", 1, default=family.window_pattern)
@@ -321,7 +325,9 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
         theta,
         "yarn",
         factor,
-        original_max_positions=fields.whole("rope.scaling.original_context_length", 1, MOST_POSITIONS),
+        original_max_positions=fields.whole(
+            "rope.scaling.original_context_length", 1, LARGEST, fields.whole("context_length")
+        ),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
         truncate=arch != OSS,  # as the model was trained; files do not say

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError
 from draftwing.files import cache_folder
+from draftwing.gguf_file import PART
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ def _local(path: Path) -> Path:
         return path
     if not (path / "config.json").is_file():
         inside = sorted(file.name for file in path.glob("*.gguf"))
+        parts = [PART.fullmatch(name) for name in inside]
+        if parts and all(parts) and len({(part["model"], part["count"]) for part in parts if part}) == 1:
+            return path / inside[0]  # which reads the others
         hint = f"; it holds {', '.join(inside)}: pass one of them" if inside else ""
         raise CheckpointError(f"the folder {path} has no config.json{hint}; {_EXPECTED}")
     return path

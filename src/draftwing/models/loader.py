@@ -6,19 +6,14 @@ weights plus one shard. Nothing from a checkpoint is ever executed.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
-import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
@@ -32,6 +27,7 @@ from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
+from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gguf import Progress
 from draftwing.models.quantised.config import Quantization, Scheme
@@ -42,7 +38,6 @@ from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks
-from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -50,12 +45,6 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
 Stored = Tensor | BlockRows | QuantizedRows | MXRows
 Tensors = Iterable[tuple[str, Stored]]
-
-# (index of the shards, single file), in order of preference
-WEIGHT_FILES = (
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-)
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -275,20 +264,6 @@ def _shape(value: Stored) -> list[int]:
     return list(value.codes.shape if isinstance(value, QuantizedRows) else value.shape)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing in {path.parent}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number or a nesting beyond all bounds
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
 def allocate(module: nn.Module, name: str, meta: nn.Parameter, device: torch.device | str) -> nn.Parameter:
     """Puts an empty parameter on `device` in the place of the one that `name` has on the meta device."""
     owner, _, leaf = name.rpartition(".")
@@ -302,89 +277,3 @@ def _listed(names: Iterable[str], limit: int = 8) -> str:
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def folder_tensors(
-    folder: Path, progress: Progress | None = None, cuts: Mapping[str, Cut] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """(name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights. cuts: by
-    canonical name, where a part is wanted."""
-    cuts = cuts or {}
-    files = _weight_files(folder)
-    total, done = sum(file.stat().st_size for file in files), 0
-    for file in files:
-        for name, tensor in _safetensors(file, cuts) if file.suffix == ".safetensors" else _pickled(file, cuts):
-            yield name, tensor
-            done += tensor.nbytes
-            if progress is not None:
-                progress(min(done, total), total)
-    if progress is not None:
-        progress(total, total)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for index, single in WEIGHT_FILES:
-        if (folder / index).exists():
-            weight_map = read_json(folder / index).get("weight_map")
-            names = weight_map.values() if isinstance(weight_map, dict) else ()
-            if not names or not all(isinstance(name, str) for name in names):
-                raise CheckpointError(
-                    f"{folder / index}: weight_map: expected an object of file names, found {show(weight_map)}"
-                )
-            files = [folder / name for name in sorted(set(names))]
-            for file in files:
-                if file.parent != folder or not os.path.isfile(file):  # which takes any name
-                    raise CheckpointError(f"{index} names the shard {show(file.name)}, which is not in {folder}")
-            return files
-        if (folder / single).exists():
-            if not (folder / single).is_file():  # a pipe would be waited for
-                raise CheckpointError(f"{folder / single}: expected a file, found something else")
-            return [folder / single]
-    expected = ", ".join(single for _, single in WEIGHT_FILES)
-    raise CheckpointError(f"no weights in {folder}: expected one of {expected}, or shards with an index")
-
-
-def _safetensors(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                cut = cuts.get(canonical(name))
-                yield name, shard.get_tensor(name) if cut is None else cut.read(name, shard.get_slice(name))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
-
-
-def _pickled(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
-    """A shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
-    try:
-        if _deflated(file):
-            raise CheckpointError(f"{file}: expected an archive as torch.save writes it, found compressed records")
-        try:
-            shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            # The format before torch 1.6 cannot be mapped.
-            shard = torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # its unpickler raises whatever a malformed file makes it meet
-        raise CheckpointError(f"{file} cannot be read: {error or type(error).__name__}") from None
-    if not isinstance(shard, dict):
-        raise CheckpointError(f"{file}: expected a dictionary of tensors, found {type(shard).__name__}")
-    for name, value in shard.items():
-        if isinstance(value, Tensor):
-            if not isinstance(name, str) or value.layout != torch.strided or value.is_meta:
-                found = f"{value.layout} on {value.device.type}"
-                raise CheckpointError(f"{file}: expected dense tensors by name, found {show(name)} of {found}")
-            cut = cuts.get(canonical(name))
-            yield name, value if cut is None else cut.of_tensor(name, value)
-
-
-def _deflated(file: Path) -> bool:
-    """Whether it is an archive with compressed records, whose bytes would be mapped as if they were values."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist())
-    except (zipfile.BadZipFile, OSError):
-        return False

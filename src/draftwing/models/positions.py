@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from draftwing.errors import CheckpointError
-from draftwing.layers.rope import RopeConfig, yarn_attention_factor
+from draftwing.layers.rope import MOST_POSITIONS, RopeConfig, yarn_attention_factor
 from draftwing.models.fields import LARGEST, Fields
 from draftwing.requests.refusals import show
 
@@ -89,7 +89,8 @@ def rope(scaling: Fields, theta: float, max_positions: int) -> RopeConfig:
     if scaling.number("partial_rotary_factor", 0, 1, 1) != 1:
         raise refused(scaling, "partial_rotary_factor", scaling.get("partial_rotary_factor"))
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind == "default":
+    # The dynamic rule changes nothing up to the trained context, and contexts beyond that are refused.
+    if kind == "default" or (kind == "dynamic" and scaling.get("alpha") is None):
         return RopeConfig(theta)
     if kind not in ("linear", "llama3", "yarn"):
         raise refused(scaling, "rope_type", kind)
@@ -124,6 +125,14 @@ def _yarn(scaling: Fields, theta: float, factor: float, max_positions: int) -> R
         truncate=scaling.flag("truncate", True),
         attention_factor=scaling.number("attention_factor", 0, 1e3, inferred),
     )
+
+
+def context(rope: RopeConfig, max_positions: int) -> int:
+    """How many positions a model has that was trained on `max_positions`, a number that those who add YaRN to a config
+    leave as it was."""
+    if rope.kind == "yarn":
+        max_positions = max(max_positions, int(rope.original_max_positions * rope.factor))
+    return min(max_positions, MOST_POSITIONS)
 
 
 def refused(fields: Fields, key: str, value: object) -> CheckpointError:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from draftwing.config.api_keys import ApiKey, read_keys
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineLink
-from draftwing.errors import ConfigError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -64,7 +64,13 @@ def opened(options: Options) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
         tokenizer_path = path
         if options.tokenizer_path:
             tokenizer_path = resolve_model(options.tokenizer_path, options.revision, weights=False)
-        tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        try:
+            tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        except CheckpointError:
+            from draftwing.models.loader import load_config
+
+            load_config(path)  # what this has to say of the model comes first
+            raise
         engine = AsyncEngine(link.wait_ready(), link, spawn)
         yield engine, tokenizer
     finally:

@@ -20,6 +20,7 @@ from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.suffix_drafter import SuffixDrafter
+from draftwing.spec.token_map import check_topk
 
 log = logging.getLogger("draftwing")
 
@@ -98,4 +99,5 @@ def _drafter(context: DraftContext, head: DraftHead | BlockHead) -> ModelDrafter
             f"--speculative-num-steps: expected at most {steps}, which is what a block of {context.draft_path} "
             f"predicts; found {context.shape.depth}"
         )
+    check_topk(context.shape.topk, head.vocab, str(context.draft_path))
     return make_model_drafter(head, context.rows, context.shape.topk, context.dtype, context.ops)

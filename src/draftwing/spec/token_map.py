@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,14 @@ def load_token_map(name: str, vocab: int) -> Tensor:
     kept = sorted(set(ids))
     logger.info("token map: %d of %d tokens, %d repeated ones dropped", len(kept), vocab, len(ids) - len(kept))
     return torch.tensor(kept, dtype=torch.int64)
+
+
+def check_topk(topk: int, vocab: int, whose: str) -> None:
+    """Raises ConfigError where a tree has more branches than there are tokens."""
+    if topk > vocab:
+        raise ConfigError(
+            f"--speculative-eagle-topk: expected at most {vocab}, as many tokens as {whose} has, found {topk}"
+        )
 
 
 def _find(name: str) -> Path:

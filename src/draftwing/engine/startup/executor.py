@@ -58,8 +58,7 @@ def make_executor(
     layers = model.kv_layers
     draft_layers = list(drafter.kv_layers) if drafter is not None else []
     wanted = options.context_length or config.max_positions
-    if wanted > config.max_positions:
-        raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
+    assert wanted <= config.max_positions, "what is more was refused"
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
     room = max_commit + max_span + 1 + (LAG_ROOM if draft_layers else 0)  # past the context, in a row of the row table
     rig = Rig(model, drafter, [*layers, *draft_layers], menu, kv_dtype, device)

@@ -27,6 +27,7 @@ from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
+from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.block_config import BlockConfig, block_config
@@ -43,7 +44,7 @@ from draftwing.models.heads.config import (
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.models.loader import Stored, Tensors, fill_parameters, folder_tensors, load_config, read_json
+from draftwing.models.loader import Stored, Tensors, fill_parameters, load_config
 from draftwing.models.quantised.read import assembled, is_quantised
 from draftwing.models.weight_map import MTP_PREFIX, canonical
 from draftwing.ops.types import QuantizedRows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.torch import onednn
 from draftwing.ops.torch.assign import AssignOps
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.expansion import ExpansionOps
@@ -44,6 +45,12 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     def batch_invariant(self) -> bool:
         """Whether there is a way to give a row the same bits in any batch."""
         return self.device.type == "cpu"
+
+    def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type to compute in where this one is asked for: on a CPU float32 for one in which the order of a row's
+        sums is torch's to choose, and depends on the batch."""
+        known = self.device.type != "cpu" or onednn.takes(torch.empty(0, dtype=dtype))
+        return dtype if known else torch.float32
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:

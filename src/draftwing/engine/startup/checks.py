@@ -1,0 +1,56 @@
+"""What configs and file names tell of an engine that cannot be, before any weight is read: that may take minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from draftwing.config.drafters import TOKEN_MAP
+from draftwing.config.options import Options
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.models.config import ModelConfig
+from draftwing.models.folder import read_json, weight_files
+from draftwing.models.heads.config import flatten_config, same
+from draftwing.models.loader import load_config
+from draftwing.spec.token_map import check_topk
+
+
+def check_target(options: Options, path: Path, config: ModelConfig) -> None:
+    """Raises ConfigError for a context that the model does not have, CheckpointError for weights that are not there."""
+    wanted = options.context_length or 0
+    if wanted > config.max_positions:
+        raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
+    if path.is_dir() and not options.dummy:
+        weight_files(path)
+
+
+def check_draft_files(options: Options, path: Path, target: ModelConfig) -> None:
+    """The same of a draft model. options: `for_engine`; path: of the draft model. Not for a user's own drafter, whose
+    files may be anything."""
+    spec = options.drafter_spec
+    if spec.same_tokenizer:
+        vocab = min(load_config(path).vocab_size, target.vocab_size)
+    elif spec.heads:
+        if not path.is_dir():
+            raise CheckpointError(f"draft model: expected a folder, found none at {path}")
+        try:
+            raw = flatten_config(read_json(path / "config.json"))
+            same("vocab_size", target.vocab_size, raw.get("vocab_size", target.vocab_size))
+            if raw.get("target_hidden_size") != target.hidden_size:  # for which an EAGLE-3 head may be smaller
+                hidden = raw.get("hidden_size", target.hidden_size)
+                same("hidden_size of the target it was trained for", target.hidden_size, hidden)
+        except CheckpointError as error:
+            raise CheckpointError(f"draft model {path}: {error}") from None
+        vocab = raw.get("draft_vocab_size") or target.vocab_size
+    else:
+        return
+    if path.is_dir() and not options.dummy:
+        weight_files(path)
+    check_topk(options.speculative_shape.topk, vocab, str(path))
+
+
+def check_token_map(options: Options, token_ids: Tensor) -> None:
+    """Raises ConfigError for a token map that a drafter heeds, with too few tokens. options: `for_engine`."""
+    if TOKEN_MAP in options.drafter_spec.options:
+        check_topk(options.speculative_shape.topk, len(token_ids), f"the token map {options.speculative_token_map}")

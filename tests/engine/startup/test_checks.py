@@ -1,0 +1,192 @@
+"""What is refused before any weight is read: the files of weights here are not such."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference.block_heads import dflash_head
+from reference.checkpoints import Checkpoint, eagle2_head, eagle3_head, llama_target, small_llama_draft
+from safetensors.torch import save_file
+from tiny_checkpoint import VOCAB, write_tokenizer
+
+from draftwing import LLM
+from draftwing.config.options import Options
+from draftwing.engine.engine import Engine
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_total_tokens": 512}
+UNREADABLE = b"these are no weights"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A llama whose weights cannot be read."""
+    path = OF.write(tmp_path / "target")
+    write_tokenizer(path)
+    (path / "model.safetensors").write_bytes(UNREADABLE)
+    return path
+
+
+OF = llama_target(0, vocab_size=VOCAB, num_hidden_layers=6)
+
+
+def eagle3(**changes: Any) -> Checkpoint:
+    return eagle3_head(OF, vocab_size=VOCAB, **changes)
+
+
+def refusal(model: Path, **options: Any) -> DraftwingError:
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        Engine(Options(model=str(model), **OPTIONS | options))
+    assert "cannot be read" not in str(error.value)
+    return error.value
+
+
+def head(folder: Path, made: Checkpoint, weights: bool = True) -> dict[str, Any]:
+    made.write(folder)
+    write_tokenizer(folder)
+    (folder / "model.safetensors").unlink()
+    if weights:
+        (folder / "model.safetensors").write_bytes(UNREADABLE)
+    return {"speculative_draft_model_path": str(folder)}
+
+
+TREE = {"speculative_num_steps": 2, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 12}
+
+
+@pytest.mark.parametrize("drafter", ["none", "NGRAM", "STANDALONE"])
+def test_a_context_that_is_too_long(target: Path, drafter: str) -> None:
+    positions = json.loads((target / "config.json").read_text())["max_position_embeddings"]
+    error = refusal(
+        target, context_length=positions + 1, speculative_algorithm=drafter,
+        speculative_draft_model_path="/nowhere" if drafter == "STANDALONE" else None,
+    )  # fmt: skip
+    assert isinstance(error, ConfigError) and f"--context-length {positions + 1} exceeds the {positions}" in str(error)
+
+
+def test_weights_that_are_not_there(target: Path) -> None:
+    (target / "model.safetensors").unlink()
+    assert "no weights in" in str(refusal(target))
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    assert "a.safetensors" in str(refusal(target))
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "EAGLE3", "EAGLE3+NGRAM", "DFLASH"])
+def test_a_draft_without_weights(tmp_path: Path, target: Path, algorithm: str) -> None:
+    made = {
+        "STANDALONE": small_llama_draft(vocab_size=VOCAB),
+        "EAGLE": eagle2_head(OF, vocab_size=VOCAB),
+        "DFLASH": dflash_head(OF),
+    }.get(algorithm, eagle3())
+    draft = tmp_path / "draft"
+    error = refusal(target, speculative_algorithm=algorithm, **head(draft, made, weights=False))
+    assert isinstance(error, CheckpointError) and f"no weights in {draft}" in str(error)
+    (draft / "config.json").unlink()
+    assert "no config.json" in str(refusal(target, speculative_algorithm=algorithm, **head_of(draft)))
+
+
+def head_of(folder: Path) -> dict[str, Any]:
+    return {"speculative_draft_model_path": str(folder)}
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_a_head_of_another_vocabulary(tmp_path: Path, target: Path, algorithm: str) -> None:
+    other = llama_target(0, vocab_size=VOCAB + 6)
+    made = (eagle2_head if algorithm == "EAGLE" else eagle3_head)(other, vocab_size=VOCAB + 6)
+    error = refusal(target, speculative_algorithm=algorithm, **head(tmp_path / "draft", made))
+    assert f"vocab_size: expected {VOCAB}, found {VOCAB + 6}" in str(error)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "DFLASH"])
+def test_a_head_of_a_target_of_another_size(tmp_path: Path, target: Path, algorithm: str) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
+    made = {"EAGLE": eagle2_head(OF, vocab_size=VOCAB), "EAGLE3": eagle3(), "DFLASH": dflash_head(OF)}[algorithm]
+    error = refusal(target, speculative_algorithm=algorithm, **head(tmp_path / "draft", made))
+    assert f"expected 96, found {config['hidden_size']}" in str(error)
+
+
+def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: Path) -> None:
+    """Said before its tokenizer is looked for."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
+    error = refusal(target, speculative_algorithm="STANDALONE", **head_of(draft))
+    assert "latent attention (MLA)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "latent attention (MLA)"),
+        ({"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}, "linear attention"),
+        ({"architectures": ["SomethingForCausalLM"]}, "unknown architecture SomethingForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"], "hidden_size": 0}, "max_position_embeddings"),
+    ],
+)
+@pytest.mark.parametrize("weights", [True, False])
+def test_the_architecture_is_said_before_a_tokenizer_is_missed(
+    tmp_path: Path, config: dict[str, Any], said: str, weights: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if weights:
+        save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert said in str(refusal(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")  # which cannot be read
+    assert said in str(refusal(tmp_path))
+
+
+def test_a_missing_tokenizer_is_still_said(target: Path) -> None:
+    (target / "tokenizer.json").unlink()
+    assert "has no tokenizer" in str(refusal(target))
+
+
+# -- fewer tokens than branches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4, 7])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "EAGLE+NGRAM"])
+def test_a_token_map_with_fewer_tokens_than_branches(tmp_path: Path, target: Path, size: int, algorithm: str) -> None:
+    tokens = tmp_path / "map.json"
+    tokens.write_text(json.dumps([*range(10, 10 + size), 10]))  # 10 twice
+    draft = (
+        {}
+        if algorithm == "NEXTN"
+        else head(tmp_path / "draft", eagle2_head(llama_target(0, vocab_size=VOCAB), vocab_size=VOCAB))
+    )
+    error = refusal(target, speculative_algorithm=algorithm, speculative_token_map=str(tokens), **draft, **TREE)
+    assert isinstance(error, ConfigError)
+    assert f"--speculative-eagle-topk: expected at most {size}," in str(error) and "found 8" in str(error)
+
+
+def test_a_draft_vocabulary_with_fewer_tokens_than_branches(tmp_path: Path, target: Path) -> None:
+    draft = head(tmp_path / "draft", eagle3(rows=5))
+    error = refusal(target, speculative_algorithm="EAGLE3", **draft, **TREE)
+    assert isinstance(error, ConfigError)
+    assert "--speculative-eagle-topk: expected at most 5," in str(error) and "found 8" in str(error)
+
+
+def test_a_draft_vocabulary_that_its_config_does_not_tell(tmp_path: Path) -> None:
+    target = OF.write(tmp_path / "target")
+    write_tokenizer(target)
+    made = eagle3(rows=5)
+    del made.config["draft_vocab_size"]
+    made.write(tmp_path / "draft")
+    error = refusal(target, speculative_algorithm="EAGLE3", **head_of(tmp_path / "draft"), **TREE)
+    assert isinstance(error, ConfigError) and "expected at most 5," in str(error)
+
+
+def test_as_many_tokens_as_branches_draft(tmp_path: Path) -> None:
+    target = OF.write(tmp_path / "target")
+    write_tokenizer(target)
+    eagle3(rows=8).write(tmp_path / "draft")
+    draft = {"speculative_algorithm": "EAGLE3", **head_of(tmp_path / "draft"), **TREE, "speculative_fixed_shape": True}
+    params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    texts = []
+    for options in (draft, {"speculative_algorithm": "none"}):
+        with LLM(str(target), **OPTIONS, **options) as llm:
+            texts.append(llm.generate([[1, 2, 3]], params)[0].token_ids)
+    assert texts[0] == texts[1] and len(texts[0]) == 12
