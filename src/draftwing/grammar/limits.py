@@ -6,16 +6,15 @@ them is looked at, and long chains of references cost stack, whose end kills the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal, InvalidOperation
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from draftwing.grammar.ebnf import MAX_REPETITION, GrammarError, written_count
 
@@ -86,37 +85,6 @@ def lark_regex(pattern: str) -> str:
     """Returns a regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large."""
     written = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], checked_regex(pattern), flags=re.DOTALL)
     return written.replace("\\\n", "\\n").replace("\n", "\\n")
-
-
-def schema_text(schema: Any, options: Mapping[str, Any]) -> str:
-    """Returns a JSON schema with our options in it; those that the request may have written there itself are dropped,
-    as they could relax what the schema says. Raises GrammarError."""
-    if schema is False:
-        raise GrammarError("the schema false allows nothing")
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
-    return json.dumps({**_with_checked_patterns(schema), "x-guidance": dict(options)}, ensure_ascii=False)
-
-
-def _with_checked_patterns(value: Any) -> Any:
-    """Returns a part of a schema with its expressions rewritten. Values that a document is compared with stay."""
-    if isinstance(value, list):
-        return [_with_checked_patterns(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    out = {}
-    for key, item in value.items():
-        if key in ("const", "enum", "default", "examples"):
-            out[key] = item
-        elif key == "pattern" and isinstance(item, str):
-            out[key] = checked_regex(item)
-        elif key == "patternProperties" and isinstance(item, dict):
-            out[key] = {checked_regex(name): _with_checked_patterns(one) for name, one in item.items()}
-        else:
-            out[key] = _with_checked_patterns(item)
-    return out
 
 
 def check_multiples(text: str) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError, to_lark
-from draftwing.grammar.limits import MAX_CHARS, check_multiples, lark_regex, schema_text
+from draftwing.grammar.limits import MAX_CHARS, check_multiples, lark_regex
+from draftwing.grammar.schemas import schema_text
 from draftwing.grammar.structural import to_lark_grammar
 from draftwing.requests.grammar_field import Grammar
 

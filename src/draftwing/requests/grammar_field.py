@@ -13,6 +13,17 @@ from draftwing.requests.refusals import Names, check_text, show
 
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")
 
+# Keywords of JSON schema whose values are data; schemas; lists of schemas; schemas by names.
+SCHEMA_DATA: Final = frozenset(["const", "default", "enum", "examples"])
+SCHEMAS: Final = frozenset({
+    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
+    "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+SCHEMA_LISTS: Final = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
+SCHEMA_MAPS: Final = frozenset({
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+})  # fmt: skip
+
 
 class Grammar(NamedTuple):
     """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON."""

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftwing.requests.grammar_field import Grammar
+from draftwing.requests.grammar_field import SCHEMA_DATA, SCHEMA_MAPS, Grammar
 from draftwing.server.parsers.harmony import CHANNEL, END, MESSAGE, START
 from draftwing.server.parsers.reasoning import ReasoningStyle, Start
 from draftwing.server.parsers.tools import ToolStyle
-
-# Keywords of JSON schema whose values are data, and those whose values map names to schemas.
-_DATA = ("const", "enum", "default", "examples")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 @dataclass(frozen=True)
@@ -222,8 +218,8 @@ def _moved(schema: Any, root: str, names: bool = False) -> Any:
             moved[key] = _moved(value, root)
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = root + value[1:]
-        elif key in _DATA:
+        elif key in SCHEMA_DATA:
             moved[key] = value
         else:
-            moved[key] = _moved(value, root, key in _MAPS)
+            moved[key] = _moved(value, root, key in SCHEMA_MAPS)
     return moved
