@@ -60,7 +60,7 @@ class GrammarCompiler:
 
     tokenizer: the target's.  vocab_size: V, width of the logits, which may be padded.  stop_ids: tokens that end an
     answer; they are allowed exactly where the grammar may end.
-    translator: by default one that lets JSON have any white space.  cache_size: compiled grammars to keep.
+    translator: by default one with `WHITESPACE` in JSON.  cache_size: compiled grammars to keep.
     """
 
     def __init__(

@@ -220,6 +220,8 @@ class Chats:
             grammar = after_reasoning(grammar, style.reasoning, style.start)
         if grammar == own:
             return params, False
+        if grammar is not None and own is not None:
+            grammar = grammar._replace(whitespace=own.whitespace)
         if params.min_new_tokens or params.ignore_eos:
             name = "ignore_eos" if params.ignore_eos else "min_tokens"
             raise RequestError(

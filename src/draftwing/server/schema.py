@@ -68,7 +68,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_meta_info", "return_sampling_mask", "return_routed_experts", "return_bytes"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_weight_versions", "return_token_offsets"), (False,)),
     **dict.fromkeys(("use_beam_search", "use_audio_in_video", "require_reasoning", "no_logs", "echo"), (False,)),
-    **dict.fromkeys(("disable_fallback", "disable_any_whitespace", "disable_additional_properties"), (False,)),
+    **dict.fromkeys(("disable_fallback", "disable_additional_properties"), (False,)),
     **dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"), (False,)),
     **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
     **dict.fromkeys(("return_cached_tokens_details", "return_spec_tokens_details"), (False,)),
