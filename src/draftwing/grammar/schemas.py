@@ -79,6 +79,28 @@ def pointed(root: Any, reference: str) -> Any:
     return root
 
 
+def moved(schema: Any, root: str, names: bool = False) -> Any:
+    """Returns the schema with references to its own root turned into references to `root`.
+
+    names: the keys are names of the user's, not keywords.
+    """
+    if isinstance(schema, list):
+        return [moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {}
+    for key, value in schema.items():
+        if names:
+            out[key] = moved(value, root)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            out[key] = root + value[1:]
+        elif key in SCHEMA_DATA:
+            out[key] = value
+        else:
+            out[key] = moved(value, root, key in SCHEMA_MAPS)
+    return out
+
+
 def _references(value: Any) -> list[str]:
     """Every "$ref" in a schema."""
     found, rest = [], [value]

@@ -53,6 +53,11 @@ class Translator:
         return text
 
 
+def schema_document(schema: Mapping[str, Any]) -> str:
+    """A schema that is in the library's language."""
+    return _document(json_schema=json.dumps({**schema, "x-guidance": _OPTIONS}, ensure_ascii=False))
+
+
 def _translated(grammar: Grammar, special: Mapping[str, int], options: Mapping[str, Any]) -> str:
     if len(grammar.text) > MAX_CHARS:
         raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_CHARS} are allowed")

@@ -95,6 +95,16 @@ def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
     return Grammar(kind, check_text(value, names[kind]))
 
 
+def schema_place(response_format: Any) -> str:
+    """Where a response_format holds its schema: what comes behind the name of its field."""
+    match response_format:
+        case {"type": "json_schema"}:
+            return ".json_schema.schema"
+        case {"type": "json_object", "schema": _}:
+            return ".schema"
+    return ""
+
+
 def _schema(field: str, value: Any, names: Names) -> Grammar:
     return Grammar("json_schema", as_json(field, value, (Mapping, bool), names))
 

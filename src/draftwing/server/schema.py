@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from draftwing.errors import RequestError
-from draftwing.requests.grammar_field import GRAMMARS
+from draftwing.requests.grammar_field import GRAMMARS, schema_place
 from draftwing.requests.refusals import bounded
 from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
@@ -257,9 +257,12 @@ class Asking(Body):
 
     @property
     def grammar_field(self) -> str | None:
-        """Name of the field that holds a grammar."""
-        given = (name for name in GRAMMARS if getattr(self, name, None) is not None)
-        return next(given, self.names.get("response_format"))
+        """Name of the field that holds a grammar, or its schema."""
+        given = next((name for name in GRAMMARS if getattr(self, name, None) is not None), None)
+        if given == "response_format":
+            return given + schema_place(getattr(self, given))
+        other = self.names.get("response_format")
+        return given or (other and f"{other}.schema")
 
     def wanted_logprobs(self) -> LogprobParams | None:
         """The log probabilities that are asked for. Raises RequestError."""
