@@ -28,6 +28,7 @@ MARK_DEPTH, MARK_VERIFIED, MARK_SOURCE, MARK_SURVIVAL, MARK_ONE = 0xFF, 1 << 8, 
 # Set beside a drawn token, the same in the kernels: the logits that it was drawn from were not finite, so it means
 # nothing. No draft equals such a token, so it is the last of its step.
 NOT_FINITE = 1 << 32
+FORBIDDEN = 1 << 33  # the same where the request's own parameters left no token; the kernels do not set it
 TOKEN = NOT_FINITE - 1  # the token alone
 
 
@@ -273,7 +274,7 @@ class StepResult:
     """What a step gave, on the host.
 
     tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk); the last may
-        be `NOT_FINITE`.
+        be `NOT_FINITE` or `FORBIDDEN`.
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
     mark[B, nodes]: of the draft's nodes, see `depth`, `verified`, `source` and `survival`.
     confidence[B]: the drafter's confidence for the next step.

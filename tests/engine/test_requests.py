@@ -334,6 +334,104 @@ def test_a_request_that_forbids_everything_is_told_so(harness):
         assert reason["type"] == "abort" and field in reason["message"]
 
 
+class Strict(ToyGrammar):
+    """Never allows token 0, which ends texts."""
+
+    def _allowed(self):
+        return super()._allowed() - {0} or {1}
+
+
+def only(ids, prompt, text, after):
+    """A logits processor: leaves nothing but `ids` where the answer is the first `after` tokens of `text`."""
+
+    def processor(tokens, logits):
+        if tokens == [*prompt, *text[:after]]:
+            kept = logits[list(ids)].clone()
+            logits.fill_(-torch.inf)[list(ids)] = kept
+        return logits
+
+    return processor
+
+
+@pytest.mark.further(harness="ranks")
+@pytest.mark.parametrize("shape", [PLAIN, TREE])
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("grammar", ("grammar", "logits processor")),
+        ("stop id", ("grammar", "logits processor")),
+        ("allowed_token_ids", ("allowed_token_ids", "logits processor")),
+        ("min_new_tokens", ("min_new_tokens", "logits processor")),
+        ("bad_words", ("bad_words", "allowed_token_ids")),
+    ],
+)
+def test_what_is_left_by_none_of_the_parameters_ends_the_answer_there(harness, kind, named, shape, seeded):
+    """Token 0 is the first of those that are all banned, and would end the answer as if it was whole."""
+    h, prompt, stop = harness, [1, 2, 3], 0
+    made = h.seeded if seeded else h.greedy
+    grammar = (lambda: Strict(2, h.VOCAB)) if kind in ("grammar", "stop id") else lambda: None
+    fields = {"allowed_token_ids": tuple(range(1, 9))} if kind in ("allowed_token_ids", "bad_words") else {}
+    fields |= {"min_new_tokens": 20} if kind == "min_new_tokens" else {}
+    free = h.Rig(h.tiny_model(seed=4))
+    free.submit("0", prompt, made(20, **fields), stop_ids=(stop,), grammar=grammar())
+    answers = free.run()
+    text = answers.tokens["0"]
+    assert len(text) == 20
+    for after in (0, 1, 5):
+        rig = h.Rig(
+            h.tiny_model(seed=4), shapes=(shape,), drafter=None if shape is PLAIN else "oracle",
+            **({} if shape is PLAIN else dict(book=h.make_book([prompt], answers), miss=0)),
+        )  # fmt: skip
+        more, asked = {}, dict(fields)
+        if kind == "bad_words":
+            path = tuple(text[:after])
+            asked |= {"bad_words": ("named by ids",)}
+            more["bad_word_ids"] = tuple((*path, token) for token in fields["allowed_token_ids"])
+        else:
+            refused = Strict(2, h.VOCAB, tuple(text[:after]))._allowed() | set(range(1, 9)) | {stop}
+            ids = [stop] if kind in ("stop id", "min_new_tokens") else sorted(set(range(h.VOCAB)) - refused)
+            more["processor"] = only(ids, prompt, text, after)
+        rig.submit("0", prompt, made(20, **asked), stop_ids=(stop,), grammar=grammar(), **more)
+        got = rig.run()
+        reason = got.final["0"].finish_reason
+        assert (got.tokens["0"], reason["type"]) == (text[:after], "abort"), reason
+        assert all(name in reason["message"] for name in named)
+
+
+def test_nothing_left_after_a_draft_that_is_not_accepted_does_not_matter(harness):
+    h, prompt, wrong = harness, [1, 2, 3], []
+    free = h.Rig(h.tiny_model(seed=4))
+    free.submit("0", prompt, h.greedy(20))
+    answers = free.run()
+    text = answers.tokens["0"]
+
+    def on_the_way(tokens, logits):
+        if tokens[len(prompt) :] != text[: len(tokens) - len(prompt)]:
+            wrong.append(tokens)
+            logits.fill_(-torch.inf)
+        return logits
+
+    rig = h.Rig(h.tiny_model(seed=4), shapes=(TREE,), drafter="oracle", book=h.make_book([prompt], answers), miss=0)
+    rig.submit("0", prompt, h.greedy(20), processor=on_the_way)
+    got = rig.run()
+    assert got.tokens["0"] == text and got.final["0"].finish_reason["type"] == "length" and wrong
+
+
+def test_a_processor_may_want_a_token_infinitely(harness):
+    def wanting(tokens, logits):
+        logits[7 + len(tokens) % 2] = torch.inf
+        return logits
+
+    h = harness
+    rig = h.Rig(h.tiny_model(seed=4))
+    rig.submit("greedy", [1, 2, 3], h.greedy(4), processor=wanting)
+    rig.submit("seeded", [1, 2, 3], h.seeded(4), processor=wanting)
+    got = rig.run()
+    assert got.tokens["greedy"] == got.tokens["seeded"] == [8, 7, 8, 7]
+    assert got.final["greedy"].finish_reason["type"] == "length"
+
+
 @pytest.mark.parametrize("where", ["advance", "complete"])
 def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(harness, where):
     def give_up(*_):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from draftwing.errors import RequestError
-from draftwing.grammar.limits import check_multiples, checked_regex, schema_text
+from draftwing.grammar.limits import check_multiples, checked_regex
+from draftwing.grammar.schemas import schema_text
 from draftwing.grammar.state import GrammarState
 from draftwing.requests.grammar_field import Grammar
 

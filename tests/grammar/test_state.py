@@ -166,9 +166,7 @@ def by_bytes(vocab, state, data):
 
 
 def test_forced_text_is_legal_and_leaves_no_choice(vocab):
-    compact = GrammarCompiler(
-        vocab.tokenizer, vocab.size, vocab.tokenizer.stop_ids, Translator(vocab.tokenizer, any_whitespace=False)
-    )
+    compact = GrammarCompiler(vocab.tokenizer, vocab.size, vocab.tokenizer.stop_ids, Translator(vocab.tokenizer, ""))
     schema = {**OBJECT, "properties": {"an_unusual_name": {"const": "value"}, "b": {"type": "null"}}}
     schema["required"] = ["an_unusual_name", "b"]
     state = compact.compile(Grammar("json_schema", json.dumps(schema)))
@@ -255,7 +253,7 @@ def test_whitespace_options(byte_vocab):
     tokenizer, stop = byte_vocab.tokenizer, byte_vocab.tokenizer.stop_ids
     texts = ['{"name":"x","age":1}', '{"name": "x", "age": 1}', '{ "name" :\n"x" ,"age":1}']
     results = []
-    for options in [{}, {"any_whitespace": False}, {"whitespace_pattern": " ?"}]:
+    for options in [{}, {"whitespace": ""}, {"whitespace": " ?"}]:
         compiler = GrammarCompiler(tokenizer, byte_vocab.size, stop, Translator(tokenizer, **options))
         state = compiler.compile(Grammar("json_schema", json.dumps(OBJECT)))
         results.append([accepts(byte_vocab, state, text) for text in texts])

@@ -28,7 +28,7 @@ GRAMMARS = [
 def compact(byte_vocab):
     """Without free whitespace, so that much is forced."""
     tokenizer = byte_vocab.tokenizer
-    return GrammarCompiler(tokenizer, byte_vocab.size, tokenizer.stop_ids, Translator(tokenizer, any_whitespace=False))
+    return GrammarCompiler(tokenizer, byte_vocab.size, tokenizer.stop_ids, Translator(tokenizer, ""))
 
 
 def random_tree(vocab, state, rng, nodes):

@@ -45,6 +45,19 @@ def ok(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json": {"type": "object"}}}, Grammar("json_schema", '{"type": "object"}')),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
         ({"response_format": {"type": "json_object", "schema": True}}, Grammar("json_schema", "true")),
+        ({"guided_json": {}, "guided_whitespace_pattern": "[ ]?"}, Grammar("json_schema", "{}", "[ ]?")),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": r"\s*"}},
+            Grammar("json_object", "", r"\s*"),
+        ),
+        (
+            {"structured_outputs": {"disable_any_whitespace": True}, "response_format": {"type": "json_object"}},
+            Grammar("json_object", "", ""),
+        ),
+        (
+            {"structured_outputs": {"json": True, "disable_any_whitespace": False, "whitespace_pattern": None}},
+            Grammar("json_schema", "true"),
+        ),
     ],
 )
 def test_grammars_by_the_peers_names(
@@ -66,6 +79,8 @@ def test_grammars_by_the_peers_names(
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"nonsense": 1}}, "structured_outputs.nonsense"),
         ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
+        ({"guided_json": {}, "guided_whitespace_pattern": "x*"}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "["}}, "structured_outputs.whitespace_pattern"),
     ],
 )
 def test_wrong_grammars_are_refused_by_the_names_that_were_sent(

@@ -22,7 +22,7 @@ NOT_BUILT_OPENAI = {
     "lora_path": "x", "session_params": {"id": 1}, "extra_key": "k", "return_hidden_states": True,
     "return_cached_tokens_details": True, "return_spec_tokens_details": True, "return_prompt_token_ids": True,
     "return_meta_info": True, "ec_transfer_params": {"a": 1}, "guided_decoding_backend": "x",
-    "guided_whitespace_pattern": " ", "kv_transfer_params": {"a": 1}, "length_penalty": 2, "logits_processors": ["x"],
+    "kv_transfer_params": {"a": 1}, "length_penalty": 2, "logits_processors": ["x"],
     "logprob_token_ids": [1], "mm_processor_kwargs": {"a": 1}, "prompt_logprobs": 1, "repetition_detection": {},
     "return_token_offsets": True, "return_tokens_as_token_ids": True, "return_weight_versions": True,
     "routed_experts_prompt_start": 1, "stream_interval": 2, "thinking_token_budget": 5, "truncate_prompt_tokens": 5,

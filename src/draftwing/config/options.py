@@ -142,9 +142,14 @@ class Options:
         None, REQUESTS, "module:attribute of a logits processor that requests may name; several with commas"
     )
     constrained_json_whitespace_pattern: str | None = option(
-        None, REQUESTS, "regular expression of the white space allowed in JSON of a schema (default: any)"
+        None,
+        REQUESTS,
+        r"regular expression of the white space allowed between tokens of JSON (default: one blank, or one or two line "
+        r"ends and up to 20 blanks and tabs); '[ \t\n\r]*' is any",
     )
-    constrained_json_disable_any_whitespace: bool = option(False, REQUESTS, "allow no white space in JSON of a schema")
+    constrained_json_disable_any_whitespace: bool = option(
+        False, REQUESTS, "allow no white space between tokens of JSON"
+    )
 
     mem_fraction_static: float | None = option(
         None, MEMORY,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import NOT_FINITE, PLAIN, TOKEN, IntArray, Plan, TokenLogprobs, TreeShape
+from draftwing.core import FORBIDDEN, NOT_FINITE, PLAIN, TOKEN, IntArray, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
@@ -133,7 +133,8 @@ class SpecialRows:
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guides | None) -> Tensor:
-        """`target` [B, N] with the tokens of edited rows drawn from their edited logits."""
+        """`target` [B, N] with the tokens of edited rows drawn from their edited logits; `FORBIDDEN` where the edits
+        left none."""
         if not len(plan.edited):
             return target
         masks = guidance.masks() if guidance is not None else None
@@ -141,7 +142,7 @@ class SpecialRows:
         for which in (np.setdiff1d(plan.edited, processed), processed):
             if len(which):
                 at = self._rows_of(which)
-                edited = self._draw_rows(plan, which, at, drawn, masks, guidance) & TOKEN
+                edited = self._draw_rows(plan, which, at, drawn, masks, guidance)
                 # What edits have made of the logits is no fault of the model's.
                 target = target.index_copy(0, at, edited | target.index_select(0, at) & NOT_FINITE)
         return target
@@ -155,7 +156,8 @@ class SpecialRows:
         masks: npt.NDArray[np.uint32] | None,
         guidance: Guides | None,
     ) -> Tensor:
-        """which: batch indices, `at` on the device. All of them have a logits processor, or none has."""
+        """The tokens, with `FORBIDDEN`. which: batch indices, `at` on the device. All of them have a logits processor,
+        or none has."""
         part = drawn.pick(at)
         guided = _places(plan.guided, which)  # of `plan.guided`
         bits = None
@@ -183,9 +185,12 @@ class SpecialRows:
         )
         params = self.table.sampling(part.rows)
         rescore = exact if half and not processing else None
-        return self.device.ops.sample(
-            logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, rescore
-        )
+        drawn_from = logits, part.positions, part.depth, part.depth_max
+        tokens = self.device.ops.sample(*drawn_from, params, noisy, filtered, banning, rescore)
+        ids = tokens & TOKEN
+        # The best is not finite where all is banned, by the sampler, too; or where an edit wants a token that much.
+        wanted = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) == torch.inf
+        return torch.where((tokens != ids) & ~wanted, ids | FORBIDDEN, ids)
 
     def _processed(self, logits: Tensor, guided: IntArray, guidance: Guides) -> Tensor:
         """logits [b, N, V] after the rows' processors; what was banned stays banned."""

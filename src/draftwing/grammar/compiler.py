@@ -5,6 +5,7 @@ The library is imported when the first grammar comes, so a server without constr
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -14,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from draftwing.errors import RequestError
+from draftwing.grammar.diagnosis import explained, schemas_in
 from draftwing.grammar.limits import on_large_stack
 from draftwing.grammar.state import GrammarState, Mask, Vocabulary, reason
-from draftwing.grammar.translation import Translator, refusal
+from draftwing.grammar.translation import Translator, refusal, schema_document
 from draftwing.requests.grammar_field import Grammar
 
 if TYPE_CHECKING:
@@ -39,11 +41,15 @@ def _limits() -> Any:
     )
 
 
-def _built(vocabulary: Vocabulary, text: str) -> tuple[Any, str | None]:
-    """The library's state before the first token, and why it cannot be used."""
+def _matcher(vocabulary: Vocabulary, text: str) -> Any:
     import llguidance
 
-    matcher = llguidance.LLMatcher(vocabulary.tokens, text, log_level=0, limits=_limits())
+    return llguidance.LLMatcher(vocabulary.tokens, text, log_level=0, limits=_limits())
+
+
+def _built(vocabulary: Vocabulary, text: str) -> tuple[Any, str | None]:
+    """The library's state before the first token, and why it cannot be used."""
+    matcher = _matcher(vocabulary, text)
     if matcher.is_error():
         return matcher, reason(matcher)
     # The first mask builds the automaton's start, which all copies then share, and shows whether it is too large.
@@ -55,12 +61,25 @@ def _built(vocabulary: Vocabulary, text: str) -> tuple[Any, str | None]:
     return matcher, "no text fulfils it" if empty and not state.done else None
 
 
+def _explained(vocabulary: Vocabulary, grammar: Grammar, why: str) -> str:
+    """Why it cannot be used, in words and with the place in a schema."""
+
+    def fails(schema: dict[str, Any]) -> str | None:
+        matcher = _matcher(vocabulary, schema_document(schema))
+        return reason(matcher) if matcher.is_error() else None
+
+    if grammar.kind == "structural_tag":
+        return explained(why, schemas_in(json.loads(grammar.text)), fails)
+    schemas = [((), json.loads(grammar.text))] if grammar.kind == "json_schema" else []
+    return explained(why, schemas, fails)
+
+
 class GrammarCompiler:
     """Makes states of grammars for one vocabulary; one for each server. Safe to use from several threads.
 
     tokenizer: the target's.  vocab_size: V, width of the logits, which may be padded.  stop_ids: tokens that end an
     answer; they are allowed exactly where the grammar may end.
-    translator: by default one that lets JSON have any white space.  cache_size: compiled grammars to keep.
+    translator: by default one with `WHITESPACE` in JSON.  cache_size: compiled grammars to keep.
     """
 
     def __init__(
@@ -118,7 +137,7 @@ class GrammarCompiler:
         text = self._translator.translate(grammar, param) if text is None else text
         matcher, why = on_large_stack(lambda: _built(vocabulary, text))
         if why is not None:
-            raise refusal(grammar, why, param)
+            raise refusal(grammar, on_large_stack(lambda: _explained(vocabulary, grammar, why)), param)
         return matcher
 
     def _load(self) -> Vocabulary:

@@ -6,16 +6,15 @@ them is looked at, and long chains of references cost stack, whose end kills the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal, InvalidOperation
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from draftwing.grammar.ebnf import MAX_REPETITION, GrammarError, written_count
 
@@ -23,12 +22,15 @@ MAX_CHARS = 400_000  # of a grammar's text
 MAX_REGEX_CHARS = 10_000
 MAX_MULTIPLES = 100_000  # all `multipleOf` together: the automaton of one has a state for each remainder
 MAX_COMMON = 500_000  # their least common multiple: 0.7 s of the library
+WHITESPACE = r" |\n{1,2}[ \t]{0,20}"  # between tokens of JSON, if nobody asks for another; small models never end more
 NICE = 10  # of threads in which the library works
 _STACK = 512 << 20  # bytes of address space; pages that are not touched cost nothing
 
 _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _MULTIPLE = re.compile(r'multipleOf\\*"\s*:\s*([-+.\deE]+)')  # in JSON, or in a text in JSON
 _COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")  # blanks: with (?x)
+_SPACE = r"[ \t\n\r]|\\[ tnrs]|\\x(?:20|09|0[aAdD])"  # JSON's, as an expression has it
+_SPACES = re.compile(rf"(?:{_SPACE}|\[(?:{_SPACE})+\]|\(\?:|[()|?*+^$]|\{{\d+(?:,\d*)?\}})*")
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
 _lock = threading.Lock()
 T = TypeVar("T")
@@ -55,6 +57,21 @@ def checked_regex(pattern: str) -> str:
         return atom if kind is None else f"[{kind}]"
 
     return _ATOM.sub(replaced, pattern)
+
+
+def whitespace_regex(pattern: str) -> str:
+    """Returns an expression of the white space between JSON's tokens as the library takes it. Raises GrammarError where
+    it could match anything else."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise GrammarError(f"it is no regular expression: {error}") from None
+    if _SPACES.fullmatch(pattern) is None:
+        raise GrammarError("expected an expression of blanks, tabs and line ends alone")
+    own = r" \t\n\r"  # Rust's \s has others, too
+    return checked_regex(
+        re.sub(r"\[[^]]*\]|\\s", lambda m: m[0].replace(r"\s", own) if m[0] != r"\s" else f"[{own}]", pattern)
+    )
 
 
 def _written_out(pattern: str) -> int:
@@ -86,37 +103,6 @@ def lark_regex(pattern: str) -> str:
     """Returns a regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large."""
     written = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], checked_regex(pattern), flags=re.DOTALL)
     return written.replace("\\\n", "\\n").replace("\n", "\\n")
-
-
-def schema_text(schema: Any, options: Mapping[str, Any]) -> str:
-    """Returns a JSON schema with our options in it; those that the request may have written there itself are dropped,
-    as they could relax what the schema says. Raises GrammarError."""
-    if schema is False:
-        raise GrammarError("the schema false allows nothing")
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
-    return json.dumps({**_with_checked_patterns(schema), "x-guidance": dict(options)}, ensure_ascii=False)
-
-
-def _with_checked_patterns(value: Any) -> Any:
-    """Returns a part of a schema with its expressions rewritten. Values that a document is compared with stay."""
-    if isinstance(value, list):
-        return [_with_checked_patterns(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    out = {}
-    for key, item in value.items():
-        if key in ("const", "enum", "default", "examples"):
-            out[key] = item
-        elif key == "pattern" and isinstance(item, str):
-            out[key] = checked_regex(item)
-        elif key == "patternProperties" and isinstance(item, dict):
-            out[key] = {checked_regex(name): _with_checked_patterns(one) for name, one in item.items()}
-        else:
-            out[key] = _with_checked_patterns(item)
-    return out
 
 
 def check_multiples(text: str) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftwing.grammar.ebnf import GrammarError, to_lark
-from draftwing.grammar.limits import lark_regex, schema_text
+from draftwing.grammar.limits import lark_regex
+from draftwing.grammar.schemas import schema_text
 
 _ANY = "/(?s:.*)/"
 _MAX_DEPTH = 50

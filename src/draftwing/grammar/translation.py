@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from draftwing.errors import RequestError
+from draftwing.errors import ConfigError, RequestError
 from draftwing.grammar.ebnf import GrammarError, to_lark
-from draftwing.grammar.limits import MAX_CHARS, check_multiples, lark_regex, schema_text
+from draftwing.grammar.limits import MAX_CHARS, WHITESPACE, check_multiples, lark_regex, whitespace_regex
+from draftwing.grammar.schemas import schema_text
 from draftwing.grammar.structural import to_lark_grammar
 from draftwing.requests.grammar_field import Grammar
 
@@ -18,40 +19,43 @@ if TYPE_CHECKING:
 
 _REASON_CHARS = 300  # of what the library says about an error
 _PARAMS = {"json_object": "response_format"}
+_OPTIONS = {"json_allow_general_unicode_escapes": True, "lenient": False, "coerce_one_of": False}
 
 
 class Translator:
-    """any_whitespace: whether JSON may have any between its tokens.  whitespace_pattern: a regular expression of what
-    may stand there."""
+    """whitespace: a regular expression of what may stand between the tokens of JSON where a grammar does not say;
+    nothing for "". Raises GrammarError where it matches anything else."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, any_whitespace: bool = True, whitespace_pattern: str | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, whitespace: str = WHITESPACE) -> None:
         self._special = {str(tokenizer.piece(i)): i for i in sorted(tokenizer.special_ids)}
-        self._options: dict[str, Any] = {
-            "whitespace_flexible": any_whitespace,
-            "json_allow_general_unicode_escapes": True,
-            "lenient": False,
-            "coerce_one_of": False,
-        }
-        if whitespace_pattern is not None:
-            self._options["whitespace_pattern"] = whitespace_pattern
+        self._whitespace = whitespace_regex(whitespace)
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer) -> Translator:
-        """As the server's options say; the processes of a server must agree."""
-        whitespace = not options.constrained_json_disable_any_whitespace
-        return cls(tokenizer, whitespace, options.constrained_json_whitespace_pattern)
+        """As the server's options say; the processes of a server must agree. Raises ConfigError."""
+        pattern = options.constrained_json_whitespace_pattern
+        if options.constrained_json_disable_any_whitespace:
+            pattern = ""
+        try:
+            return cls(tokenizer, WHITESPACE if pattern is None else pattern)
+        except GrammarError as error:
+            raise ConfigError(f"--constrained-json-whitespace-pattern: {error}; found {pattern!r:.100}") from None
 
     def translate(self, grammar: Grammar, param: str | None = None) -> str:
         """Returns the grammar in the library's own language. Raises RequestError, as `GrammarCompiler.compile`, for
         what is wrong without the library."""
         try:
-            text = _translated(grammar, self._special, self._options)
+            space = self._whitespace if grammar.whitespace is None else whitespace_regex(grammar.whitespace)
+            text = _translated(grammar, self._special, {**_OPTIONS, "whitespace_pattern": space})
             check_multiples(text)
         except (GrammarError, RecursionError) as error:
             raise refusal(grammar, str(error), param) from None
         return text
+
+
+def schema_document(schema: Mapping[str, Any]) -> str:
+    """A schema that is in the library's language."""
+    return _document(json_schema=json.dumps({**schema, "x-guidance": _OPTIONS}, ensure_ascii=False))
 
 
 def _translated(grammar: Grammar, special: Mapping[str, int], options: Mapping[str, Any]) -> str:

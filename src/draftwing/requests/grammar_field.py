@@ -13,12 +13,27 @@ from draftwing.requests.refusals import Names, check_text, show
 
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")
 
+# Keywords of JSON schema whose values are data; schemas; lists of schemas; schemas by names.
+SCHEMA_DATA: Final = frozenset(["const", "default", "enum", "examples"])
+SCHEMAS: Final = frozenset({
+    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
+    "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+SCHEMA_LISTS: Final = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
+SCHEMA_MAPS: Final = frozenset({
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+})  # fmt: skip
+
 
 class Grammar(NamedTuple):
-    """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON."""
+    """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON.
+
+    whitespace: a regular expression of what may stand between the tokens of JSON; None: as the server has it.
+    """
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
     text: str
+    whitespace: str | None = None
 
 
 class _Format(BaseModel):
@@ -78,6 +93,16 @@ def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
     if not isinstance(value, str) or not value:
         raise names.error(kind, f"must be a text that is not empty; found {show(value)}")
     return Grammar(kind, check_text(value, names[kind]))
+
+
+def schema_place(response_format: Any) -> str:
+    """Where a response_format holds its schema: what comes behind the name of its field."""
+    match response_format:
+        case {"type": "json_schema"}:
+            return ".json_schema.schema"
+        case {"type": "json_object", "schema": _}:
+            return ".schema"
+    return ""
 
 
 def _schema(field: str, value: Any, names: Names) -> Grammar:

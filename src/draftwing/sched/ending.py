@@ -31,8 +31,6 @@ def _ending(req: Req, token: int) -> dict[str, Any] | None:
     found = req.scanner.push(token) if req.scanner is not None else None
     if req.scanner is not None and req.scanner.failed is not None:
         return {"type": "abort", "message": req.scanner.failed}
-    if req.params.edited and (conflict := req.conflict()):
-        return {"type": "abort", "message": conflict}
     if token in req.stop_ids:
         return {"type": "stop", "matched": token}
     complete = False

@@ -84,7 +84,7 @@ class Guidance:
         self._drafted: tuple[IntArray, IntArray, BoolArray] | None = None
         self._roots: Masks | None = None  # once they were asked for
         self._failed: dict[int, str] = {}  # rows that cannot go on, and why
-        self._failed_after: dict[int, list[tuple[list[int], str]]] = {}  # rows' processors: after which drafts, and why
+        self._failed_after: dict[int, list[tuple[list[int], str]]] = {}  # after which drafts rows do, and why
 
     @property
     def processed(self) -> list[int]:
@@ -176,14 +176,15 @@ class Guidance:
                 state = grammar.fork()
                 state.run(path)
                 state.mask(masks[node])
-            except RequestError:
+            except RequestError as error:
                 masks[node] = 0
+                self._failed_after.setdefault(row, []).append((path, str(error)))
 
     def process(self, row: int, logits: Any) -> None:
         """Lets the processor of one of the rows change its logits [N, V], a tensor on the CPU, in place."""
         guided = self._rows[row]
         assert guided.processor is not None
-        failed = self._failed_after[row] = []
+        failed = self._failed_after.setdefault(row, [])
         for node, path in self._paths(row, len(logits)):
             try:
                 logits[node] = guided.processor([*guided.tokens, *path], logits[node])

@@ -92,7 +92,6 @@ class Req:
     accepted_by: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
     confidence: int = 0  # the drafter's confidence, as of the last commit
-    allowed: frozenset[int] | None = None  # the only tokens of the answer, if it names any
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
 
     def __post_init__(self) -> None:
@@ -101,7 +100,6 @@ class Req:
         self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
         self._array, self._digest = np.empty(0, np.int64), b""
-        self.allowed = frozenset(self.params.allowed_token_ids) or None
         self.limited = request.limits is not None
         self.may_draft = request.limits is None or request.limits.depth > 0
         self.special = self.edited or self.limited or bool(request.prediction) or request.logprobs is not None
@@ -123,24 +121,27 @@ class Req:
             self._digest = blake2b(array.tobytes(), digest_size=16).digest()
         return self._digest
 
-    def conflict(self) -> str | None:
-        """Why the newest token is not one that the request allows, if so: everything was forbidden there."""
-        allowed, words = self.allowed, self.bad_word_ids
-        # Not all of the answer: this runs for every token of it.
-        longest = max(map(len, words), default=0)
-        recent = tuple(self.tokens[max(self.prompt_len, len(self.tokens) - longest) :]) if words else ()
-        if (allowed and self.tokens[-1] not in allowed) or any(recent[-len(word) :] == word for word in words):
-            return "allowed_token_ids and bad_words together leave no token that may come next"
-        return None
+    @property
+    def forbidding(self) -> str:
+        """What is told where the request's parameters leave no token that may come next."""
+        params = self.params
+        given = {
+            "grammar": self.grammar is not None,
+            "logits processor": self.processor is not None,
+            "allowed_token_ids": bool(params.allowed_token_ids),
+            "bad_words": bool(self.bad_word_ids),
+            "min_new_tokens": params.min_new_tokens > 0,
+        }
+        found = [name for name, one in given.items() if one] or ["penalties"]
+        return f"{' and '.join(found)} {'together ' * (len(found) > 1)}leave no token that may come next"
 
     def follow(self, token: int) -> bool:
         """Takes the newest token into the grammar; whether the answer is complete with it.
 
-        Raises RequestError when it is not a legal one, because all of those were forbidden, and when the grammar has
-        become too complex."""
+        Raises RequestError when it is not a legal one, and when the grammar has become too complex."""
         assert self.grammar is not None and self.foresight is not None
         if not self.foresight.follow(token):
-            raise RequestError("the request's other parameters forbid everything that its grammar allows next")
+            raise RequestError("the answer left its grammar", "grammar")
         return self.grammar.complete
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 from draftwing.core import (
     AT_ONCE,
+    FORBIDDEN,
     LAG,
     NOT_FINITE,
     PLAIN,
@@ -342,18 +343,21 @@ class Scheduler:
             if req is None:
                 continue
             new, failure = tokens[:count], None
-            spoilt = count > 0 and new[-1] >= NOT_FINITE
+            spoilt = count > 0 and bool(new[-1] & NOT_FINITE)
+            forbidden = count > 0 and bool(new[-1] & FORBIDDEN)
             if spoilt and not (new := new[:-1]):  # of drafts before it one may be the last token of the answer
                 self.kv.spoil(req)
                 self._fail(req)
                 continue
             if guidance is not None:
                 new, failure = guidance.until_failure(i, new)
-                if failure is not None and not new:
-                    if spoilt:
-                        self.kv.spoil(req)
-                    self._finish(req, [], {"type": "abort", "message": failure})
-                    continue
+            if forbidden and failure is None:
+                new, failure = new[:-1], req.forbidding
+            if failure is not None and not new:
+                if spoilt:
+                    self.kv.spoil(req)
+                self._finish(req, [], {"type": "abort", "message": failure})
+                continue
             if count:  # a chunk that is not the last says nothing of drafts yet
                 req.confidence = confidence
             if plan.kind == "prefill":

@@ -12,6 +12,7 @@ from typing import Any
 
 from draftwing.config.choices import HARMONY_PARSERS
 from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -100,9 +101,16 @@ class Chats:
         style = self._message_style(chat, text, called)
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
-        params, added = self._constrained(chat, params, style, called)
+        field = called["tools"] if chat.offers else body.grammar_field
+        own, (params, added) = params, self._constrained(chat, params, style, called)
         if added:
-            await service.check_grammars([(params, called["tools"] if chat.offers else body.grammar_field)])
+            try:
+                await service.check_grammars([(params, field)])
+            except RequestError:
+                chat = await self._loosened(chat, own)
+                params, added = self._constrained(chat, own, style, called)
+                if added:
+                    await service.check_grammars([(params, field)])
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
@@ -225,6 +233,8 @@ class Chats:
             grammar = after_reasoning(grammar, style.reasoning, style.start)
         if grammar == own:
             return params, False
+        if grammar is not None and own is not None:
+            grammar = grammar._replace(whitespace=own.whitespace)
         if params.min_new_tokens or params.ignore_eos:
             name = "ignore_eos" if params.ignore_eos else "min_tokens"
             raise RequestError(
@@ -233,6 +243,31 @@ class Chats:
                 name,
             )
         return params.replace(grammar=grammar), True
+
+    async def _loosened(self, chat: Chat, params: SamplingParams) -> Chat:
+        """The conversation without the schemas that cannot be built, of functions that are not strict. Raises
+        RequestError for the first one of a strict function."""
+        constrained = [
+            function
+            for function in chat.functions
+            if function.strict or chat.choice.mode == "required" or chat.choice.name == function.name
+        ]
+        found = []
+        for function in constrained:
+            grammar = Grammar("json_schema", json.dumps(function.schema))
+            try:
+                await self._service.check_grammars([(params.replace(grammar=grammar), function.field)])
+            except RequestError:
+                if function.strict:
+                    raise
+                found.append(function)
+        found = found or [function for function in constrained if not function.strict]  # all together are too much
+        functions = [
+            dataclasses.replace(function, parameters=None) if function in found else function
+            for function in chat.functions
+        ]
+        ignored = (*chat.ignored, *(function.field for function in found))
+        return dataclasses.replace(chat, functions=functions, ignored=ignored)
 
     def _hidden(self, style: MessageStyle) -> bool:
         """Whether a marker is a special token, which is not shown unless it is asked for."""
@@ -353,7 +388,7 @@ def checked_functions(functions: Sequence[tuple[Function, str]], schema: str = "
         seen.add(function.name)
         if function.schema["type"] != "object":
             raise RequestError(f"{where}.{schema} must be the schema of an object", f"{where}.{schema}")
-    return [function for function, _ in functions]
+    return [dataclasses.replace(function, field=f"{where}.{schema}") for function, where in functions]
 
 
 def checked_choice(choice: ToolChoice, functions: Sequence[Function], param: str = "tool_choice") -> ToolChoice:

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from draftwing.errors import RequestError
-from draftwing.requests.grammar_field import GRAMMARS
+from draftwing.requests.grammar_field import GRAMMARS, schema_place
 from draftwing.requests.refusals import bounded
 from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
@@ -76,7 +76,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_meta_info", "return_sampling_mask", "return_routed_experts", "return_bytes"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_weight_versions", "return_token_offsets"), (False,)),
     **dict.fromkeys(("use_beam_search", "use_audio_in_video", "require_reasoning", "no_logs", "echo"), (False,)),
-    **dict.fromkeys(("disable_fallback", "disable_any_whitespace", "disable_additional_properties"), (False,)),
+    **dict.fromkeys(("disable_fallback", "disable_additional_properties"), (False,)),
     **dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"), (False,)),
     **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
     **dict.fromkeys(("return_cached_tokens_details", "return_spec_tokens_details"), (False,)),
@@ -278,9 +278,12 @@ class Asking(Body):
 
     @property
     def grammar_field(self) -> str | None:
-        """Name of the field that holds a grammar."""
-        given = (name for name in GRAMMARS if getattr(self, name, None) is not None)
-        return next(given, self.names.get("response_format"))
+        """Name of the field that holds a grammar, or its schema."""
+        given = next((name for name in GRAMMARS if getattr(self, name, None) is not None), None)
+        if given == "response_format":
+            return given + schema_place(getattr(self, given))
+        other = self.names.get("response_format")
+        return given or (other and f"{other}.schema")
 
     def wanted_logprobs(self) -> LogprobParams | None:
         """The log probabilities that are asked for. Raises RequestError."""

@@ -16,6 +16,7 @@ from fastapi.responses import PlainTextResponse, Response
 
 import draftwing
 from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import schema_place
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -47,7 +48,9 @@ def _add_generate(app: FastAPI, service: Service) -> None:
             asked = await unless_disconnected(request, service.sampling(body, check))
             service.check_room(sum(params.n for params, _ in asked))
             every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
-            await unless_disconnected(request, service.check_grammars([(one, _grammar_field(one)) for one, _ in asked]))
+            await unless_disconnected(
+                request, service.check_grammars([(one, _grammar_field(one, body)) for one, _ in asked])
+            )
             requests = [
                 GenerationRequest(
                     "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
@@ -225,6 +228,9 @@ def _names(rid: str | list[str] | None, prompts: int) -> list[str]:
     return [""] * prompts if isinstance(rid, str) else [uuid.uuid4().hex for _ in range(prompts)]
 
 
-def _grammar_field(params: SamplingParams) -> str | None:
+def _grammar_field(params: SamplingParams, body: GenerateRequest) -> str | None:
+    given = body.sampling_params
+    if isinstance(given, dict) and given.get("response_format") is not None:
+        return f"sampling_params.response_format{schema_place(given['response_format'])}"
     kind = params.grammar.kind if params.grammar is not None else None
     return kind and f"sampling_params.{'response_format' if kind == 'json_object' else kind}"

@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import ConfigDict
 
 from draftwing.errors import RequestError
+from draftwing.grammar.ebnf import GrammarError
+from draftwing.grammar.limits import whitespace_regex
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.sampling_params import SamplingParams
@@ -37,10 +39,11 @@ class StructuredOutputs(Body):
     structural_tag: Any = None
     json_object: bool | None = None
 
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
     disable_fallback: NotBuilt = None
-    disable_any_whitespace: NotBuilt = None
     disable_additional_properties: NotBuilt = None
-    whitespace_pattern: NotBuilt = None
 
 
 class PeerFields(Asking):
@@ -54,12 +57,12 @@ class PeerFields(Asking):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_whitespace_pattern: str | None = None
     grammar: Any = None
 
     # vLLM's
     ec_transfer_params: NotBuilt = None
     guided_decoding_backend: NotBuilt = None
-    guided_whitespace_pattern: NotBuilt = None
     kv_transfer_params: NotBuilt = None
     length_penalty: NotBuilt = None
     logits_processors: NotBuilt = None
@@ -120,8 +123,28 @@ class PeerFields(Asking):
                 kind, value = "regex", _one_of(value, name)
             elif kind == "json_object":
                 kind, value = "response_format", {"type": "json_object"}
-            return super().sampling(defaults, **fields, **{kind: value}, called={kind: name})
-        return super().sampling(defaults, **fields)
+            fields |= {kind: value, "called": {kind: name}}
+        params = super().sampling(defaults, **fields)
+        whitespace = self._whitespace()
+        if whitespace is None or params.grammar is None:
+            return params
+        return params.replace(grammar=params.grammar._replace(whitespace=whitespace))
+
+    def _whitespace(self) -> str | None:
+        """The white space that JSON of the grammar may have, if the request says. Raises RequestError."""
+        inner = self.structured_outputs or StructuredOutputs()
+        given = {
+            "guided_whitespace_pattern": self.guided_whitespace_pattern,
+            "structured_outputs.whitespace_pattern": inner.whitespace_pattern,
+            "structured_outputs.disable_any_whitespace": "" if inner.disable_any_whitespace else None,
+        }
+        found = {name: pattern for name, pattern in given.items() if pattern is not None}
+        for name, pattern in found.items():
+            try:
+                whitespace_regex(pattern)
+            except GrammarError as error:
+                raise RequestError(f"{name}: {error}", name) from None
+        return next(iter(found.values()), None)
 
     def _peer_grammar(self) -> tuple[str, str, Any] | None:
         """(the field, the kind of grammar, its value) of a grammar in the peers' fields. Raises RequestError."""

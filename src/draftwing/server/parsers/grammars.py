@@ -7,24 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftwing.grammar.schemas import moved
 from draftwing.requests.grammar_field import Grammar
 from draftwing.server.parsers.harmony import CHANNEL, END, MESSAGE, START
 from draftwing.server.parsers.reasoning import ReasoningStyle, Start
 from draftwing.server.parsers.tools import ToolStyle
 
-# Keywords of JSON schema whose values are data, and those whose values map names to schemas.
-_DATA = ("const", "enum", "default", "examples")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
 
 @dataclass(frozen=True)
 class Function:
-    """A function that a request offers the model. parameters: the JSON schema of an object; None for any object."""
+    """A function that a request offers the model. parameters: the JSON schema of an object; None for any object.
+    field: of the request, that holds them."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    field: str = ""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -192,38 +191,16 @@ def _object(functions: Sequence[Function], style: ToolStyle) -> dict[str, Any]:
     calls, definitions = [], {}
     for number, function in enumerate(functions):
         schema = function.schema
-        moved = _moved(schema, f"#/$defs/f{number}")
-        if moved != schema:  # references inside of it are of its own root, which has to have a place of its own
-            definitions[f"f{number}"], moved = moved, {"$ref": f"#/$defs/f{number}"}
+        own = moved(schema, f"#/$defs/f{number}")
+        if own != schema:  # references inside of it are of its own root, which has to have a place of its own
+            definitions[f"f{number}"], own = own, {"$ref": f"#/$defs/f{number}"}
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": function.name}, style.arguments: moved},
+                "properties": {"name": {"const": function.name}, style.arguments: own},
                 "required": ["name", style.arguments],
                 "additionalProperties": False,
             }
         )
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return schema | ({"$defs": definitions} if definitions else {})
-
-
-def _moved(schema: Any, root: str, names: bool = False) -> Any:
-    """Returns the schema with references to its own root turned into references to `root`.
-
-    names: the keys are names of the user's, not keywords.
-    """
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {}
-    for key, value in schema.items():
-        if names:
-            moved[key] = _moved(value, root)
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = root + value[1:]
-        elif key in _DATA:
-            moved[key] = value
-        else:
-            moved[key] = _moved(value, root, key in _MAPS)
-    return moved

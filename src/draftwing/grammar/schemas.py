@@ -1,0 +1,326 @@
+"""JSON schemas as the grammar library takes them.
+
+The library refuses a keyword that it does not build, whatever it asks for. So keywords that ask for nothing are dropped
+here, and what others ask for is said with those that it builds. What is left is for the library to refuse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from draftwing.grammar.ebnf import GrammarError
+from draftwing.grammar.limits import checked_regex
+from draftwing.requests.grammar_field import SCHEMA_DATA, SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
+
+MAX_NAMES = 10_000  # that all `propertyNames` of a schema list together
+MAX_DEPENDENT = 3  # optional properties of an object that others depend on: each doubles what has to be built
+_MAX_REFERENCES = 8  # from one schema of names to the next
+
+_ANNOTATIONS = frozenset({
+    "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema",
+    "default", "definitions", "deprecated", "description", "examples", "id", "readOnly", "title", "writeOnly",
+})  # fmt: skip
+# Keywords of values of one type, which ask for nothing of others.
+_OF_TYPE = {
+    "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+    "array": ("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"),
+    "string": ("format",),
+}
+# Formats of JSON Schema that the library does not build. Others that it does not know are nobody's: they only annotate.
+_FORMATS = frozenset({
+    "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer",
+    "uri-reference", "uri-template",
+})  # fmt: skip
+_BUILT_FORMATS = frozenset({
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid",
+})  # fmt: skip
+_OLD_DRAFTS = frozenset(f"http://json-schema.org/draft-0{n}/schema" for n in (4, 6, 7))
+_DRAFTS = _OLD_DRAFTS | {f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12")}
+# Keywords beside which `unevaluatedProperties` and `unevaluatedItems` are more than "additional" ones.
+_APPLIED = frozenset({
+    "$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependencies", "dependentSchemas",
+    "else", "if", "not", "oneOf", "then",
+})  # fmt: skip
+
+
+def schema_text(schema: Any, options: Mapping[str, Any]) -> str:
+    """Returns a JSON schema with our options in it; those that the request may have written there itself are dropped,
+    as they could relax what the schema says. Raises GrammarError."""
+    return json.dumps({**rewritten(schema), "x-guidance": dict(options)}, ensure_ascii=False)
+
+
+def rewritten(schema: Any) -> dict[str, Any]:
+    """Returns a JSON schema in what the library knows of the language. Raises GrammarError."""
+    if schema is False:
+        raise GrammarError("the schema false allows nothing")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
+    made: dict[str, Any] = _Rewriter(schema).schema(schema)
+    return made
+
+
+def pointed(root: Any, reference: str) -> Any:
+    """Returns what a reference like "#/$defs/a" stands for; None where that is nothing in `root`."""
+    if reference.rstrip("/") == "#":
+        return root
+    if not reference.startswith("#/"):
+        return None
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and len(name) < 10:
+            root = root[int(name)] if int(name) < len(root) else None
+        else:
+            root = root.get(name) if isinstance(root, dict) else None
+    return root
+
+
+def moved(schema: Any, root: str, names: bool = False) -> Any:
+    """Returns the schema with references to its own root turned into references to `root`.
+
+    names: the keys are names of the user's, not keywords.
+    """
+    if isinstance(schema, list):
+        return [moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {}
+    for key, value in schema.items():
+        if names:
+            out[key] = moved(value, root)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            out[key] = root + value[1:]
+        elif key in SCHEMA_DATA:
+            out[key] = value
+        else:
+            out[key] = moved(value, root, key in SCHEMA_MAPS)
+    return out
+
+
+def _references(value: Any) -> list[str]:
+    """Every "$ref" in a schema."""
+    found, rest = [], [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            reference = part.get("$ref")
+            found += [reference] if isinstance(reference, str) else []
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part
+    return found
+
+
+def _allows_all(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
+
+
+def _types(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The types that it names; None for any."""
+    kinds = schema.get("type")
+    return kinds if isinstance(kinds, list) or kinds is None else [kinds]
+
+
+class _Rewriter:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._old = str(root.get("$schema")).rstrip("#") in _OLD_DRAFTS
+        self._names = 0  # listed so far
+        # What is referred to is a schema, wherever it stands.
+        self._targets = {id(target) for one in set(_references(root)) if (target := pointed(root, one)) is not None}
+
+    def schema(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        made = {}
+        for key, value in schema.items():
+            if key in SCHEMA_DATA or key == "propertyNames":
+                made[key] = value
+            elif key == "pattern" and isinstance(value, str):
+                made[key] = checked_regex(value)
+            elif key in SCHEMA_MAPS and isinstance(value, dict):
+                named = {name: self.schema(one) for name, one in value.items()}
+                made[key] = named
+                if key == "patternProperties":
+                    made[key] = {checked_regex(name): one for name, one in named.items()}
+            elif key in SCHEMA_LISTS and isinstance(value, list):
+                made[key] = [self.schema(one) for one in value]
+            elif key in SCHEMAS:
+                made[key] = self.schema(value)
+            elif key not in ("$schema", "x-guidance") or (isinstance(value, str) and value.rstrip("#") in _DRAFTS):
+                made[key] = self._other(value)
+        self._reduce(made)
+        return made
+
+    def _other(self, value: Any) -> Any:
+        """The value of a keyword that nobody knows: no schema unless something refers to it."""
+        if id(value) in self._targets:
+            return self.schema(value)
+        if isinstance(value, list):
+            return [self._other(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: checked_regex(one) if key == "pattern" and isinstance(one, str) else self._other(one)
+            for key, one in value.items()
+        }
+
+    def _reduce(self, made: dict[str, Any]) -> None:
+        """Rewrites what the library does not build."""
+        kinds = _types(made)
+        for kind, keys in _OF_TYPE.items():
+            if kinds is not None and kind not in kinds:
+                _drop(made, *keys)
+        if "$dynamicAnchor" in made:
+            made.setdefault("$anchor", made.pop("$dynamicAnchor"))
+        _drop(made, "$recursiveAnchor")
+        if isinstance(name := made.get("format"), str) and name not in _FORMATS | _BUILT_FORMATS:
+            _drop(made, "format")
+        if made.get("not") is False:
+            _drop(made, "not")
+        _unevaluated(made)
+        self._contains(made)
+        _counted(made)
+        added = [*_conditional(made), *_dependent(made), *self._named(made)]
+        if added:
+            made["allOf"] = [*made.get("allOf", []), *added]
+
+    def _contains(self, made: dict[str, Any]) -> None:
+        if self._old or "contains" not in made:
+            _drop(made, "minContains", "maxContains")
+        if "contains" not in made:
+            return
+        low, high = made.get("minContains", 1), made.get("maxContains")
+        if type(low) is not int or type(high) not in (int, type(None)):
+            return
+        wanted = made["contains"]
+        every = _allows_all(wanted) or (wanted == made.get("items") and not made.keys() & {"prefixItems"})
+        if every:
+            made["minItems"] = max(low, made.get("minItems", 0))
+            if high is not None:
+                made["maxItems"] = min(high, made.get("maxItems", high))
+        if every or (low == 0 and high is None):
+            _drop(made, "contains", "minContains", "maxContains")
+
+    def _named(self, made: dict[str, Any]) -> list[dict[str, Any]]:
+        """Schemas of objects whose properties have such names as `propertyNames` asks for."""
+        if "propertyNames" not in made:
+            return []
+        names = self._followed(made["propertyNames"])
+        if isinstance(names, bool):
+            _drop(made, "propertyNames")
+            return [] if names else [{"additionalProperties": False}]
+        if not isinstance(names, dict) or "string" not in (_types(names) or ["string"]):
+            return []
+        asked = {key: one for key, one in names.items() if key not in _ANNOTATIONS | {"type"}}
+        if asked.get("minLength") == 0:
+            del asked["minLength"]
+        found: list[dict[str, Any]]
+        match asked:
+            case _ if not asked:
+                found = []
+            case {"enum": list(every), **rest} if not rest:
+                found = [self._listed(every)]
+            case {"const": only, **rest} if not rest:
+                found = [self._listed([only])]
+            case {"pattern": str(pattern), **rest} if not rest:
+                found = [_matching(checked_regex(pattern))]
+            case _ if asked.keys() <= {"minLength", "maxLength"} and all(type(one) is int for one in asked.values()):
+                low, high = asked.get("minLength", 0), asked.get("maxLength", "")
+                found = [_matching(checked_regex(f"^(?s:.{{{low},{high}}})$"))]
+            case _:
+                return []
+        _drop(made, "propertyNames")
+        return found
+
+    def _followed(self, names: Any) -> Any:
+        """The schema that a schema of references alone stands for."""
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(names, dict) or not isinstance(reference := names.get("$ref"), str):
+                break
+            if names.keys() - _ANNOTATIONS != {"$ref"}:
+                return None
+            names = pointed(self._root, reference)
+        return names
+
+    def _listed(self, names: Sequence[Any]) -> dict[str, Any]:
+        self._names += len(names)
+        if self._names > MAX_NAMES:
+            raise GrammarError(f"propertyNames: all of them may list {MAX_NAMES} names together; found more")
+        listed = {name: True for name in names if isinstance(name, str)}
+        return {"properties": listed, "additionalProperties": False}
+
+
+def _drop(made: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        made.pop(key, None)
+
+
+def _matching(pattern: str) -> dict[str, Any]:
+    return {"patternProperties": {pattern: True}, "additionalProperties": False}
+
+
+def _unevaluated(made: dict[str, Any]) -> None:
+    for key, additional in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if isinstance(made.get("items"), list) and additional == "items":
+            additional = "additionalItems"
+        if key not in made:
+            continue
+        if _allows_all(made[key]) or additional in made:  # which leaves none
+            del made[key]
+        elif not made.keys() & _APPLIED:
+            made[additional] = made.pop(key)
+
+
+def _counted(made: dict[str, Any]) -> None:
+    most = made.get("maxItems")
+    if made.get("uniqueItems") is False or (type(most) is int and most < 2):
+        _drop(made, "uniqueItems")
+    most, names = made.get("maxProperties"), made.get("properties", {})
+    closed = made.get("additionalProperties") is False and not made.get("patternProperties")
+    if type(most) is int and closed and isinstance(names, dict) and most >= len(names):
+        _drop(made, "maxProperties")
+
+
+def _conditional(made: dict[str, Any]) -> list[Any]:
+    """What `if`, `then` and `else` ask for where that depends on nothing."""
+    then, otherwise = made.get("then", True), made.get("else", True)
+    condition = made.get("if")
+    if condition is not None and not _allows_all(condition) and condition is not False:
+        if not (_allows_all(then) and _allows_all(otherwise)):
+            return []
+        condition = None
+    _drop(made, "if", "then", "else")
+    wanted = True if condition is None else otherwise if condition is False else then
+    return [] if _allows_all(wanted) else [wanted]
+
+
+def _dependent(made: dict[str, Any]) -> list[Any]:
+    """What properties ask for where they are given, as alternatives with and without them."""
+    given: dict[str, list[Any]] = {}  # by property, what it asks for
+    for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+        every = made.get(key, {})
+        if not isinstance(every, dict):
+            return []
+        for name, asked in every.items():
+            if isinstance(asked, list):
+                asked = {"required": asked}
+                if not asked["required"]:
+                    continue
+            if not _allows_all(asked):
+                given.setdefault(name, []).append(asked)
+    required = made.get("required", [])
+    needed = [name for name in given if name in required]
+    free = [name for name in given if name not in required]
+    if len(free) > MAX_DEPENDENT:
+        return []
+    _drop(made, "dependentRequired", "dependentSchemas", "dependencies")
+    added = [one for name in needed for one in given[name]]
+    for name in free:
+        absent = {"properties": {name: False}}
+        added.append({"anyOf": [absent, {"required": [name], "allOf": given[name]}]})
+    return added

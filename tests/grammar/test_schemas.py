@@ -1,0 +1,164 @@
+"""Schemas whose keywords the grammar library does not build: against `jsonschema`, over all small documents."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from draftwing.errors import RequestError
+from draftwing.grammar.ebnf import GrammarError
+from draftwing.grammar.schemas import MAX_NAMES, rewritten
+from draftwing.requests.grammar_field import Grammar
+
+OBJECT = {"type": "object"}
+AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}
+OLD = "http://json-schema.org/draft-07/schema#"
+LEAVES = [0, "a", None]
+NAMES = ["a", "b", "cc"]
+
+
+def documents() -> list[Any]:
+    """Leaves, and all arrays and objects of up to three of them."""
+    arrays = [list(items) for n in range(4) for items in itertools.product(LEAVES, repeat=n)]
+    objects = [
+        dict(zip(names, values, strict=True))
+        for n in range(4)
+        for names in itertools.combinations(NAMES, n)
+        for values in itertools.product(LEAVES, repeat=n)
+    ]
+    return [*LEAVES, *arrays, *objects]
+
+
+DOCUMENTS = documents()
+
+
+def accepts(vocab: Any, state: Any, text: str) -> bool:
+    """Byte by byte, so that forced text may be cut anyhow."""
+    ids = [vocab.bytes.index(bytes([byte])) for byte in text.encode()]
+    matcher = state.fork()._matcher
+    return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+
+def written(document: Any) -> list[str]:
+    """The document with its properties in any order."""
+    if not isinstance(document, dict):
+        return [json.dumps(document)]
+    return [json.dumps(dict(order)) for order in itertools.permutations(document.items())]
+
+
+def same_language(vocab: Any, schema: Any, inside: str | None = None) -> None:
+    """inside: a property whose value the schema is for."""
+    whole = schema if inside is None else {"type": "object", "properties": {inside: schema}, "required": [inside],
+                                           "additionalProperties": False}  # fmt: skip
+    state = vocab.compiler.compile(Grammar("json_schema", json.dumps(whole)))
+    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+    found = set()
+    for document in DOCUMENTS:
+        texts = written(document)
+        texts = texts if inside is None else [f'{{"{inside}": {text}}}' for text in texts]
+        taken = any(accepts(vocab, state, text) for text in texts)
+        assert taken == validator.is_valid(document), document
+        found.add(taken)
+    assert True in found
+
+
+NOTHING = [
+    {"propertyNames": {"type": "string"}}, {"propertyNames": True}, {"propertyNames": {}},
+    {"propertyNames": {"type": ["string", "null"], "description": "of what", "minLength": 0}},
+    {"propertyNames": {"$ref": "#/$defs/key"}, "$defs": {"key": {"type": "string", "title": "Key"}}},
+    {"uniqueItems": False}, {"uniqueItems": True, "maxItems": 1},
+    {"unevaluatedProperties": True}, {"unevaluatedProperties": {}}, {"unevaluatedItems": {"title": "any"}},
+    {"additionalProperties": {"type": "integer"}, "unevaluatedProperties": False},
+    {"items": {"type": "integer"}, "unevaluatedItems": False},
+    {"dependentRequired": {}}, {"dependentRequired": {"a": []}}, {"dependentSchemas": {}},
+    {"dependentSchemas": {"a": True, "b": {"$comment": "later"}}}, {"dependencies": {}}, {"dependencies": {"a": []}},
+    {"contains": {"type": "string"}, "minContains": 0}, {"minContains": 2}, {"maxContains": 0},
+    {"if": {"type": "string"}}, {"then": False}, {"else": False}, {"if": {"type": "string"}, "then": True, "else": {}},
+    {"not": False}, {"allOf": []}, {"allOf": [True, {}]}, {"$dynamicAnchor": "here"}, {"$recursiveAnchor": True},
+    {"$schema": "https://example.com/ours"}, {"$vocabulary": {}},
+    {"$comment": "x", "readOnly": True, "deprecated": True},
+    {"type": "string", "format": "int64"}, {"type": ["string", "array"], "format": "our-own"},
+    {"type": "string", "uniqueItems": True, "contains": {"const": 1}, "propertyNames": {"maxLength": 1}},
+    {"type": "integer", "format": "uri-reference", "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "properties": {"a": True}, "additionalProperties": False, "maxProperties": 4},
+    {"contentEncoding": "base64", "contentMediaType": "text/html", "contentSchema": {"uniqueItems": True}},
+]  # fmt: skip
+SAID_OTHERWISE = [
+    {"propertyNames": {"enum": ["a", "cc"]}}, {"propertyNames": {"const": "b"}}, {"propertyNames": False},
+    {"propertyNames": {"type": "string", "pattern": "^[ab]$"}}, {"propertyNames": {"pattern": "c"}},
+    {"propertyNames": {"minLength": 2}}, {"propertyNames": {"maxLength": 1}},
+    {"propertyNames": {"type": "string", "minLength": 1, "maxLength": 1}},
+    {"$defs": {"K": {"enum": ["a", "b"], "title": "K"}, "L": {"$ref": "#/$defs/K"}}, "type": "object",
+     "additionalProperties": {"type": "integer"}, "propertyNames": {"$ref": "#/$defs/L"}},
+    {**AB, "propertyNames": {"enum": ["b", "a"]}}, {**AB, "propertyNames": {"pattern": "^[a-b]$"}},
+    {**AB, "propertyNames": {"pattern": "^[ac]"}, "additionalProperties": {"type": "string"}},
+    {"properties": {"b": {"type": "string"}}, "propertyNames": {"pattern": "^a"}},
+    {"patternProperties": {"^[ab]": {"type": "integer"}}, "propertyNames": {"pattern": "^[ab]"}},
+    {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "required": ["a", "b"]},
+    {"dependentRequired": {"a": ["b"]}}, {**AB, "dependentRequired": {"a": ["b"]}},
+    {"dependentRequired": {"a": ["b"], "b": ["cc"]}}, {**AB, "dependentRequired": {"a": ["b"], "b": ["cc"]}},
+    {**AB, "dependentRequired": {"b": ["cc"]}, "additionalProperties": False},
+    {"dependentSchemas": {"a": {"properties": {"b": {"type": "integer"}}}, "cc": False}},
+    {"$schema": OLD, "dependencies": {"a": ["b"], "b": {"required": ["cc"]}}},
+    {"contains": True}, {"contains": {}, "minContains": 2}, {"contains": True, "maxContains": 1},
+    {"items": {"type": "integer"}, "contains": {"type": "integer"}, "minContains": 2, "maxContains": 3},
+    {"contains": {}, "minItems": 2, "maxItems": 2, "maxContains": 3},
+    {"if": True, "then": {"type": "string"}}, {"if": False, "then": False, "else": {"type": "array"}},
+    {**AB, "unevaluatedProperties": False}, {**AB, "unevaluatedProperties": {"type": "integer"}},
+    {"prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
+    {"prefixItems": [{"type": "integer"}], "unevaluatedItems": {"type": "string"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [*NOTHING, *SAID_OTHERWISE], ids=json.dumps)
+def test_the_language_is_that_of_jsonschema(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    same_language(byte_vocab, schema)
+
+
+@pytest.mark.parametrize("schema", [NOTHING[0], NOTHING[5], SAID_OTHERWISE[0], SAID_OTHERWISE[16]], ids=json.dumps)
+def test_inside_of_other_schemas(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    same_language(byte_vocab, schema, inside="within")
+    for outer in ({"allOf": [schema]}, {"anyOf": [schema, {"type": "null"}]}, {"prefixItems": [schema]},
+                  {"$ref": "#/$defs/x", "$defs": {"x": schema}},
+                  {"$ref": "#/own/contains", "own": {"contains": schema}},
+                  {"additionalProperties": schema}, {"patternProperties": {"^a": schema}}):  # fmt: skip
+        same_language(byte_vocab, outer)
+
+
+def test_names_that_look_like_keywords_and_data_stay() -> None:
+    """As properties, as definitions, below keywords that nobody knows, and in data."""
+    names = {"uniqueItems": {"type": "string"}, "propertyNames": {"type": "string"}, "format": {"type": "string"},
+             "if": {"type": "null"}, "contains": {"type": "integer"}, "$schema": {"const": {"if": {}}}}  # fmt: skip
+    schema = {
+        "properties": names, "$defs": names, "x-ours": names,
+        "default": {"uniqueItems": False}, "examples": [{"format": "own", "if": {}}],
+        "enum": [{"propertyNames": {"type": "string"}}],
+    }  # fmt: skip
+    assert rewritten(schema) == schema
+
+
+def test_what_cannot_be_built_is_left_for_the_library_to_refuse(byte_vocab: Any) -> None:
+    for schema in [
+        {"propertyNames": {"format": "date"}}, {"propertyNames": {"enum": ["a"], "maxLength": 2}},
+        {"propertyNames": {"$ref": "#"}},
+        {"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"contains": {"type": "string"}}, {"contains": {"type": "string"}, "minContains": 0, "maxContains": 1},
+        {"uniqueItems": True}, {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"not": {}},
+        {"dependentRequired": {name: ["e"] for name in "abcd"}}, {"dependentRequired": []}, {"format": "uri-reference"},
+        {"allOf": [{"properties": {"a": True}}], "unevaluatedProperties": False}, {"not": {"type": "string"}},
+        {"$schema": OLD, "contains": {"type": "string"}, "minContains": 0},
+    ]:  # fmt: skip
+        with pytest.raises(RequestError, match=r"not (supported|be used)|cannot be used"):
+            byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_names_are_counted_however_often_they_are_referred_to() -> None:
+    key = {"enum": [f"k{i}" for i in range(MAX_NAMES // 4)]}
+    maps = {str(i): {"propertyNames": {"$ref": "#/$defs/key"}} for i in range(5)}
+    rewritten({"$defs": {"key": key}, "properties": dict(list(maps.items())[:4])})
+    with pytest.raises(GrammarError, match=str(MAX_NAMES)):
+        rewritten({"$defs": {"key": key}, "properties": maps})
