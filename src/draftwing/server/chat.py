@@ -237,7 +237,7 @@ class Chats:
         if style.reasoning is not None:
             markers += [style.reasoning.begin, style.reasoning.end]
         if style.tools is not None:
-            markers += [style.tools.begin, style.tools.end, style.tools.separator]
+            markers += style.tools.markers
         tokenizer = self._service.tokenizer
         return any(m is not None and tokenizer.backend.token_to_id(m) in tokenizer.special_ids for m in markers)
 
