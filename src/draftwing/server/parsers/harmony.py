@@ -156,13 +156,16 @@ class HarmonyReader(MessageReader):
                 self._give_thought()
 
     def _arguments(self, text: str) -> None:
-        """Arguments are an object; where they stop being one, the call ends."""
+        """Arguments are an object; where they stop being one, the call ends, and what is none from its beginning is an
+        empty one."""
         for char in text:
             if self._call is None or self._call.done:
                 return
             try:
                 self._call.push(char)
-            except (ValueError, RecursionError):
+            except ValueError:
+                if not self._call.known:
+                    self._arguments("{}")
                 self._end_call()
                 return
         self._give_call()

@@ -117,7 +117,8 @@ class ToolParser:
         self._array = False
         self._fenced = False
         self._call: CallReader | None = None
-        self._label = ""  # a name before the separator
+        self._label = ""  # a name before the separator, or an id
+        self._name = ""  # before an id
         self._out: list[Piece] = []
         self._announced = False
         self.calls = 0
@@ -237,22 +238,22 @@ class ToolParser:
         self._label = label
         self._raw.append(text[at])
         for marker in (style.separator, style.given_id):
-            if marker and label.endswith(marker) and label[: -len(marker)] in self._names:
+            name = label.removesuffix(marker or "")
+            if name != label and name in self._names:
                 if marker == style.separator:
-                    return self._begin_arguments(label[: -len(marker)], at + 1)
-                self._step = self._given_id
+                    return self._begin_arguments(name, at + 1)
+                self._label, self._name, self._step = "", name, self._given_id
         return at + 1
 
     def _given_id(self, text: str, at: int) -> int:
         """Behind a name, in the id that the model gives its call. Ids are ours, so that none comes twice."""
-        separator, given_id = self._style.separator, self._style.given_id
-        assert separator is not None and given_id is not None
-        self._label += text[at]
-        name, _, given = self._label.rpartition(given_id)
-        if len(given) > _MOST_ID + len(separator):
+        separator = self._style.separator
+        assert separator is not None
+        if len(self._label) == _MOST_ID + len(separator):
             return self._no_call(at)
+        self._label += text[at]
         self._raw.append(text[at])
-        return self._begin_arguments(name, at + 1) if given.endswith(separator) else at + 1
+        return self._begin_arguments(self._name, at + 1) if self._label.endswith(separator) else at + 1
 
     def _begin_arguments(self, name: str, at: int) -> int:
         self._call, self._step = CallReader(self._names, name), self._object
@@ -264,7 +265,7 @@ class ToolParser:
         for place in range(at, len(text)):
             try:
                 call.push(text[place])
-            except (ValueError, RecursionError):  # of arguments inside a string
+            except ValueError:
                 self._raw.append(text[at:place])
                 return self._no_call(place)
             if call.known and not self._announced:
