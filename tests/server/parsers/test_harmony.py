@@ -54,18 +54,22 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "no namespace, in the role, no format": (
         "<|start|>assistant to=g<|channel|>commentary<|message|>{}<|call|>", "", "", [("g", "{}")],
     ),
-    "in the channel of reasoning": ('<|channel|>analysis to=g code<|message|>{"y": 1}<|call|>', "", "", [("g", '{"y": 1}')]),
+    "in the channel of reasoning": ('<|channel|>analysis to=g code<|message|>{"y": 1}<|call|>', "", "",
+                                    [("g", '{"y": 1}')]),
     "the channel twice": (
         "<|channel|>commentary to=functions.g<|channel|>commentary json<|message|>{}<|call|>", "", "", [("g", "{}")],
     ),
     "a tool that the model knows": (
-        '<|channel|>analysis to=browser.search code<|message|>{"q": 1}<|call|>', "", "", [("browser.search", '{"q": 1}')],
+        '<|channel|>analysis to=browser.search code<|message|>{"q": 1}<|call|>', "", "",
+        [("browser.search", '{"q": 1}')],
     ),
-    "another of them": ("<|channel|>analysis to=browser.open code<|message|>{}<|call|>" + FINAL, "{}", "the answer", []),
+    "another of them": ("<|channel|>analysis to=browser.open code<|message|>{}<|call|>" + FINAL, "{}", "the answer",
+                        []),
     "half a character": (CALL.replace("a\nb", "\\ud83d"), "", "", [("f", '{"x": "\\ufffd"}')]),
     "no numbers of JSON": (CALL.replace('"a\nb"', "[NaN, 1e999,]"), "", "", [("f", '{"x": [null, null]}')]),
-    "a call with what is no object": ("<|channel|>commentary to=g code<|message|>f(1)<|call|>" + FINAL, "", "the answer",
-                                      [("g", "{}")]),
+    "a call with what is no object": (
+        "<|channel|>commentary to=g code<|message|>f(1)<|call|>" + FINAL, "", "the answer", [("g", "{}")],
+    ),
     "an empty call": (WHY + "<|start|>assistant<|channel|>commentary to=functions.g<|message|><|call|>", "why é", "",
                       [("g", "{}")]),
     "a preamble": (

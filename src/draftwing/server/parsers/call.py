@@ -3,15 +3,58 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Collection
 from typing import Any
 
+import pydantic_core
+
 from draftwing.server.parsers.json_scan import JsonScanner
+from draftwing.text.unicode import well_formed
 
 _NAME_KEYS = ("name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type")  # models write them, they say nothing
 _BLANK = " \t\n\r"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_MOST_DIGITS = 4300  # of a number that Python reads
+
+
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """Returns the arguments of a call, which come as a text, whoever wrote it; None for a text that is no object.
+
+    Nothing at all, and null, are no arguments. What was cut is what there is of it. Halves of characters become U+FFFD,
+    numbers that JSON or a float does not have null.
+    """
+    if text.strip() in ("", "null"):
+        return {}
+    try:
+        value = _parsed(text)
+        if _SURROGATE.search(text):
+            value = _parsed(well_formed(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        try:
+            value = _parsed(json.dumps(pydantic_core.from_json(text, allow_partial=True)))
+        except ValueError:
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def _parsed(text: str) -> Any:
+    return json.loads(text, strict=False, parse_constant=_null, parse_float=_float, parse_int=_integer)
+
+
+def _null(name: str) -> None:
+    return None
+
+
+def _float(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if len(text) <= _MOST_DIGITS else None
 
 
 class CallReader:

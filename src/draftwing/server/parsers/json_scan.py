@@ -43,9 +43,9 @@ class JsonScanner:
         """Returns what is certain of the text up to this character, as JSON that any reader takes.
 
         That is the text but for what models write all the same: control characters in strings as they are, escapes that
-        there are none of, escapes of half a character (U+FFFD), a comma too many, Python's literals, numbers that JSON
-        or a float does not have (null). What was returned is always the beginning of JSON, and ends inside of no escape,
-        number or literal.
+        JSON does not know, escapes of half a character (U+FFFD), a comma too many, Python's literals, numbers that JSON
+        or a float does not have (null). What was returned is always the beginning of JSON, and never ends inside of an
+        escape, a number or a literal.
         """
         match self.state:
             case "string":
