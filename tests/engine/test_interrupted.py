@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_an_error_in_a_commit_leaves_a_usable_engine(tmp_path: Path, overlap: bo
         assert llm.generate("hello hello", PARAMS)[0].token_ids == expected
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Has SIGINT raise KeyboardInterrupt, as in a terminal: in a job of the background it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path: Path) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))
     with LLM(model, speculative_algorithm="NGRAM", max_total_tokens=1024, enable_overlap=True) as llm:

@@ -179,3 +179,14 @@ def _without_ids(data: Any) -> Any:
         )
         return {name: _without_ids(value) for name, value in data.items() if name not in other}
     return data
+
+
+@pytest.mark.parametrize("end", [*"\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"])
+@pytest.mark.parametrize("large", [False, True])
+def test_one_line_whatever_a_reader_takes_for_its_end(end: str, large: bool) -> None:
+    """`str.splitlines` and httpx's `iter_lines` cut at all of these."""
+    data = {f"a{end}": [f"{end}b{end}{end}c\\{end}", {"é😀": end}]}
+    assert (end + "x").splitlines() == ["", "x"], "what is tested is an end of lines"
+    text = encode(data, large).decode()
+    assert len(text.splitlines()) == 1 and json.loads(text) == data and "é😀" in text
+    assert len(http.event(data, large).splitlines()) == 2 and http.event(data, large).endswith("\n\n")

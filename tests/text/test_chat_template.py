@@ -122,7 +122,7 @@ def test_processes_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda i: template.render([{"content": f"{i} \ud800"}]), range(200)))
-    assert texts == [f"{i} \ud800" for i in range(200)]
+    assert texts == [f"{i} \ufffd" for i in range(200)]
     there = len(rendering._idle)
     assert 1 <= there <= 8
     monkeypatch.setattr(rendering, "_Process", None)
@@ -188,3 +188,51 @@ def test_end_of_turn(source: str, expected: int | None) -> None:
         return [100 + ord(text[0]), *encode(text[1:])] if text else []
 
     assert end_of_turn(ChatTemplate(source, {"eos_token": "</s>"}), encode, frozenset(vocab.values())) == expected
+
+
+EVERY = {"system", "user", "assistant", "tool"}
+LISTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+PARTS: list[Any] = [
+    # A template, and the roles whose content it takes as a list.
+    (LISTS + "{% endfor %}</>{% endfor %}", EVERY),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content[0]['text'] }}</>{% endfor %}", EVERY),
+    (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{{ m.content | map(attribute='text') | join }}"
+        "{% else %}{{ m.content }}{% endif %}</>{% endfor %}",
+        {"user"},
+    ),
+    (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+        "{% for p in m.content %}{{ p['text'] }}{% endfor %}{% else %}{{ '' + m.content }}{% endif %}</>{% endfor %}",
+        {"assistant"},
+    ),
+    (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}</>{% endfor %}",
+        set(),
+    ),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}", set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "roles"), PARTS)
+def test_content_in_the_form_that_the_template_wants(source: str, roles: set[str]) -> None:
+    messages = [{"role": role, "content": f"Text of {role}: é\n"} for role in ("system", "user", "assistant", "tool")]
+    template = ChatTemplate(source, {})
+    text = template.render(messages, add_generation_prompt=False)
+    assert text == "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
+    shaped = [{**m, "content": [{"type": "text", "text": m["content"]}]} if m["role"] in roles else m for m in messages]
+    assert [text] == render_jinja_template([shaped], None, None, source)[0]
+    given = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    if "user" in roles:
+        assert template.render(given) == "<user>a</>", "lists stay as they are"
+    assert template.turn_suffix == "</>"
+
+
+def test_a_template_that_shows_nothing_is_given_strings() -> None:
+    assert ChatTemplate("{{ messages[0].content is string }}", {}).render([{"role": "user", "content": "a"}]) == "True"
+
+
+@pytest.mark.parametrize("source", [r"{{ '\ud83d' }}x", r"x{{ '\udc00\ud83d' }}", r"{{ '\ud83d\ude00' }}"])
+def test_halves_of_characters_do_not_come_out(source: str) -> None:
+    ChatTemplate(source, {}).render([]).encode()

@@ -53,3 +53,18 @@ def test_what_cannot_be_continued() -> None:
         assert info.value.param == "continue_final_message"
     with pytest.raises(RequestError, match="does not show"):
         render_continued(with_template("{{ messages[0]['content'] }}"), said("a"))
+
+
+@pytest.mark.parametrize("content", ["one  ", "", "two\n", "QcontinuedZ", "a QcontinuedZZQcontinuedZ b"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("last: {{ messages[-1].content }}|{% for m in messages %}<{{ m.content }}>{% endfor %}", "last: %s|<Hi><%s"),
+        ("{{ messages | map(attribute='content') | join }}\n{{ messages[-1].content }}.", "Hi%s\n%s"),
+        ("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", "<Hi><%s"),
+        ("{% for m in messages %}<{{ m.content | map(attribute='text') | join }}>{% endfor %}", "<Hi><%s"),
+    ],
+)
+def test_the_message_is_shown_as_it_is_however_often(template: str, expected: str, content: str) -> None:
+    text = render_continued(with_template(template), said(content))
+    assert text == expected.replace("%s", content)

@@ -132,6 +132,16 @@ CHATML = (
 )
 
 
+def test_added_tokens_of_older_files_keep_the_flags_of_tokenizer_json(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<pad me>", lstrip=True, rstrip=True, normalized=False)])
+    folder = save(tmp_path / "model", backend)
+    (folder / "added_tokens.json").write_text(json.dumps({"<pad me>": backend.token_to_id("<pad me>")}))
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text = "the  <pad me>  fox"
+    assert ours.encode(text) == theirs.encode(text) == backend.encode(text).ids
+
+
 def test_where_chat_templates_lie(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", byte_level())
     messages = [{"role": "user", "content": "hi"}]
@@ -156,6 +166,115 @@ def test_where_chat_templates_lie(tmp_path: Path) -> None:
         assert load_tokenizer(folder, path).render_chat(messages) == "G"
     with pytest.raises(ConfigError, match="chatml"):
         load_tokenizer(folder, "chatml")
+
+
+@pytest.mark.parametrize("kind", [byte_level, metaspace])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"lstrip": True},
+        {"rstrip": True},
+        {"lstrip": True, "rstrip": True, "special": True},
+        {"single_word": True},
+        {"normalized": True},
+        {"special": True},
+        {"special": True, "normalized": True, "single_word": True},
+    ],
+    ids=str,
+)
+def test_flags_that_differ_from_those_of_tokenizer_json(kind: Any, flags: dict[str, bool], tmp_path: Path) -> None:
+    backend = kind()
+    backend.normalizer = normalizers.Sequence([n for n in (backend.normalizer, normalizers.Lowercase()) if n])
+    backend.add_tokens([AddedToken("<Think>", normalized=False), AddedToken("<Stop>", normalized=True, lstrip=True)])
+    plain = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": False}
+    added = {
+        str(backend.token_to_id(text)): {"content": text, **plain, **flags} for text in ("<Think>", "<Stop>", "</s>")
+    }
+    folder = save(tmp_path / "model", backend, added_tokens_decoder=added)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    unlike = 0
+    for text in (
+        "a <Think> b",
+        "a<Think>b",
+        "the  <Stop>\n fox",
+        "x<stop>y <think> z",
+        "q </s> r</s>",
+        "<Think><Stop> ",
+    ):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+        unlike += ids != backend.encode(text).ids
+    assert unlike or flags == {"special": True}, "the flags change what is compared"
+    told, known = (t.get_added_tokens_decoder() for t in (ours.backend, theirs.backend_tokenizer))
+    assert {i: repr(token) for i, token in told.items() if token.content != "</s>"} == {
+        i: repr(token) for i, token in known.items() if token.content != "</s>"
+    }
+
+
+@pytest.mark.parametrize("empty", [{}, [], None])
+@pytest.mark.parametrize("name", ["extra_special_tokens", "additional_special_tokens"])
+def test_more_special_tokens_by_either_name(name: str, empty: Any, tmp_path: Path) -> None:
+    """transformers 5 writes one name and 4 the other; both may be there."""
+    other = {"extra_special_tokens", "additional_special_tokens"} - {name}
+    lists: list[Any] = [["<think>"], [{"content": "<think>", "lstrip": False}]]
+    for tokens in lists + ([{"a": "<think>"}] if name == "extra_special_tokens" else []):
+        folder = save(tmp_path / "model", byte_level(), **{name: tokens, other.copy().pop(): empty})
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.backend.token_to_id("<think>") in tokenizer.special_ids
+        assert tokenizer.decode(tokenizer.encode("a<think>b")) == "ab"
+    folder = save(
+        tmp_path / "model", byte_level(), extra_special_tokens=["<think>"], additional_special_tokens=["<|a|>"]
+    )
+    (folder / "added_tokens.json").write_text(json.dumps({"<|a|>": byte_level().get_vocab_size()}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("a<think>b<|a|> fox")) == "ab fox"
+
+
+ASKED = [{"role": "user", "content": "hi"}]
+TOOL = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({}, {"chat_template.jinja": "D", "additional_chat_templates/tool_use.jinja": "T{{ tools[0].function.name }}"}),
+        ({"chat_template": "C"}, {"chat_template.jinja": "D", "additional_chat_templates/rag.jinja": "R"}),
+        ({"chat_template": [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "U"}]}, {}),
+        (
+            {"chat_template": [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "U"}]},
+            {"chat_template.jinja": "D"},
+        ),
+        ({"chat_template": {"default": "C", "tool_use": "U", "rag": "R"}}, {}),
+        ({"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "C"}]}, {}),
+    ],
+)
+def test_named_templates_as_in_transformers(config: dict[str, Any], files: dict[str, str], tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", byte_level(), **config)
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for tools in (None, TOOL):
+        expected = theirs.apply_chat_template(ASKED, tools=tools, tokenize=False)
+        assert ours.render_chat(ASKED, tools=tools) == expected
+        assert ours.chat_source is None or tools is None or ours.chat_source[0] == expected[0]
+
+
+def test_a_template_for_tools_beside_one_in_the_configuration(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", byte_level(), chat_template="C")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.render_chat(ASKED) == "C" and tokenizer.render_chat(ASKED, tools=TOOL) == "T"
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError):
+        load_tokenizer(folder)
+    save(folder, byte_level(), chat_template="C")
+    (folder / "additional_chat_templates" / "tool_use.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": {"default": "J", "tool_use": "K"}}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.render_chat(ASKED) == "J" and tokenizer.render_chat(ASKED, tools=TOOL) == "K"
 
 
 def test_chat_ids_equal_transformers_and_bos_is_not_doubled(tmp_path: Path) -> None:

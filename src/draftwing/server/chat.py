@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -16,6 +14,7 @@ from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
 from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages, is_harmony
 from draftwing.server.parsers.message import MessageReader, MessageStyle
@@ -277,7 +276,7 @@ class Chats:
         if style.reasoning is not None:
             markers += [style.reasoning.begin, style.reasoning.end]
         if style.tools is not None:
-            markers += [style.tools.begin, style.tools.end, style.tools.separator]
+            markers += style.tools.markers
         tokenizer = self._service.tokenizer
         return any(m is not None and tokenizer.backend.token_to_id(m) in tokenizer.special_ids for m in markers)
 
@@ -348,10 +347,10 @@ class Conversation:
 
 def template_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """A call that was made before, as chat templates want it. They write arguments as JSON, so they want the object;
-    what is none, as the arguments of an answer that was cut, stays the text it is."""
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+    what is none stays the text it is."""
+    if arguments is None or isinstance(arguments, str):
+        found = read_arguments(arguments or "")
+        arguments = arguments if found is None else found
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -13,6 +13,19 @@ Message = Mapping[str, Any]
 
 # Plain letters, so that no trim, escape or reasoning filter of a template changes it.
 _SENTINEL = "QsentinelZ"
+_USER: Message = {"role": "user", "content": "a"}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+# For each role a conversation in which it says the sentinel.
+_PROBES: dict[str, list[Message]] = {
+    "user": [{"role": "user", "content": _SENTINEL}],
+    "assistant": [_USER, {"role": "assistant", "content": _SENTINEL}],
+    "system": [{"role": "system", "content": _SENTINEL}, _USER],
+    "tool": [
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "content": _SENTINEL, "tool_call_id": _CALL["id"], "name": "f"},
+    ],
+}
 
 
 class ChatTemplate:
@@ -35,26 +48,60 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """Returns the prompt text of a conversation. `kwargs` are further variables (`enable_thinking`, `documents`,
-        ...).
+        ...). Contents that are strings are given as lists of one part where the template takes nothing else.
 
         Raises RequestError when the template refuses the messages or cannot work with them, or takes too long.
         """
         variables = {**self._special_tokens, "documents": None, **kwargs}
-        conversation = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        shaped = _in_parts(messages, self._in_parts)
+        conversation = {"messages": shaped, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return rendering.render(self.source, variables | conversation)
+
+    @cached_property
+    def _in_parts(self) -> frozenset[str]:
+        """The roles whose content the template shows only where it is a list of parts."""
+        found: frozenset[str] = frozenset()
+        try:
+            if self._shows("user", found) and self._shows("assistant", found):
+                return found  # as nearly all do, for all roles
+            for role in _PROBES:
+                if not self._shows(role, found) and self._shows(role, found | {role}):
+                    found |= {role}
+        except rendering.TemplateLimit:
+            return frozenset()
+        return found
+
+    def _shows(self, role: str, in_parts: frozenset[str]) -> bool:
+        messages = _in_parts(_PROBES[role], in_parts)
+        variables = {**self._special_tokens, "documents": None, "tools": None, "add_generation_prompt": False}
+        try:
+            return _SENTINEL in rendering.render(self.source, variables | {"messages": messages})
+        except rendering.TemplateLimit:
+            raise
+        except RequestError:
+            return False
 
     @cached_property
     def turn_suffix(self) -> str:
         """Returns the text a template puts after the last assistant message; empty when it puts none or cannot be
         probed. Raises CheckpointError for a template that takes too long even for that."""
-        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SENTINEL}]
         try:
-            text = self.render(conversation, add_generation_prompt=False)
+            text = self.render(_PROBES["assistant"], add_generation_prompt=False)
         except rendering.TemplateLimit as error:
             raise CheckpointError(f"{error}, for two short messages; pass another one with --chat-template") from None
         except RequestError:
             return ""
         return text.rpartition(_SENTINEL)[2] if _SENTINEL in text else ""
+
+
+def _in_parts(messages: Sequence[Message], roles: frozenset[str]) -> list[Message]:
+    """Messages with the text of some roles as a list of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if message.get("role") in roles and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def end_of_turn(template: ChatTemplate, encode: Callable[[str], list[int]], special_ids: frozenset[int]) -> int | None:

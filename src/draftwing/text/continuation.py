@@ -24,8 +24,11 @@ def render_continued(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs
         raise RequestError(
             "continue_final_message needs a last message of the assistant, with a text", "continue_final_message"
         )
-    marked = [*messages[:-1], {**last, "content": content + _MARK}]
-    text, mark, _ = tokenizer.render_chat(marked, add_generation_prompt=False, **kwargs).rpartition(_MARK)
-    if not mark:
+    mark = _MARK
+    while mark in repr((messages, kwargs)):
+        mark += "Z"
+    marked = [*messages[:-1], {**last, "content": content + mark}]
+    text, found, _ = tokenizer.render_chat(marked, add_generation_prompt=False, **kwargs).rpartition(mark)
+    if not found:
         raise RequestError("the chat template does not show the last message", "continue_final_message")
-    return text
+    return text.replace(mark, "")  # some templates show it before, too

@@ -45,7 +45,7 @@ class _Process:
         if not self._conn.poll(PATIENCE):
             raise TimeoutError
         reply = self._conn.recv_bytes(_MOST_BYTES)
-        return reply[:1], reply[1:].decode(errors="surrogatepass")
+        return reply[:1], reply[1:].decode()
 
     def close(self) -> int:
         """Ends it. Returns its exit status."""

@@ -22,6 +22,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from draftwing.text.unicode import well_formed
+
 SECONDS = 2.0  # of a processor, for one text
 MEMORY = 2**30  # bytes of address space
 MOST_CHARACTERS = 2**24  # of a text
@@ -124,7 +126,7 @@ def main(conn: Connection) -> None:
             data = conn.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
             kind, text = renderer.answer(data)
-            reply = kind + (text if kind == TEXT else text[:_MOST_MESSAGE]).encode(errors="surrogatepass")
+            reply = kind + well_formed(text if kind == TEXT else text[:_MOST_MESSAGE]).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             conn.send_bytes(reply)
 

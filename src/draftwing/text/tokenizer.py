@@ -249,16 +249,17 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any
     named = set(specials.values())
     declared: dict[int, AddedToken] = {}
     for text, i in _read_json(path / "added_tokens.json").items():
-        declared[int(i)] = AddedToken(text, normalized=False, special=text in named)
+        if int(i) not in known or known[int(i)].content != text:
+            declared[int(i)] = AddedToken(text, normalized=False, special=text in named)
     for key, spec in config.get("added_tokens_decoder", {}).items():
         flags = {flag: bool(spec.get(flag, False)) for flag in ("single_word", "lstrip", "rstrip")}
         special = bool(spec.get("special", False)) or spec["content"] in named
-        normalized = bool(spec.get("normalized", not special))
+        normalized = bool(spec.get("normalized", not spec.get("special")))
         declared[int(key)] = AddedToken(spec["content"], normalized=normalized, special=special, **flags)
-    for i, token in sorted(declared.items()):
-        if i in known and known[i].content == token.content and known[i].special == token.special:
-            continue
-        backend.add_tokens([token])
+    # The flags of tokenizer_config.json win over those of tokenizer.json. `repr` shows all of them.
+    new = [(i, token) for i, token in sorted(declared.items()) if i not in known or repr(known[i]) != repr(token)]
+    backend.add_tokens([token for _, token in new])
+    for i, token in new:
         if backend.token_to_id(token.content) != i:
             raise CheckpointError(
                 f"{path}: token {token.content!r} is declared with id {i}, but tokenizer.json gives it id "
@@ -266,8 +267,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any
             )
     known = backend.get_added_tokens_decoder()
     special_now = {token.content for token in known.values() if token.special}
-    extra = config.get("extra_special_tokens", config.get("additional_special_tokens")) or []
-    extra = [_content(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
+    extra: list[str | None] = []
+    for name in ("extra_special_tokens", "additional_special_tokens"):  # as transformers 5 calls them, and 4
+        stated = config.get(name) or []
+        extra += [_content(token) for token in (stated.values() if isinstance(stated, Mapping) else stated)]
     # A special token outside the vocabulary would get an id beyond the embedding: leave it out.
     wanted = [
         t for t in [*specials.values(), *extra] if t and t not in special_now and backend.token_to_id(t) is not None
@@ -293,17 +296,22 @@ def _apply_bos_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any], 
 
 
 def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A file of its own wins over the configuration."""
-    found: dict[str, str] = {}
-    stated = config.get("chat_template")
-    if isinstance(stated, str):
-        found["default"] = stated
-    elif isinstance(stated, list):
-        found = {entry["name"]: entry["template"] for entry in stated}
-    in_json = _read_json(path / "chat_template.json").get("chat_template")
-    if isinstance(in_json, str):
-        found["default"] = in_json
+    """Chat templates by name. Files of their own win over the configuration, as in transformers."""
+    found = _by_name(config.get("chat_template")) | _by_name(
+        _read_json(path / "chat_template.json").get("chat_template")
+    )
     file = path / "chat_template.jinja"
     if file.is_file():
-        found["default"] = file.read_text(encoding="utf-8")
+        found = {"default": file.read_text(encoding="utf-8")}
+    for more in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        found[more.stem] = more.read_text(encoding="utf-8")
     return found
+
+
+def _by_name(stated: Any) -> dict[str, str]:
+    """Chat templates as configurations state them: one, an object of several, or a list."""
+    if isinstance(stated, str):
+        return {"default": stated}
+    if isinstance(stated, list):
+        return {entry["name"]: entry["template"] for entry in stated}
+    return dict(stated or {})

@@ -20,7 +20,7 @@ MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|
 WHY = "<|channel|>analysis<|message|>why é<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>the answer<|return|>"
 CALL = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": "a\nb"}<|call|>'
-STYLE = MessageStyle(start="free", names=("f", "g"), harmony=True)
+STYLE = MessageStyle(start="free", names=("f", "g", "browser.search"), harmony=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,26 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "<|start|>assistant to=functions.g<|channel|>commentary<|constrain|>json<|message|>{}<|call|>", "", "",
         [("g", "{}")],
     ),
+    "no namespace": (WHY + CALL.replace("functions.", ""), "why é", "", [("f", '{"x": "a\\nb"}')]),
+    "no namespace, in the role, no format": (
+        "<|start|>assistant to=g<|channel|>commentary<|message|>{}<|call|>", "", "", [("g", "{}")],
+    ),
+    "in the channel of reasoning": ('<|channel|>analysis to=g code<|message|>{"y": 1}<|call|>', "", "",
+                                    [("g", '{"y": 1}')]),
+    "the channel twice": (
+        "<|channel|>commentary to=functions.g<|channel|>commentary json<|message|>{}<|call|>", "", "", [("g", "{}")],
+    ),
+    "a tool that the model knows": (
+        '<|channel|>analysis to=browser.search code<|message|>{"q": 1}<|call|>', "", "",
+        [("browser.search", '{"q": 1}')],
+    ),
+    "another of them": ("<|channel|>analysis to=browser.open code<|message|>{}<|call|>" + FINAL, "{}", "the answer",
+                        []),
+    "half a character": (CALL.replace("a\nb", "\\ud83d"), "", "", [("f", '{"x": "\\ufffd"}')]),
+    "no numbers of JSON": (CALL.replace('"a\nb"', "[NaN, 1e999,]"), "", "", [("f", '{"x": [null, null]}')]),
+    "a call with what is no object": (
+        "<|channel|>commentary to=g code<|message|>f(1)<|call|>" + FINAL, "", "the answer", [("g", "{}")],
+    ),
     "an empty call": (WHY + "<|start|>assistant<|channel|>commentary to=functions.g<|message|><|call|>", "why é", "",
                       [("g", "{}")]),
     "a preamble": (
@@ -58,7 +78,7 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     ),
     "two thoughts": (WHY + "<|start|>assistant" + WHY + FINAL, "why é\nwhy é", "the answer", []),
     "a tool that is not offered": (
-        '<|channel|>analysis to=browser.search<|message|>{"q": 1}<|end|>' + FINAL, '{"q": 1}', "the answer", [],
+        '<|channel|>analysis to=browser.find<|message|>{"q": 1}<|end|>' + FINAL, '{"q": 1}', "the answer", [],
     ),
     "a function that is not offered": (
         "<|channel|>commentary to=functions.h<|message|>{}<|end|>" + FINAL, "{}", "the answer", [],

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import garbled
+import pydantic_core
+import pytest
 from fake_engine import byte_tokenizer
 
+from draftwing.server.parsers.harmony import HarmonyReader
 from draftwing.server.parsers.message import Call, MessageReader, MessageStyle, Part, Thought
 from draftwing.server.parsers.reasoning import REASONING_STYLES
 from draftwing.server.parsers.tools import TOOL_STYLES, CallPiece
@@ -68,3 +72,38 @@ def test_calls_are_kept_whole() -> None:
     reader, _ = read(dataclasses.replace(STYLE, parallel=False), TEXT, [1] * len(TEXT))
     (call,) = reader.calls
     assert call == Call(call.id, "f", '{"x": 1}')
+
+
+STYLES = [
+    *(MessageStyle(tools=style, names=garbled.NAMES) for style in dict.fromkeys(TOOL_STYLES.values())),
+    *(
+        MessageStyle(style, "free", TOOL_STYLES["hermes"], garbled.NAMES)
+        for style in dict.fromkeys(REASONING_STYLES.values())
+    ),
+    MessageStyle(REASONING_STYLES["deepseek_r1"], "open", TOOL_STYLES["mistral"], garbled.NAMES, parallel=False),
+    MessageStyle(start="free", names=garbled.NAMES, harmony=True),
+    MessageStyle(start="closed", names=garbled.NAMES, harmony=True),
+]
+
+
+@pytest.mark.parametrize("answers", [100, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("style", STYLES, ids=range(len(STYLES)))
+def test_garbled_answers_are_read_alike_in_any_pieces(style: MessageStyle, answers: int) -> None:
+    """What is given out of calls is the beginning of an object that any reader takes, whatever the model wrote."""
+    draw, calls = random.Random(answers), 0
+    for _ in range(answers):
+        text = garbled.answer(draw)
+        found = []
+        for pieces in ([text], garbled.pieces(draw, text)):
+            reader = (HarmonyReader if style.harmony else MessageReader)(style, TOKENIZER)
+            for i, piece in enumerate(pieces):
+                reader.push(piece, i == len(pieces) - 1, [])
+            found.append((reader.reasoning, reader.content, [(call.name, call.arguments) for call in reader.calls]))
+        assert found[0] == found[1], pieces
+        calls += len(found[0][2])
+        for name, arguments in found[0][2]:
+            assert name in garbled.NAMES
+            if arguments:
+                value = pydantic_core.from_json(arguments, allow_partial=True, allow_inf_nan=False)
+                assert isinstance(value, dict)
+    assert calls > answers / 40 or style.start == "closed" or style.reasoning is not None

@@ -7,6 +7,7 @@ import random
 import re
 from typing import Any
 
+import pydantic_core
 import pytest
 
 from draftwing.config.choices import TOOL_CALL_PARSERS
@@ -21,6 +22,10 @@ NASTY = (
 HERMES = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
 MISTRAL = '[TOOL_CALLS] [{"name": "f", "arguments": %s}]'
 Call = tuple[str, str]
+BROKEN, WRAPPED = [("f", '{"a": ')], [("f", '{"a": 1}')]
+HALVES = '{"a": "\\ufffd", "\\ufffd": 1}'
+TEXT = [("f", HALVES.replace('"\\ufffd": 1', '"\ufffd": 1'))]
+NULLS = '{"a": null, "b": null, "c": [null, null]}'
 # parser, text, the parts of it: text or (name, arguments)
 CASES: list[tuple[str, str, list[str | Call]]] = [
     ("hermes", HERMES % NASTY, [("f", NASTY)]),
@@ -46,8 +51,10 @@ CASES: list[tuple[str, str, list[str | Call]]] = [
     # cut off
     ("hermes", "Well <tool_", ["Well <tool_"]),
     ("hermes", 'Well <tool_call>\n{"name": "f", "argu', ['Well <tool_call>\n{"name": "f", "argu']),
-    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "b\\', [("f", '{"a": "b\\')]),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "b\\', [("f", '{"a": "b')]),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}', [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1', [("f", '{"a": ')]),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud83d', [("f", '{"a": "')]),
     ("hermes", HERMES[:-4] % "{}", [("f", "{}")]),
     # no calls, or broken ones
     ("hermes", " \n Plain <b>text</b> \n", [" \n Plain <b>text</b> \n"]),
@@ -75,8 +82,63 @@ CASES: list[tuple[str, str, list[str | Call]]] = [
         ['<tool_call>{"name": "f", "arguments": "x"}</tool_call>'],
     ),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ['<tool_call>{"arguments": {}}</tool_call>']),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tru!}} x', [("f", '{"a": tru'), "!}} x"]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}} x', [("f", '{"a": 1,'), "}} x"]),
+    # calls that break: what follows up to the next marker is lost
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tru!}} x', [("f", '{"a": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tru!}}</tool_call> x', [("f", '{"a": '), "x"]),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a": 1-2}}}}\n{HERMES % "{}"} x',
+        [*BROKEN, ("f", "{}"), "x"],
+    ),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1 2}[TOOL_CALLS]f[ARGS]{}', [("f", '{"a": 1 '), ("f", "{}")]),
+    ("json", '{"name": "f", "arguments": {"a": [}}} x', [("f", '{"a": [')]),
+    # what is no part of a call
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a":"x"},"thought":"hm"}</tool_call>', [("f", '{"a":"x"}')]),
+    ("hermes", '<tool_call>{"n":{"name":[1]},"thought":2,"name":"f","arguments":{}}</tool_call>', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name":"f","why":null}</tool_call> y', [("f", "{}"), "y"]),
+    ("hermes", '<tool_call>{"name":"f","name":"ff","arguments":{"a":1},"arguments":{"a":2}}', [("f", '{"a":1}')]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a":1}}}</tool_call>', [("f", '{"a":1}')]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{}}}}\n ]</tool_call></tool_call>\nx', [("f", "{}"), "x"]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{}} and so on</tool_call> x', [("f", "{}"), "and so on x"]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{}} x </tool', [("f", "{}"), "x"]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{}}\n{"name":"no"} x</tool_call> y', [("f", "{}"), "y"]),
+    (
+        "hermes",
+        '<tool_call>{"name":"f","arguments":{"a":[1,{"b":2,} , ],},}</tool_call>',
+        [("f", '{"a":[1,{"b":2}  ]}')],
+    ),
+    ("hermes", '<tool_call>\n```json\n{"name":"f","arguments":{}}\n```\n</tool_call>', [("f", "{}")]),
+    ("hermes", '<tool_call>{"type":"function","function":{"name":"f","arguments":{"a": 1}}}</tool_call>', WRAPPED),
+    ("hermes", '<tool_call>{"function":{"name":"f","parameters":"{\\"a\\": 1}"},"parameters":{}}</tool_call>', WRAPPED),
+    ("hermes", f'{HERMES % "{}"}\n{{"name": "ff", "arguments": {{}}}}', [("f", "{}"), ("ff", "{}")]),
+    ("hermes", f'{HERMES % "{}"}\n{{"a": 1}}', [("f", "{}"), '{"a": 1}']),
+    ("hermes", f"{HERMES % '{}'}\n```py\n1\n```", [("f", "{}"), "```py\n1\n```"]),
+    ("hermes", "<tool_call>\n```json\nno```</tool_call>", ["<tool_call>\n```json\nno```</tool_call>"]),
+    ("llama3", '{"name": "f", "thought": [1], "parameters": {}} x', [("f", "{}"), "x"]),
+    ("llama3", '{"name": "f", "age": 3}', ['{"name": "f", "age": 3}']),
+    ("llama3", '<|python_tag|>{"thought": "hm", "name": "f", "parameters": {}}', [("f", "{}")]),
+    ("llama3", '{"name": "f", "parameters": {}}} x', [("f", "{}"), "x"]),
+    ("llama3", '```json\n{"name": "f", "parameters": {"a": 1}}\n```', [("f", '{"a": 1}')]),
+    ("llama3", '```json\n{"a": 1}\n```', ['```json\n{"a": 1}\n```']),
+    ("llama3", "```", ["```"]),
+    ("json", '```\n[{"name": "f", "arguments": {}}]\n```\nx', [("f", "{}"), "x"]),
+    # arguments that are no JSON, or none that every reader takes
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d", "\\udc00": 1}}', [("f", HALVES)]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\\\ud83d\\", \\"\\udc00\\": 1}"}', TEXT),
+    ("hermes", HERMES % '{"a": NaN, "b": -Infinity, "c": [Infinity, 1e999]}', [("f", NULLS)]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": NaN, \\"b\\": 1e999}"}',
+        [("f", '{"a": null, "b": null}')],
+    ),
+    ("hermes", HERMES % '{"a": True, "b": False, "c": None}', [("f", '{"a": true, "b": false, "c": null}')]),
+    (
+        "hermes",
+        HERMES % r'{"a": "\d+\.\$ it\'s \u12"}',
+        [("f", r'{"a": "\\d+\\.\\$ it\'s \\u12"}'.replace("\\'", "'"))],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": " null "}</tool_call>', [("f", "{}")]),
     ("llama3", '{"name": "f", "parameters": {"a": "}"}}', [("f", '{"a": "}"}')]),
     ("llama3", '\n\n{"type": "function", "name": "f", "parameters": {}}', [("f", "{}")]),
     (
@@ -98,10 +160,20 @@ CASES: list[tuple[str, str, list[str | Call]]] = [
     ),
     ("mistral", 'Hm. [TOOL_CALLS] [{"name": "f", "arguments": {}}] Done', ["Hm.", ("f", "{}"), "Done"]),
     ("mistral", '[TOOL_CALLS]ff[ARGS]{"x": [1]}[TOOL_CALLS]f[ARGS]{}', [("ff", '{"x": [1]}'), ("f", "{}")]),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[CALL_ID]a1b2[ARGS]{"x": 1}[TOOL_CALLS]ff[CALL_ID]9[ARGS]{}',
+        [("f", '{"x": 1}'), ("ff", "{}")],
+    ),
+    ("mistral", 'a [TOOL_CALLS]f[CALL_ID]a[ARGS] {"x": 1} b', ["a", ("f", '{"x": 1}'), "b"]),
+    ("mistral", '[TOOL_CALLS]ff{"x": 1}[TOOL_CALLS]f{}', [("ff", '{"x": 1}'), ("f", "{}")]),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]" + "a" * 99 + "[ARGS]{}", ["[TOOL_CALLS]f[CALL_ID]" + "a" * 99 + "[ARGS]{}"]),
+    ("mistral", "[TOOL_CALLS]f[ARGS][1]", ["[TOOL_CALLS]f[ARGS][1]"]),
     ("mistral", "[TOOL_CALLS]g[ARGS]{}", ["[TOOL_CALLS]g[ARGS]{}"]),
+    ("mistral", "[TOOL_CALLS]g[CALL_ID]a[ARGS]{}", ["[TOOL_CALLS]g[CALL_ID]a[ARGS]{}"]),
     ("mistral", "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
     ("mistral", "a list [1] and [TOOL", ["a list [1] and [TOOL"]),
-    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', [("f", "{}"), ', {"name": "g"}]']),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', [("f", "{}")]),
     (
         "json",
         '[{"name": "f", "arguments": {}}, {"name": "ff", "arguments": {"a": 1}}]',
@@ -109,7 +181,7 @@ CASES: list[tuple[str, str, list[str | Call]]] = [
     ),
     ("json", '{"name": "get_weather", "arguments": {"city": "Paris"}}', [("get_weather", '{"city": "Paris"}')]),
     ("json", '[1, 2] {"name": "f"}', ['[1, 2] {"name": "f"}']),
-    ("json", '{"name": "f", "arguments": {"a": 1', [("f", '{"a": 1')]),
+    ("json", '{"name": "f", "arguments": {"a": 1', [("f", '{"a": ')]),
 ]
 
 
@@ -188,8 +260,26 @@ def test_every_name_has_a_style() -> None:
     assert set(TOOL_CALL_PARSERS) == set(TOOL_STYLES)
 
 
+def check_text(text: str) -> bool:
+    """Whether the scanner takes the text. What it gives out has to be JSON, or the beginning of it, in any case."""
+    scanner, written = JsonScanner(), ""
+    try:
+        for char in text:
+            written += scanner.push(char)
+    except ValueError:
+        pass
+    assert "\n" not in written or "\n" in text
+    if scanner.state == "end":
+        pydantic_core.from_json(written, allow_inf_nan=False)  # raises for halves of characters, too
+        return True
+    if written.strip():
+        pydantic_core.from_json(written, allow_inf_nan=False, allow_partial=True)
+    return False
+
+
 def test_scanner_agrees_with_json() -> None:
-    """Random JSON and random damage: the scanner accepts what json.loads accepts, and stops where it cannot go on."""
+    """Random JSON: the scanner changes nothing of it. With random damage it takes what json.loads does, and more, and
+    gives out JSON all the same."""
     draw = random.Random(11)
 
     def value(depth: int) -> Any:
@@ -201,24 +291,30 @@ def test_scanner_agrees_with_json() -> None:
             ]
         return draw.choice(kinds)()
 
+    damage = ['"', ",", "}", "]", "1", ":", "x", "\\", " ", "", "\\ud83d", "\\udc00", "NaN", "\n", "-", "e", "[", "{"]
     accepted = damaged = 0
-    for _ in range(600):
+    for _ in range(3000):
         text = json.dumps(draw.choice([[value(0)], {"k": value(0)}]), ensure_ascii=draw.random() < 0.5)
-        if draw.random() < 0.7:
+        assert "".join(map(JsonScanner().push, text)) == text
+        for _ in range(draw.randrange(4)):
             at = draw.randrange(len(text))
-            text = text[:at] + draw.choice(['"', ",", "}", "]", "1", ":", "x", "\\", " ", ""]) + text[at + 1 :]
+            text = text[:at] + draw.choice(damage) + text[at + 1 :]
         try:
             json.loads(text)
             valid = True
         except ValueError:
             valid, damaged = False, damaged + 1
-        scanner = JsonScanner()
-        try:
-            for char in text:
-                scanner.push(char)
-            complete = scanner.state == "end"
-        except ValueError:
-            complete = False
-        assert complete == valid, text
-        accepted += valid
-    assert accepted > 150 and damaged > 150
+        taken = check_text(text)
+        assert taken or not valid, text
+        accepted += taken and valid
+    assert accepted > 800 and damaged > 1000
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":[1, '])
+def test_depth_is_bounded(opening: str) -> None:
+    """A client that sends the call back has its body refused where it is deeper than readers go."""
+    levels = 1000
+    parts = parts_of("hermes", ['<tool_call>{"name": "f", "arguments": {"x": ', opening * levels, "1"])
+    (call,) = parts
+    assert isinstance(call, tuple) and pydantic_core.from_json(call[1], allow_partial=True)["x"]
+    assert len(call[1]) < 128 * len(opening) + 10

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pydantic_core
-
 from draftwing.engine.process.link import EngineDead
 from draftwing.server.blocks import Blocks, Event, text_of
 from draftwing.server.http import named_event
+from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.message import MessageReader, Part, Thought
 from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
@@ -60,7 +59,7 @@ class Message:
         self._content.push(self._answer.text, self._answer)
         for index, text in self._content.inputs.items():
             # Clients complete an input that is cut in the same way when they stream it.
-            self._content.blocks[index]["input"] = pydantic_core.from_json(text, allow_partial=True)
+            self._content.blocks[index]["input"] = read_arguments(text) or {}
         message = self._message(self._content.blocks)
         return message | self._ending() | {"usage": self._usage(len(self._answer.token_ids))}
 

@@ -50,7 +50,7 @@ class TextPart(Body):
 
 class CalledFunction(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):

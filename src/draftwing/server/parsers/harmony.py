@@ -122,8 +122,7 @@ class HarmonyReader(MessageReader):
         self._kind = kind = self._kind_of(header)
         again, self._begun = kind in self._begun, self._begun | {kind}
         if kind == "call":
-            name = _RECIPIENT.findall(header)[-1].removeprefix(_NAMESPACE)
-            self._call, self._named = CallReader(self._style.names, name), False
+            self._call, self._named = CallReader(self._style.names, self._function(header)), False
         elif kind == "text" and again:
             self._give(_JOINT)
         elif kind == "thought":
@@ -133,11 +132,17 @@ class HarmonyReader(MessageReader):
                 self._thought.append(_JOINT)
 
     def _kind_of(self, header: str) -> Kind:
-        recipients, channel = _RECIPIENT.findall(header), _CHANNEL_NAME.search(header)
-        if recipients:
-            known = recipients[-1].startswith(_NAMESPACE)
-            return "call" if known and recipients[-1].removeprefix(_NAMESPACE) in self._style.names else "thought"
+        channel = _CHANNEL_NAME.search(header)
+        if _RECIPIENT.search(header):
+            return "thought" if self._function(header) is None else "call"
         return "thought" if channel is not None and channel[1] == "analysis" else "text"
+
+    def _function(self, header: str) -> str | None:
+        """The function that a message calls; models leave out its namespace at times, and a tool that they know may be
+        one of the request's."""
+        recipient = _RECIPIENT.findall(header)[-1]
+        names = (recipient, recipient.removeprefix(_NAMESPACE))
+        return next((name for name in names if name in self._style.names), None)
 
     def _take(self, text: str) -> None:
         """The next text of the message."""
@@ -151,13 +156,16 @@ class HarmonyReader(MessageReader):
                 self._give_thought()
 
     def _arguments(self, text: str) -> None:
-        """Arguments are an object; where they stop being one, the call ends."""
+        """Arguments are an object; where they stop being one, the call ends, and what is none from its beginning is an
+        empty one."""
         for char in text:
             if self._call is None or self._call.done:
                 return
             try:
                 self._call.push(char)
-            except (ValueError, RecursionError):
+            except ValueError:
+                if not self._call.known:
+                    self._arguments("{}")
                 self._end_call()
                 return
         self._give_call()

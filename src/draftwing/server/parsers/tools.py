@@ -19,21 +19,28 @@ class ToolStyle:
     markers.
 
     begin, end: the markers, where there are any.  bare: characters that start calls, without a marker, at the very
-    start of an answer.  separator: `name separator {arguments}` is another form behind `begin`.
-    arguments: the key that models of the family know.  id_length: what their templates ask of call ids.
+    start of an answer.  separator: `name separator {arguments}` is another form behind `begin`.  given_id: between the
+    two there may be this and an id.  arguments: the key that models of the family know.  id_length: what their
+    templates ask of call ids.
     """
 
     begin: str | None = None
     end: str | None = None
     bare: str = ""
     separator: str | None = None
+    given_id: str | None = None
     arguments: str = "arguments"
     id_length: int = 24
+
+    @property
+    def markers(self) -> list[str]:
+        found = (self.begin, self.end, self.separator, self.given_id)
+        return [marker for marker in found if marker is not None]
 
 
 _HERMES = ToolStyle("<tool_call>", "</tool_call>")
 _LLAMA = ToolStyle("<|python_tag|>", bare="{", arguments="parameters")
-_MISTRAL = ToolStyle("[TOOL_CALLS]", separator="[ARGS]", id_length=9)
+_MISTRAL = ToolStyle("[TOOL_CALLS]", separator="[ARGS]", given_id="[CALL_ID]", id_length=9)
 TOOL_STYLES = {
     "hermes": _HERMES,
     "json": ToolStyle(bare="{["),
@@ -74,6 +81,8 @@ class CallPiece:
 Piece = str | CallPiece
 _WHITE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[ \t\r\n,;]*")  # calls
+_FENCE = re.compile(r"```[A-Za-z_]{0,16}[ \t\r\n]{0,8}")  # of code, which some models put around calls
+_MOST_ID = 64  # characters of an id that the model gives a call
 
 
 def new_call_id(length: int = 24) -> str:
@@ -87,22 +96,29 @@ class ToolParser:
 
     Something is a call from where it names one of the functions and its arguments begin; they are given out as they
     come, and are incomplete where the answer is cut. What looked like a call before but is none is text, with its
-    markers. Where arguments stop being JSON the call ends, and the rest is text. Whitespace around calls is dropped.
+    markers. Where arguments stop being JSON the call ends. What follows it up to the end marker, or the next call's, is
+    lost then, and so is what is no call among others between markers or in a list. Whitespace around calls is dropped,
+    and brackets too many, end markers too many and code fences are.
     """
 
     def __init__(self, style: ToolStyle, names: Collection[str], parallel: bool = True) -> None:
         """names: of the functions.  parallel: whether calls after the first are given out."""
         self._style, self._names, self._parallel = style, frozenset(names), parallel
-        self._openings = sorted(name + (style.separator or "") for name in self._names)
+        forms = (style.separator, style.given_id, "{") if style.separator else ()
+        self._openings = sorted(f"{name}{form}" for name in self._names for form in forms)
         self._step = self._text
         self._fresh = True  # nothing but whitespace has come
         self._trim = False  # whitespace that comes next belongs to a call
         self._held: list[str] = []  # text that the next one may change
         self._blank = False  # and whitespace would not
         self._raw: list[str] = []  # of what may turn out to be no call
+        self._marked = False  # a marker was there, before it
+        self._inside = False  # a call was, and the marker behind it is still to come
         self._array = False
+        self._fenced = False
         self._call: CallReader | None = None
-        self._label = ""  # a name before the separator
+        self._label = ""  # a name before the separator, or an id
+        self._name = ""  # before an id
         self._out: list[Piece] = []
         self._announced = False
         self.calls = 0
@@ -139,24 +155,55 @@ class ToolParser:
             body = _end(_WHITE, text, at)
             if body == len(text):
                 return len(text) if self._trim else self._hold(text, at)
-            if self._fresh and text[body] in self._style.bare:
-                self._fresh, self._raw, self._step = False, [text[at:body]], self._open
-                return body
+            if self._fresh and self._style.bare:
+                start = self._behind_fence(text, body)
+                if start == len(text):
+                    return self._hold(text, at)
+                if text[start] in self._style.bare:
+                    self._begin(text[at:start], marked=False)
+                    return start
             at = body if self._trim else at
-        self._trim = self._fresh = False
-        begin = self._style.begin
-        if begin is None:
-            self._emit(text[at:])
-            return len(text)
-        found = text.find(begin, at)
-        if found >= 0:
+        self._trim = self._fresh = self._fenced = False
+        found, marker = self._marker(text, at)
+        if marker is None:
+            sure = text[at:found].rstrip() if found < len(text) or self._style.begin else text[at:]
+            self._emit(sure)
+            return self._hold(text, at + len(sure)) if at + len(sure) < len(text) else len(text)
+        if marker == self._style.end:
+            self._emit(text[at:found])
+            self._inside = False
+        else:
             before = text[at:found].rstrip()
             self._emit(before)
-            self._raw, self._step = [text[at + len(before) : found + len(begin)]], self._open
-            return found + len(begin)
-        sure = text[at : len(text) - partial_end(text[at:], begin)].rstrip()
-        self._emit(sure)
-        return self._hold(text, at + len(sure)) if at + len(sure) < len(text) else len(text)
+            self._begin(text[at + len(before) : found] + marker, marked=True)
+        return found + len(marker)
+
+    def _marker(self, text: str, at: int) -> tuple[int, str | None]:
+        """Where the next marker is, and which; without one, where the beginning of one may be."""
+        begin, end = self._style.begin, self._style.end if self._inside else None
+        found = text.find(begin, at) if begin else -1
+        ended = text.find(end, at, found if found >= 0 else len(text)) if end else -1
+        if ended >= 0:
+            return ended, end
+        if found >= 0:
+            return found, begin
+        return len(text) - max(partial_end(text[at:], marker) if marker else 0 for marker in (begin, end)), None
+
+    def _begin(self, raw: str, marked: bool) -> None:
+        """A call is to begin."""
+        self._fresh = self._trim = self._array = False
+        self._raw, self._marked, self._step = [raw], marked, self._open
+
+    def _behind_fence(self, text: str, at: int) -> int:
+        """Where what a code fence begins with begins, or the same place where there is none; the end of the text where
+        that does not tell."""
+        if not "```".startswith(text[at : at + 3]):
+            return at
+        fence = _FENCE.match(text, at)
+        if fence is None or fence.end() == len(text):
+            return len(text)
+        self._fenced = True
+        return fence.end()
 
     def _open(self, text: str, at: int) -> int:
         """Behind a marker, or a bracket: a call is to begin."""
@@ -164,8 +211,13 @@ class ToolParser:
         self._raw.append(text[begin:at])
         if at == len(text):
             return at
+        start = self._behind_fence(text, at)
+        if start == len(text):
+            return self._hold(text, at)
+        self._raw.append(text[at:start])
+        at = start
         if text[at] == "{":
-            self._call, self._step = CallReader(self._names), self._object
+            self._call, self._step = CallReader(self._names, marked=self._marked), self._object
             return at
         if text[at] == "[" and not self._array:
             self._array = True
@@ -177,17 +229,35 @@ class ToolParser:
         return at
 
     def _named(self, text: str, at: int) -> int:
-        separator = self._style.separator
-        assert separator is not None
-        label = self._label + text[at]
+        label, style = self._label + text[at], self._style
         first = bisect_left(self._openings, label)
         if first == len(self._openings) or not self._openings[first].startswith(label):
             return self._no_call(at)
+        if text[at] == "{" and self._label in self._names:
+            return self._begin_arguments(self._label, at)
         self._label = label
         self._raw.append(text[at])
-        if label.endswith(separator) and label[: -len(separator)] in self._names:
-            self._call, self._step = CallReader(self._names, label[: -len(separator)]), self._object
+        for marker in (style.separator, style.given_id):
+            name = label.removesuffix(marker or "")
+            if name != label and name in self._names:
+                if marker == style.separator:
+                    return self._begin_arguments(name, at + 1)
+                self._label, self._name, self._step = "", name, self._given_id
         return at + 1
+
+    def _given_id(self, text: str, at: int) -> int:
+        """Behind a name, in the id that the model gives its call. Ids are ours, so that none comes twice."""
+        separator = self._style.separator
+        assert separator is not None
+        if len(self._label) == _MOST_ID + len(separator):
+            return self._no_call(at)
+        self._label += text[at]
+        self._raw.append(text[at])
+        return self._begin_arguments(self._name, at + 1) if self._label.endswith(separator) else at + 1
+
+    def _begin_arguments(self, name: str, at: int) -> int:
+        self._call, self._step = CallReader(self._names, name), self._object
+        return at
 
     def _object(self, text: str, at: int) -> int:
         call = self._call
@@ -195,7 +265,7 @@ class ToolParser:
         for place in range(at, len(text)):
             try:
                 call.push(text[place])
-            except (ValueError, RecursionError):  # of arguments inside a string
+            except ValueError:
                 self._raw.append(text[at:place])
                 return self._no_call(place)
             if call.known and not self._announced:
@@ -203,6 +273,7 @@ class ToolParser:
             if call.done:
                 self._arguments()
                 self._call, self._announced, self._raw, self._step = None, False, [], self._after
+                self._inside = self._marked and self._style.end is not None
                 return place + 1
         if not self._announced:
             self._raw.append(text[at:])
@@ -212,35 +283,47 @@ class ToolParser:
         """Behind a call: another one, or the end of the calls."""
         body = _end(_BETWEEN, text, at)
         begin, end = self._style.begin, self._style.end
+        fence = "```" if self._fenced else None
+        markers = [marker for marker in (begin, end, fence) if marker]
         if body == len(text) or any(
-            marker and len(text) - body < len(marker) and marker.startswith(text[body:]) for marker in (begin, end)
+            len(text) - body < len(marker) and marker.startswith(text[body:]) for marker in markers
         ):
             return self._hold(text, at)
+        if fence and text.startswith(fence, body):
+            self._fenced = False
+            return body + len(fence)
         if end and text.startswith(end, body):
-            self._end_calls()
+            self._inside = self._array = self._marked = False
             return body + len(end)
         if begin and text.startswith(begin, body):
-            self._array, self._step = False, self._open
-            self._raw = [text[at:body], begin]
+            self._begin(text[at:body] + begin, marked=True)
             return body + len(begin)
         if text[body] == "{":
-            self._raw, self._step = [text[at:body]], self._open
+            self._raw, self._step = [], self._open
+            self._marked = self._marked and (self._inside or self._array)
             return body
-        if text[body] == "]" and self._array:
-            self._array = False
+        if text[body] in "]}":
+            self._array = self._array and text[body] != "]"
             return body + 1
-        self._end_calls()
+        self._array, self._trim, self._step = False, True, self._text
         return at
 
-    def _end_calls(self) -> None:
-        self._array, self._trim, self._step = False, True, self._text
+    def _skip(self, text: str, at: int) -> int:
+        """Behind a call that broke: nothing up to a marker is text."""
+        self._inside = self._style.end is not None
+        found, marker = self._marker(text, at)
+        if marker is None:
+            return self._hold(text, found) if found < len(text) else len(text)
+        self._step = self._after
+        return found
 
     def _no_call(self, at: int) -> int:
-        """Ends what was no call: it is text, and so is what comes from there on."""
+        """Ends what was no call: it is text, and so is what comes from there on, but behind a call."""
         self._arguments()
-        if self._announced:  # this much of it was a call
-            self._end_calls()
+        if self._announced or self._inside or (self._array and self.calls):
+            self._step, self._array = self._skip, False
         else:
+            self._trim = False
             self._emit("".join(self._raw))
             self._array, self._step = False, self._text
         self._call, self._announced, self._raw = None, False, []
@@ -265,12 +348,15 @@ class ToolParser:
                 self._out.append(CallPiece(index, text))
 
     def _finish(self) -> None:
-        held = "".join(self._held)
+        held, end = "".join(self._held), self._style.end
         if self._step == self._after:
-            body, end = held.lstrip(" \t\r\n,;"), self._style.end
+            body = held.lstrip(" \t\r\n,;")
             # A cut end marker is dropped with the whitespace before it: the call is complete.
-            self._emit("" if end and end.startswith(body) else body)
-        elif not self._announced:
+            cut = (end and end.startswith(body)) or (self._fenced and "```".startswith(body))
+            self._emit("" if cut else body)
+        elif self._step == self._text and self._inside and end and end.startswith(held.strip()):
+            self._emit(held if held.isspace() else "")
+        elif self._step != self._skip and not self._announced:
             self._emit("".join(self._raw) + held)
         self._held, self._raw = [], []
 

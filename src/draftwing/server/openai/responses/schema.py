@@ -55,7 +55,7 @@ class Item(Body):
     content: str | list[Content] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     output: str | list[Content] | None = None
     summary: list[Content] | None = None
     id: Bookkeeping = None
@@ -246,8 +246,8 @@ def _conversation(items: Sequence[Item], instructions: str | None) -> list[dict[
             found.think(_text(item.content or "", f"{where}.content", "reasoning_text"))
         elif kind == "function_call":
             _only(item, ("call_id", "name", "arguments"), where)
-            if item.call_id is None or item.name is None or item.arguments is None:
-                raise RequestError(f"{where} must have call_id, name and arguments", where)
+            if item.call_id is None or item.name is None:
+                raise RequestError(f"{where} must have call_id and name", where)
             found.call(item.call_id, item.name, item.arguments)
         elif kind == "function_call_output":
             _only(item, ("call_id", "output"), where)
