@@ -11,7 +11,7 @@ on a full disk. Afterwards these must hold, or the exit code is 1:
   3%, in less than ten minutes 16 MB more; the KV pool, which takes memory as it fills, is small without other options,
   so that it is full by then;
 - in ten minutes or more, memory is within 6% of that of the end of the first third, too;
-- nothing in the log looks like a bug;
+- nothing in the log looks like a bug; else all that it says of the minute before is printed, with whole traces;
 - answers of a sample equal those of a fresh server. On a GPU that is promised in deterministic mode alone: there
   `--enable-deterministic-inference` is among the options.
 """
@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ SAMPLE = 24  # answers that are asked for again
 HANG = 5.0  # the watchdog's seconds
 TELL = 60.0  # seconds between lines that tell how it goes
 BUGS = ("Traceback", "Exception", "never awaited", "leak", "stopped by an exception")
+MINUTE = timedelta(seconds=60)  # of the log that is printed before a bug
+AFTER = timedelta(seconds=5)
+MOST_MINUTES = 3  # that are printed
 EVENTS = ("killed", "stopped for a moment", "stopped")
 GRAMMARS = {"regex", "ebnf", "json_schema"}
 PROMPTS = ("messages", "prompt", "text", "input", "prediction")
@@ -224,6 +228,30 @@ class Server:
             self.process.kill()
             self.process.wait()
         self._copy.wait(30)
+
+
+def records(log: str) -> list[tuple[datetime, str]]:
+    """What was logged, with its times, each with all its lines; what is no message of the log, as the traces of threads
+    are not, belongs to the one before it."""
+    found: list[tuple[datetime, str]] = []
+    for line in log.splitlines():
+        try:
+            found.append((datetime.strptime(line[:21], "[%Y-%m-%d %H:%M:%S]"), line))
+        except ValueError:
+            at, before = found.pop() if found else (datetime.min, "")
+            found.append((at, f"{before}\n{line}"))
+    return found
+
+
+def bugs(log: str) -> tuple[list[str], list[str]]:
+    """What looks like a bug in a log, and what it says of the minute before each, as far as that was not said yet."""
+    every, minutes, told = records(log), list[str](), datetime.min
+    found = [(at, text) for at, text in every if any(bug in text for bug in BUGS)]
+    for at, _ in found:
+        if at > told and len(minutes) < MOST_MINUTES:
+            begin, told = max(at - MINUTE, told) if at > datetime.min + MINUTE else told, at + AFTER
+            minutes.append("\n".join(text for when, text in every if begin < when <= told))
+    return [text for _, text in found], minutes
 
 
 @dataclass
@@ -425,9 +453,9 @@ async def soak(args: argparse.Namespace) -> Outcome:
         ended = server.ended
         server.close()
     log = server.text()
-    out.problems += [line for line in log.splitlines() if any(bug in line for bug in BUGS)][:20]
-    if args.log or ended:
-        print(log)
+    problems, minutes = bugs(log)
+    out.problems += problems[:20]
+    print("\n\n".join([log] if args.log or ended else minutes))
     if not ended:
         await compare(args, out)
     return out

@@ -14,7 +14,7 @@ from draftwing.config.options import Options
 from draftwing.server.anthropic.routes import add_anthropic_routes
 from draftwing.server.border.bodies import BodyLimit
 from draftwing.server.border.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck
-from draftwing.server.border.pace import RefusalPace
+from draftwing.server.border.pace import AnswerPace
 from draftwing.server.chat import Chats
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import install_error_handlers
@@ -67,11 +67,10 @@ def create_app(
     if not service.options.disable_ui:
         add_ui_routes(app, service)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
+    free = _free(service.options)
     if keys:
-        app.add_middleware(
-            KeyCheck, keys=keys, closed=service.options.has_key, allowances=allowances, free=_free(service.options)
-        )
-    app.add_middleware(RefusalPace)
+        app.add_middleware(KeyCheck, keys=keys, closed=service.options.has_key, allowances=allowances, free=free)
+    app.add_middleware(AnswerPace, free=free)
     app.add_middleware(observer.middleware)
     return app
 

@@ -56,12 +56,14 @@ class Stream:
             self.fail(error)
             return
         earlier = self._news.get(output.uid)
-        if earlier is not None:
+        if earlier is not None:  # its lists go on: to copy them each time would take longer and longer
+            earlier.token_ids.extend(output.token_ids)
+            earlier.logprobs.extend(output.logprobs)
             output = dataclasses.replace(
                 output,
-                token_ids=[*earlier.token_ids, *output.token_ids],
-                logprobs=[*earlier.logprobs, *output.logprobs],
-                prompt_logprobs=[*earlier.prompt_logprobs, *output.prompt_logprobs],
+                token_ids=earlier.token_ids,
+                logprobs=earlier.logprobs,
+                prompt_logprobs=earlier.prompt_logprobs or output.prompt_logprobs,  # they come once
                 trace=[*earlier.trace, *output.trace][-MOST_TRACED:],
             )
         self._news[output.uid] = output

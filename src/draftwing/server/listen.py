@@ -17,8 +17,9 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwing.server.app import create_app
-from draftwing.server.border.connections import LimitedConnection, allow_descriptors
-from draftwing.server.border.hosts import HostCheck, is_loopback
+from draftwing.server.border.connections import Intake, LimitedConnection, allow_descriptors, check_uvicorn
+from draftwing.server.border.door import Door
+from draftwing.server.border.hosts import guarded
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
@@ -40,18 +41,17 @@ def make_server(
     """
     options = engine.info.options
     allow_descriptors(options.max_connections)
-    app: ASGIApp = create_app(engine, tokenizer, stop_seconds, watchers)
-    if is_loopback(options.host) and not options.has_key and "*" not in options.host_names:
-        app = HostCheck(app, options.host_names)
+    app = guarded(create_app(engine, tokenizer, stop_seconds, watchers), options)
     config = uvicorn.Config(
         _quiet(app, engine),
-        http=partial(LimitedConnection, most=options.max_connections),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, most=options.max_connections, intake=Intake()),  # type: ignore[arg-type]
         ws="none",
         log_level=options.log_level,
         log_config=None,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS + SEND_SECONDS),
     )
+    check_uvicorn(config)
     return Server(config, engine, options.drain_timeout, url(options.host, port))
 
 
@@ -85,12 +85,20 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:
         super().__init__(config)
         self._engine, self._drain, self._url = engine, drain, url
+        self._doors: list[Door] = []
         self.lost = False
         engine.lost = self._end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
         if self.started:
+            one = partial(
+                self.config.http_protocol_class,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )  # type: ignore[call-arg]
+            self._doors = [Door(sock, one) for sock in sockets or ()]
             gc.collect()
             gc.freeze()  # large bodies make the collector look through all there is, while everybody waits
             model = self._engine.info.model_name
@@ -109,6 +117,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.draining = True
+        for door in self._doors:
+            door.close()
         if self._engine.active and not self.lost:
             logger.info("%d requests are running; they have %g seconds", self._engine.active, self._drain)
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from draftwing.config.api_keys import ApiKey
 from draftwing.server.border import pace
 from draftwing.server.border.bodies import SMALL
 from draftwing.server.border.keys import client
-from draftwing.server.border.pace import RefusalPace
+from draftwing.server.border.pace import AnswerPace, Refusals
 
 
 async def nothing(scope: Any, receive: Any, send: Any) -> None:
@@ -29,7 +29,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_client_is_refused_so_often_in_a_second() -> None:
     now = [0.0]
-    refusals = RefusalPace(nothing, lambda: now[0])
+    refusals = Refusals(lambda: now[0])
     waits = [refusals.wait("a") for _ in range(8 + 33)]
     assert waits == [0.0] * 8 + [i / 64 for i in range(33)]
     assert refusals.wait("a") is None and refusals.wait("a") is None, "so many wait already"
@@ -58,7 +58,7 @@ def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.Monke
         sent.append(message)
 
     async def run() -> None:
-        refusals = RefusalPace(app, lambda: 0.0)
+        refusals = AnswerPace(app, lambda: 0.0)
         for key in ["a"] * (8 + 35) + ["b"]:
             await refusals({"type": "http", "path": "/a", "key": key}, None, send)  # type: ignore[arg-type]
 
@@ -92,8 +92,8 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
             await go.wait()
 
         monkeypatch.setattr(pace.asyncio, "sleep", sleep)
-        refusals = RefusalPace(app, lambda: 0.0)
-        while refusals.wait("") is not None:
+        refusals = AnswerPace(app, lambda: 0.0)
+        while refusals._refusals.wait("") is not None:
             pass
         async with asyncio.TaskGroup() as together:
             for _ in range(10):
@@ -140,7 +140,7 @@ def test_what_does_not_wait(
         sent.append(message)
 
     async def run() -> None:
-        refusals = RefusalPace(app, lambda: 0.0)
+        refusals = AnswerPace(app, lambda: 0.0)
         for _ in range(10):
             await refusals({"type": "http", "path": path}, receive, send)
         assert bool(slept) is waits

@@ -6,9 +6,16 @@ import asyncio
 import contextlib
 import resource
 import time
+from collections import deque
 from typing import Any
 
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from draftwing.errors import ConfigError
+from draftwing.server.border.pace import MOST_HELD, MOST_SECONDS, Refusals
 
 HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connection, to the end of its headers
 BODY_SECONDS = 60.0  # from there to the end of its body
@@ -16,6 +23,10 @@ WRITE_SECONDS = 60.0  # for a client to read something of what waits for it
 MOST_BYTES = 65_536  # in a row that are no body: headers, their like after a body, decorations of chunks
 MOST_HEADERS = 128
 MOST_PIPELINED = 16
+MOST_CHUNKS = 1024  # of a body, beside one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
+CHUNK_BYTES = 64
+MOST_UNREAD = 2**20  # bytes of a body that come when its request has been answered
+TURN_SECONDS = 0.001  # for what connections have sent, in one turn of the event loop
 SPARE_DESCRIPTORS = 256  # for files, the engine and what else a server opens
 
 
@@ -29,27 +40,100 @@ def allow_descriptors(connections: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+class Flow(FlowControl):
+    """uvicorn's, and a reason of ours not to read, which it does not know of."""
+
+    held = False
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self._read(not self.held, False)
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._read(not self.held, True)
+
+    def hold(self) -> None:
+        if not self.held:
+            self.held = True
+            self._read(not self.read_paused, False)
+
+    def release(self) -> None:
+        if self.held:
+            self.held = False
+            self._read(not self.read_paused, True)
+
+    def _read(self, changes: bool, on: bool) -> None:
+        if changes and not self._transport.is_closing():
+            (self._transport.resume_reading if on else self._transport.pause_reading)()
+
+
+class Intake:
+    """Reads what all connections of a server send: for `TURN_SECONDS` in one turn of the event loop, the rest in the
+    next ones, in the order in which it came. So whoever is served is never behind many who send much."""
+
+    def __init__(self) -> None:
+        self.refusals = Refusals()
+        self.held = 0  # connections that are refused, in a moment
+        self._left = TURN_SECONDS
+        self._waiting: deque[tuple[LimitedConnection, bytes]] = deque()
+        self._next: asyncio.Handle | None = None
+
+    def take(self, connection: LimitedConnection, data: bytes) -> None:
+        if self._left > 0 and not self._waiting:
+            self._read(connection, data)
+        else:
+            connection.flow.hold()
+            self._waiting.append((connection, data))
+        if self._next is None:
+            self._next = connection.loop.call_soon(self._turn, connection.loop)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left, self._next = TURN_SECONDS, None
+        while self._waiting and self._left > 0:
+            connection, data = self._waiting.popleft()
+            connection.flow.release()
+            self._read(connection, data)
+        if self._waiting:
+            self._next = loop.call_soon(self._turn, loop)
+
+    def _read(self, connection: LimitedConnection, data: bytes) -> None:
+        begun = time.perf_counter()
+        connection.read(data)
+        self._left -= time.perf_counter() - begun
+
+
 class LimitedConnection(HttpToolsProtocol):
     """uvicorn's protocol with what it leaves out: time-outs for requests that do not come and responses that are not
-    read, and limits of what is no body. Idle connections are uvicorn's (`timeout_keep_alive`).
+    read, and limits of what is no body or nobody's. Idle connections are uvicorn's (`timeout_keep_alive`).
 
     When there are too many connections, the one that has waited for a request for longest makes room.
     """
 
     header_seconds, body_seconds, write_seconds = HEADER_SECONDS, BODY_SECONDS, WRITE_SECONDS
+    flow: Flow
 
-    def __init__(self, *args: Any, most: int = 1024, **kwargs: Any) -> None:
-        """most: connections of the server; the rest is uvicorn's."""
+    def __init__(self, *args: Any, most: int = 1024, intake: Intake | None = None, **kwargs: Any) -> None:
+        """most: connections of the server.  intake: of all of them; the rest is uvicorn's."""
         super().__init__(*args, **kwargs)
         self._most = most
-        self._coming = False  # whether a request has begun and not ended
+        self._intake = intake or Intake()
+        self._coming = self._in_body = False  # whether a request, or its body, has begun and not ended
         self._no_body = 0  # bytes since the last ones of a body
+        self._chunks = self._body = 0  # of the request: chunks, and bytes of its body
+        self._unread = 0  # of these, those that came after the answer
+        self._wrong = ""  # why it is refused, in words
+        self._refused = False
         self._waiting_since = time.monotonic()
         self._reading: asyncio.TimerHandle | None = None  # runs while a request is awaited
         self._writing: asyncio.TimerHandle | None = None  # runs while the client does not read
+        self._ending: asyncio.TimerHandle | None = None  # runs while it is held before it is refused
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = Flow(self.transport)
         self._await(self.header_seconds)
         if len(self.connections) > self._most:
             self._make_room()
@@ -58,46 +142,75 @@ class LimitedConnection(HttpToolsProtocol):
         for timer in (self._reading, self._writing):
             if timer is not None:
                 timer.cancel()
+        self._let_go()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._intake.take(self, data)
+
+    def read(self, data: bytes) -> None:
+        """Takes what the client has sent, in its turn."""
+        if self._refused or self.transport.is_closing():
+            return
         self._no_body += len(data)
         if self._reading is None and not self._coming:
             self._await(self.header_seconds)
         super().data_received(data)
         if self._no_body > MOST_BYTES and not self.transport.is_closing():
             self._refuse(431)
+        elif self._unread > MOST_UNREAD and not self.transport.is_closing():
+            self._refuse(413)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's name for what follows from a request that cannot be read."""
+        self._refuse(400, self._wrong or msg)
 
     # -- what the parser finds ----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MOST_PIPELINED:
-            raise ValueError("too many requests that do not wait for their responses")
-        self._coming, self._no_body = True, 0
+            self._fail(f"more than {MOST_PIPELINED} requests do not wait for their responses")
+        self._coming, self._in_body, self._no_body = True, False, 0
+        self._chunks = self._body = self._unread = 0
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= MOST_HEADERS:
-            raise ValueError("too many headers")
+            self._fail(f"more than {MOST_HEADERS} headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._no_body = 0
         self._await(self.body_seconds)
         super().on_headers_complete()
+        self._in_body = True
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > MOST_CHUNKS + self._body // CHUNK_BYTES:
+            self._fail(f"more than {MOST_CHUNKS} chunks have fewer than {CHUNK_BYTES} bytes on average")
 
     def on_body(self, body: bytes) -> None:
         self._no_body = 0
+        self._body += len(body)
+        if self.cycle.response_complete:
+            self._unread += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._coming, self._no_body = False, 0
+        self._coming = self._in_body = False
+        self._no_body = 0
         self._stop_waiting()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._waiting_since = time.monotonic()
         super().on_response_complete()
+
+    def _fail(self, wrong: str) -> None:
+        """Ends what the parser does. wrong: what the client is told."""
+        self._wrong = wrong
+        raise ValueError(wrong)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -121,7 +234,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._reading = None
-        if self.flow.read_paused:  # by us, for an earlier request or because nobody takes the body yet
+        if self.flow.read_paused or self.flow.held:  # by us, for an earlier request or because nobody takes the body yet
             self._await(self.body_seconds)
         else:
             self._refuse(408)
@@ -136,9 +249,58 @@ class LimitedConnection(HttpToolsProtocol):
         found = [one for one in self.connections if isinstance(one, LimitedConnection)]
         there = [one for one in found if not one.transport.is_closing()]
         if len(there) > self._most:  # at least this connection itself has no request
-            min((one for one in there if one._idle), key=lambda one: one._waiting_since)._refuse(503)
+            min((one for one in there if one._idle), key=lambda one: one._waiting_since)._end(503, "")
 
-    def _refuse(self, status: int) -> None:
-        if self._idle:  # else a response may have begun
-            self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+    # -- refusals -----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, status: int, why: str = "") -> None:
+        """Ends the connection. As `AnswerPace`: who is refused often waits for it, and nothing is read meanwhile."""
+        self._refused = True
+        self._stop_waiting()
+        seconds = self._intake.refusals.wait("")
+        if seconds == 0 or self._intake.held >= MOST_HELD:
+            self._end(status, why)
+            return
+        self.flow.hold()
+        self._intake.held += 1
+        self._ending = self.loop.call_later(seconds or MOST_SECONDS, self._end, status, why)
+
+    def _end(self, status: int, why: str) -> None:
+        self._refused = True
+        self._let_go()
+        answered = self.cycle is not None and self.cycle.response_started
+        if not (self.pipeline or (answered and (self._in_body or not self._idle))):  # else another response has begun
+            text = why.encode()
+            kind = b"content-type: text/plain; charset=utf-8\r\n" if text else b""
+            length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(text)
+            self.transport.write(STATUS_LINE[status] + kind + length + text)
         self.transport.close()
+
+    def _let_go(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+            self._intake.held -= 1
+
+
+def check_uvicorn(config: uvicorn.Config) -> None:
+    """Raises ConfigError where the uvicorn that is installed has not what `LimitedConnection` overrides or uses: its
+    limits would not hold."""
+    connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, _loop=object())
+    methods = [name for name in vars(LimitedConnection) if name in _OVERRIDDEN]
+    missing = [name for name in methods if not callable(getattr(HttpToolsProtocol, name, None))]
+    missing += [name for name in ("pause_reading", "resume_reading") if not hasattr(FlowControl, name)]
+    missing += [name for name in _USED if not hasattr(connection, name)]
+    if missing:
+        raise ConfigError(
+            f"uvicorn {uvicorn.__version__} has no {', '.join(missing)} in its connections, by which the server limits "
+            f"what clients send; install one that this version of draftwing was tried with: pip install '{TRIED}'"
+        )
+
+
+TRIED = "uvicorn>=0.30,<0.55"  # as in pyproject.toml
+_OVERRIDDEN = (
+    "connection_made", "connection_lost", "data_received", "send_400_response", "on_message_begin", "on_header",
+    "on_headers_complete", "on_body", "on_message_complete", "on_response_complete", "pause_writing", "resume_writing",
+)  # fmt: skip
+_USED = ("connections", "cycle", "flow", "headers", "loop", "parser", "pipeline", "transport")

@@ -1,4 +1,5 @@
-"""How fast a client is refused: who goes on all the same waits for each refusal, so that others do not feel it."""
+"""How fast a client is refused, and how fast whoever has no key is answered: who goes on all the same waits for each
+answer, so that others do not feel it."""
 
 from __future__ import annotations
 
@@ -16,10 +17,37 @@ A_SECOND = 50  # refusals of a client
 AT_ONCE = 100  # of them that do not wait, after a time without any
 MOST_SECONDS = 1.0  # that one waits
 MOST_HELD = 128  # refusals beyond these, of all clients, that are held for so long before they end their connections
+FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS = 500, 250, 0.1  # the same of what needs no key, of all clients together
 
 
-class RefusalPace:
-    """Sends responses of status 4xx and 503 to a client, by the name of its key, no faster than so many a second.
+class Pace:
+    """When a client may be answered once more."""
+
+    def __init__(self, a_second: float, at_once: float, most: float, clock: Callable[[], float]) -> None:
+        """at_once: answers that do not wait, after a time without any.  most: seconds that one waits."""
+        self._every, self._spared, self._most, self._clock = 1 / a_second, at_once / a_second, most, clock
+        self._due: dict[str, float] = {}  # when the next answer to a client would come, were none let through at once
+
+    def wait(self, name: str) -> float | None:
+        """Seconds until this client may be answered once more; None: it would be too long."""
+        now = self._clock()
+        due = max(self._due.get(name, -math.inf), now - self._spared)
+        if due - now > self._most:
+            return None
+        self._due[name] = due + self._every
+        return max(due - now, 0.0)
+
+
+class Refusals(Pace):
+    """When a client may be refused once more."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(A_SECOND, AT_ONCE, MOST_SECONDS, clock)
+
+
+class AnswerPace:
+    """Sends responses of status 4xx and 503 to a client, by the name of its key, no faster than so many a second, and
+    those that need no key, to all together.
 
     A refusal costs the event loop about what a token of a stream does, and whoever is refused may ask again at once, on
     as many connections as it likes. One that would wait for longer than `MOST_SECONDS` is held for these and ends its
@@ -28,10 +56,17 @@ class RefusalPace:
     is the status of a client that left. Everybody without a key is one client.
     """
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._clock = app, clock
+    def __init__(
+        self,
+        app: ASGIApp,
+        clock: Callable[[], float] = time.monotonic,
+        free: Callable[[str], bool] = FREE_PATHS.__contains__,
+    ) -> None:
+        """free: whether a path needs no key in any case."""
+        self._app, self._free = app, free
+        self._refusals = Refusals(clock)
+        self._others = Pace(FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS, clock)
         self._held = 0
-        self._due: dict[str, float] = {}  # when the next refusal of a client would come, were none let through at once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received = 0  # bytes of the body
@@ -43,13 +78,11 @@ class RefusalPace:
             return message
 
         async def paced(message: Message) -> None:
-            if message["type"] == "http.response.start" and _refuses(scope["path"], message["status"]):
-                seconds = self.wait(client_name())
-                if seconds is None or (seconds and received > SMALL):
-                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-                    await self._hold(received)
-                elif seconds:
-                    await asyncio.sleep(seconds)
+            if message["type"] == "http.response.start":
+                refused = _refuses(scope["path"], message["status"])
+                if refused or self._free(scope["path"]):
+                    if await self._waits(refused, received):
+                        message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
         if scope["type"] == "http":
@@ -57,23 +90,20 @@ class RefusalPace:
         else:
             await self._app(scope, receive, send)
 
-    async def _hold(self, received: int) -> None:
-        if received > SMALL or self._held >= MOST_HELD:
-            return
-        self._held += 1
-        try:
-            await asyncio.sleep(MOST_SECONDS)
-        finally:
-            self._held -= 1
-
-    def wait(self, name: str) -> float | None:
-        """Seconds until this client may be refused once more; None: it would be too long."""
-        now = self._clock()
-        due = max(self._due.get(name, -math.inf), now - AT_ONCE / A_SECOND)
-        if due - now > MOST_SECONDS:
-            return None
-        self._due[name] = due + 1 / A_SECOND
-        return max(due - now, 0.0)
+    async def _waits(self, refused: bool, received: int) -> bool:
+        """Until an answer may be sent. Whether it ends its connection."""
+        seconds = self._refusals.wait(client_name()) if refused else self._others.wait("")
+        closes = seconds is None or bool(seconds and received > SMALL)
+        if not closes:
+            if seconds:
+                await asyncio.sleep(seconds)
+        elif received <= SMALL and self._held < MOST_HELD:
+            self._held += 1
+            try:
+                await asyncio.sleep(MOST_SECONDS if refused else FREE_SECONDS)
+            finally:
+                self._held -= 1
+        return closes
 
 
 def _refuses(path: str, status: int) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import shlex
 import sys
-import time
 import uuid
 from functools import partial
 from typing import Any
@@ -23,6 +21,7 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, Chats
 from draftwing.server.encoding import encode
 from draftwing.server.http import asking, json_response, read_body, respond, schema, unless_disconnected
+from draftwing.server.native.flushing import Flushing
 from draftwing.server.native.probes import add_probes
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
@@ -75,6 +74,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
 def _add_operations(app: FastAPI, service: Service) -> None:
     engine = service.engine
     add_probes(app, engine)
+    flushing = Flushing(engine)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -106,17 +106,15 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def server_info() -> dict[str, Any]:
         return await _server_info(service)
 
-    @app.get("/flush_cache", include_in_schema=False)
+    @app.get("/flush_cache", include_in_schema=False)  # as scripts for SGLang ask; `SiteCheck` refuses browsers
     @app.post("/flush_cache")
-    async def flush_cache(timeout: float = Query(0.0, ge=0, le=3600, allow_inf_nan=False)) -> Response:
+    async def flush_cache(
+        request: Request, timeout: float = Query(0.0, ge=0, le=3600, allow_inf_nan=False)
+    ) -> Response:
         """timeout: seconds to wait for running requests to end."""
-        end = time.monotonic() + timeout
-        while not await engine.flush_cache():
-            if time.monotonic() >= end:
-                message = "The cache is in use: requests are running or waiting.\n"
-                return PlainTextResponse(message, status_code=400)
-            await asyncio.sleep(0.05)
-        return PlainTextResponse("Cache flushed.\n")
+        if await unless_disconnected(request, flushing.flush(timeout)):
+            return PlainTextResponse("Cache flushed.\n")
+        return PlainTextResponse("The cache is in use: requests are running or waiting.\n", status_code=400)
 
 
 async def _server_info(service: Service) -> dict[str, Any]:

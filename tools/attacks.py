@@ -1,0 +1,99 @@
+"""Attacks a server with connections that have no key, and prints what others feel of each attack.
+
+    python tools/attacks.py [--model smollm2] [--seconds 6] [--only WORDS] [-- OPTIONS OF draftwing serve]
+
+For each attack a line: the longest time that /health took, and the 99th percentile of the gaps between the events of a
+stream, alone and attacked, one right after the other. Without `--model` the engine is a stand-in whose step takes 20 ms
+and no processor. The exit code is 1 where /health took more than 250 ms or the gaps more than 1.25 times as long.
+Meant for a machine without other work; the attackers are a process of the lowest priority.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "server")]
+
+from attacked import attacked
+from attackers import ATTACKS, attacking, feel
+
+KEY = "right"
+HEALTH, RATIO = 0.25, 1.25  # the most, in seconds and as a multiple
+SETTLE = 0.5  # seconds that an attack has begun before
+
+
+@contextlib.contextmanager
+def serving(model: str | None, keyed: bool, serve: list[str]) -> Iterator[int]:
+    """The port of a server, with a key or without."""
+    keys = {"api_key": KEY} if keyed else {}
+    if model is None:
+        with attacked(options=keys, pause=0.02) as server:
+            yield server.port
+        return
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [sys.executable, "-m", "draftwing.launch_server", "--model", model, "--port", str(port), *serve]
+    process = subprocess.Popen([*command, "--log-level", "error", *(["--api-key", KEY] if keyed else [])])
+    try:
+        for _ in range(600):
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.2)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def line(name: str, port: int, seconds: float, connections: int, key: str) -> bool:
+    """Prints what is felt of an attack. Whether that is little."""
+    alone = feel(port, seconds, key)
+    with attacking(name, port, seconds + SETTLE + 5, connections):
+        time.sleep(SETTLE)
+        felt = feel(port, seconds, key)
+    time.sleep(1.5)  # those who are held leave
+    ratio, health = felt.late / alone.late, max(felt.health)
+    bad = ratio > RATIO or health > HEALTH
+    print(
+        f"| {name} | {1e3 * health:.0f} | {1e3 * alone.late:.1f} | {1e3 * felt.late:.1f} | {ratio:.2f} |"
+        + (" TOO MUCH" if bad else ""),
+        flush=True,
+    )
+    return not bad
+
+
+def main(argv: list[str]) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="of `draftwing serve`; none: a stand-in for the engine")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--only", default="", help="attacks whose names have these words")
+    args = parser.parse_args(argv[:at])
+    print("| attack | /health, longest, ms | gaps alone, 99%, ms | attacked, 99%, ms | ratio |\n|---|---|---|---|---|")
+    good = True
+    with serving(args.model, True, argv[at + 1 :]) as port:
+        feel(port, 1.0, KEY)
+        for name in ATTACKS:
+            if args.only in name:
+                good &= line(name, port, args.seconds, args.connections, KEY)
+    if args.only in "flushes":
+        with serving(args.model, False, argv[at + 1 :]) as port:
+            feel(port, 1.0)
+            good &= line("flushes", port, args.seconds, args.connections, "")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
