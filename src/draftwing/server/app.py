@@ -17,7 +17,7 @@ from draftwing.server.border.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, 
 from draftwing.server.border.pace import RefusalPace
 from draftwing.server.chat import Chats
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.http import install_error_handlers
+from draftwing.server.http import add_heads, install_error_handlers
 from draftwing.server.native.routes import add_native_routes
 from draftwing.server.openai.routes import add_openai_routes
 from draftwing.server.service import Service
@@ -64,6 +64,7 @@ def create_app(
     add_metrics_route(app, metrics)
     if not service.options.disable_ui:
         add_ui_routes(app, service)
+    add_heads(app)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
     if keys:
         app.add_middleware(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,8 +23,9 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
+from draftwing.requests.refusals import meant
 from draftwing.server.encoding import encode
-from draftwing.server.schema import Asking
+from draftwing.server.schema import Asking, known_fields
 from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
 if TYPE_CHECKING:
@@ -167,6 +169,17 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, bug)
 
 
+_NO_HEAD = frozenset({"/flush_cache", "/ui/engine"})  # it would do something, and it would not end
+
+
+def add_heads(app: FastAPI) -> None:
+    """Has the application answer HEAD where it answers GET; the server leaves the body out. Routes that are added
+    later are not looked at."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in route.methods and route.path not in _NO_HEAD:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+
+
 @cache  # to make them takes most of the time that an application does
 def schema(model: type[BaseModel]) -> dict[str, Any]:
     """The body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
@@ -219,7 +232,7 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # As text, numbers may be longer than Python converts.
         given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=str)
-        raise _refusal(errors, given) from None
+        raise _refusal(errors, given, model) from None
 
 
 def _check_parts(body: bytes, longest: int) -> None:
@@ -243,8 +256,8 @@ _TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever othe
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
 
-def _refusal(errors: list[Any], given: Any) -> RequestError:
-    """The first field's errors in our words. given: what was validated."""
+def _refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None) -> RequestError:
+    """The first field's errors in our words. given: what was validated.  model: of a body."""
     # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
     first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
@@ -257,6 +270,8 @@ def _refusal(errors: list[Any], given: Any) -> RequestError:
     field = name or "the body"
     if kind in told:
         message = f"{field} {told[kind]}"
+        if kind == "extra_forbidden" and model is not None:
+            message += meant(str(path[-1]), known_fields(model, path[:-1]))
     else:
         message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
     return RequestError(message, name or "body")
