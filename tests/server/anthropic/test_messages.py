@@ -97,7 +97,12 @@ def test_events_come_in_their_order(url: str, engine: ScriptedEngine) -> None:
     fragments = [e["delta"]["partial_json"] for e in events if e.get("delta", {}).get("type") == "input_json_delta"]
     assert json.loads("".join(fragments)) == {"city": "Paris é"} and len(fragments) > 3
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert events[-2]["usage"] == {"output_tokens": len(engine.script.encode()) + 1}
+    assert events[-2]["usage"] == {
+        "input_tokens": len(engine.requests[-1].prompt_ids),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": len(engine.script.encode()) + 1,
+    }
 
 
 def test_thinking_and_tools(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
@@ -226,19 +231,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages.0",
     ),
     ({"system": [{"type": "image", "source": {}}]}, "system.0"),
-    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 3}]}, "tools: this server has no 'w'"),
+    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "'mcp_toolset'"),
+    ({"tools": [*TOOLS, {"type": "bash", "name": "w"}]}, "tools.2.type"),
+    ({"tools": [*TOOLS, {"type": "bash_20250124", "name": "b"}], "tool_choice": {"type": "tool", "name": "b"}}, "'b'"),
+    ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
+    ({"tools": [TOOLS[0] | {"inputschema": {}}]}, "tools.0.inputschema is not a known field; did you mean input_schema?"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name"),
     ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "now"}}, "tool_choice.name"),
     ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "thinking.budget_tokens"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits.0"),
+    ({"context_management": {"edits": [{"type": "translate_20300101"}]}}, "context_management.edits.0.type"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
+    ({"inference_geo": "us"}, "inference_geo"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
     ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: 3025 tokens > 1999 maximum"),
 ]
 
 
