@@ -153,7 +153,9 @@ def test_every_field_that_is_not_built_is_tried() -> None:
     ],
 )  # fmt: skip
 def test_hints_are_accepted_and_named(client: TestClient, path: str, model: type[BaseModel], fields: dict) -> None:
-    assert {name for name, field in model.model_fields.items() if HINT in field.metadata} - {"mcp_servers"} == set(fields)
+    assert {name for name, field in model.model_fields.items() if HINT in field.metadata} - {"mcp_servers"} == set(
+        fields
+    )
     for name, value in fields.items():
         response = client.post(path, json=base(path) | {name: value})
         assert response.status_code == 200 and response.headers["draftwing-ignored"] == name, response.text

@@ -190,7 +190,9 @@ def _members(kind: Any) -> list[Any]:
     """The types of a union, or the type itself."""
     if get_origin(kind) is Annotated:
         return _members(get_args(kind)[0])
-    return [one for each in get_args(kind) for one in _members(each)] if get_origin(kind) in (Union, UnionType) else [kind]
+    return (
+        [one for each in get_args(kind) for one in _members(each)] if get_origin(kind) in (Union, UnionType) else [kind]
+    )
 
 
 def ignored_fields(body: BaseModel) -> tuple[str, ...]:

@@ -238,7 +238,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [*TOOLS, {"type": "bash", "name": "w"}]}, "tools.2.type"),
     ({"tools": [*TOOLS, {"type": "bash_20250124", "name": "b"}], "tool_choice": {"type": "tool", "name": "b"}}, "'b'"),
     ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
-    ({"tools": [TOOLS[0] | {"inputschema": {}}]}, "tools.0.inputschema is not a known field; did you mean input_schema?"),
+    (
+        {"tools": [TOOLS[0] | {"inputschema": {}}]},
+        "tools.0.inputschema is not a known field; did you mean input_schema?",
+    ),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name"),
     ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -271,7 +274,12 @@ def test_anthropics_own_tools_are_left_out_beside_functions(url: str, engine: Sc
     hosted = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5, "allowed_domains": ["a.org"]},
         {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
-        {"type": "computer_20250124", "name": "computer", "display_width_px": 8, "cache_control": {"type": "ephemeral"}},
+        {
+            "type": "computer_20250124",
+            "name": "computer",
+            "display_width_px": 8,
+            "cache_control": {"type": "ephemeral"},
+        },
         {"type": "mcp_toolset", "mcp_server_name": "s"},
     ]
     own = [{"name": "f", "type": "custom", "input_schema": {"type": "object"}}]
@@ -306,7 +314,10 @@ EDITS: list[tuple[list[dict[str, Any]], bool]] = [
     ([], False),
     ([{"type": "clear_thinking_20251015", "keep": "all"}], False),
     ([{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}], True),
-    ([{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 1}, "exclude_tools": []}], True),
+    (
+        [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 1}, "exclude_tools": []}],
+        True,
+    ),
     ([{"type": "compact_20260112", "pause_after_compaction": True}], True),
 ]
 
@@ -316,7 +327,10 @@ def test_edits_of_the_context_are_never_applied(
     client: anthropic.Anthropic, url: str, engine: ScriptedEngine, edits: list[Any], named: bool
 ) -> None:
     engine.script = "x"
-    said = [*HI, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]}]
+    said = [
+        *HI,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
+    ]
     body: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [*said, *HI]}
     httpx.post(f"{url}/v1/messages", json=body)
     whole = engine.prompt
