@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from functools import cache
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -169,17 +169,6 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, bug)
 
 
-_NO_HEAD = frozenset({"/flush_cache", "/ui/engine"})  # it would do something, and it would not end
-
-
-def add_heads(app: FastAPI) -> None:
-    """Has the application answer HEAD where it answers GET; the server leaves the body out. Routes that are added
-    later are not looked at."""
-    for route in list(app.routes):
-        if isinstance(route, APIRoute) and "GET" in route.methods and route.path not in _NO_HEAD:
-            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
-
-
 @cache  # to make them takes most of the time that an application does
 def schema(model: type[BaseModel]) -> dict[str, Any]:
     """The body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
@@ -249,6 +238,7 @@ def _check_parts(body: bytes, longest: int) -> None:
             raise RequestError(f"the body has a list of {found + 1} entries; so many ids fit no context", "body")
 
 
+_MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
 _MOST_ERRORS = 1000  # each takes time and memory
 _MOST_PARTS = 131_072
@@ -378,7 +368,9 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None) -
             generation.close()
             raise
     if generation.ignored:
-        response.headers["draftwing-ignored"] = ", ".join(generation.ignored)
+        # Names of fields, and of tools, which clients choose: what a header cannot hold is left out of them.
+        names = re.sub(r"[^!-~ ]", "", ", ".join(generation.ignored))
+        response.headers["draftwing-ignored"] = names[:_MOST_IGNORED]
     return response
 
 

@@ -233,11 +233,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages.0",
     ),
     ({"system": [{"type": "image", "source": {}}]}, "system.0"),
-    ({"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 3}]}, "tools: this server has no 'w'"),
-    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "'mcp_toolset'"),
+    ({"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 3}]}, "tools: this server has no web_search"),
+    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "mcp_toolset"),
     ({"tools": [*TOOLS, {"type": "bash", "name": "w"}]}, "tools.2.type"),
     ({"tools": [*TOOLS, {"type": "bash_20250124", "name": "b"}], "tool_choice": {"type": "tool", "name": "b"}}, "'b'"),
     ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
+    ({"tools": [TOOLS[0] | {"allowed_callers": 5}]}, "tools.0.allowed_callers"),
+    ({"tools": [*TOOLS, {"type": "w\u00e9b_20250305", "name": "w"}]}, "tools.2.type"),
+    ({"tools": [*TOOLS, {"type": "web_20250305\n", "name": "w"}]}, "tools.2.type"),
     (
         {"tools": [TOOLS[0] | {"inputschema": {}}]},
         "tools.0.inputschema is not a known field; did you mean input_schema?",
@@ -287,7 +290,7 @@ def test_anthropics_own_tools_are_left_out_beside_functions(url: str, engine: Sc
     more = {"tools": hosted[:1] + own + hosted[1:], "mcp_servers": [{"type": "url", "name": "s", "url": "x"}]}
     response = httpx.post(f"{url}/v1/messages", json=body | more)
     assert response.status_code == 200, response.text
-    names = ("web_search", "str_replace_based_edit_tool", "computer", "mcp_toolset")
+    names = ("web_search", "text_editor", "computer", "mcp_toolset")
     assert set(response.headers["draftwing-ignored"].split(", ")) == {"mcp_servers", *(f"tools.{n}" for n in names)}
     shown = engine.prompt
     httpx.post(f"{url}/v1/messages", json=body | {"tools": own})

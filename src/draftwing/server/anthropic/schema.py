@@ -13,9 +13,10 @@ from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Body, Bookkeeping, Hint, Name, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import HINT, Body, Bookkeeping, Hint, Name, NotBuilt, OtherKind, sampled
 
-_HOSTED = re.compile(r"(\w+)_\d{8}|mcp_toolset")  # types of tools that Anthropic defines: versions by their date
+# Types of tools that Anthropic defines: a name and the date of its version.
+_HOSTED = re.compile(r"([a-z][a-z0-9_]{0,39})_[0-9]{8}|(mcp_toolset)")
 _EDITS = ("clear_thinking_", "clear_tool_uses_", "compact_")  # they ask that the model see less
 _EFFORTS = {"max": "xhigh"}  # the most there is, by OpenAI's name
 
@@ -66,7 +67,7 @@ class AnthropicTool(Body):
     eager_input_streaming: bool | None = None  # inputs always stream as they come
     defer_loading: Hint = None
     input_examples: Hint = None
-    allowed_callers: Hint = None  # a list; the client itself is "direct"
+    allowed_callers: Annotated[list[str] | None, HINT] = None  # "direct" is the client
 
 
 class HostedTool(Body):
@@ -78,8 +79,11 @@ class HostedTool(Body):
     name: str | None = None
 
     @property
-    def called(self) -> str:
-        return self.name or self.type
+    def kind(self) -> str:
+        """Its type without the date."""
+        found = _HOSTED.fullmatch(self.type)
+        assert found is not None
+        return found[1] or found[2]
 
 
 def _sort_of_tool(tool: Any) -> str:
@@ -154,12 +158,12 @@ class CountRequest(Body):
         tools, given = self.tools or [], self.tool_choice
         found = [_function(tool, f"tools.{i}") for i, tool in enumerate(tools) if isinstance(tool, AnthropicTool)]
         functions = checked_functions(found, "input_schema")
-        hosted = [tool.called for tool in tools if isinstance(tool, HostedTool)]
+        hosted = [tool for tool in tools if isinstance(tool, HostedTool)]
         self._check_hosted(hosted, bool(functions))
         choice = AUTO if given is None else checked_choice(_choice(given), functions)
         kind = None if self.thinking is None else self.thinking.type
         effort = None if self.output_config is None else self.output_config.effort
-        ignored = [f"tools.{name}" for name in hosted]
+        ignored = [f"tools.{tool.kind}" for tool in hosted]
         ignored += ["context_management"] if _edits(self.context_management) else []
         return Chat(
             messages,
@@ -172,15 +176,15 @@ class CountRequest(Body):
             ignored=tuple(ignored),
         )
 
-    def _check_hosted(self, hosted: Sequence[str], functions: bool) -> None:
+    def _check_hosted(self, hosted: Sequence[HostedTool], functions: bool) -> None:
         """Raises RequestError where tools that are not there are all that there is, or have to be called. Beside
         functions they are left out: the model is not told of them."""
         choice, instead = self.tool_choice, "offer a tool with an input_schema, and run it in the client"
-        if choice is not None and choice.name in hosted:
+        if choice is not None and choice.name is not None and choice.name in {tool.name for tool in hosted}:
             name = "tool_choice.name"
             raise RequestError(f"{name}: this server has no {show(choice.name)} of its own; {instead}", name)
         if hosted and not functions:
-            raise RequestError(f"tools: this server has no {show(hosted[0])} of its own; {instead}", "tools")
+            raise RequestError(f"tools: this server has no {hosted[0].kind} of its own; {instead}", "tools")
         if self.mcp_servers and not functions:
             raise RequestError(f"mcp_servers: this server calls no other servers; {instead}", "mcp_servers")
 
