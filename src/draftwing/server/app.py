@@ -27,7 +27,6 @@ from draftwing.server.telemetry.observer import Observer, Watcher
 from draftwing.server.ui.routes import add_ui_routes, is_file
 from draftwing.text.tokenizer import Tokenizer
 
-
 _NO_HEAD = frozenset({"/flush_cache", "/ui/engine"})  # it would do something; it would not end
 
 
