@@ -28,3 +28,12 @@ class RequestError(DraftwingError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class ContextError(RequestError):
+    """A request that the context has no room for: tokens of its prompt, of the answer that it asks for (None: the
+    prompt alone is too long), and of the context."""
+
+    def __init__(self, message: str, param: str, prompt: int, asked: int | None, context: int) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+        self.prompt, self.asked, self.context = prompt, asked, context

@@ -56,6 +56,7 @@ class ScriptedEngine(FakeEngine):
     def submit(self, request: GenerationRequest) -> None:
         request = self.info.admit(request)
         self.requests.append(request)
+        self.cached.clear()  # it would be of what is said
         said = self.tokenizer.encode(self.script, add_special_tokens=False)
         self._inbox.put(request._replace(prompt_ids=said))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jinja2
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import CONTEXT, EOS, FakeEngine
 from starlette.testclient import TestClient
 
 from draftwing.requests.grammar_field import Grammar
@@ -126,6 +127,58 @@ def test_an_answer_of_the_assistant_comes_back(client: TestClient, served: tuple
         ok(client, CHAT, messages=[*HI, message, *HI], max_tokens=5)
     response = client.post(CHAT, json={"messages": [{"role": "user", "content": said[0]["content"]}]})
     assert response.status_code == 400 and response.json()["param"] == "messages.0.content.0"
+
+
+RETURNED: list[dict[str, Any]] = [
+    {"content": [{"type": "text", "text": "hm", "annotations": []}]},
+    {"content": [{"type": "text", "text": "hm", "annotations": [{"type": "url_citation"}], "logprobs": None}]},
+    {"refusal": None, "annotations": [], "audio": None, "function_call": None, "parsed": None, "tool_calls": None},
+    {"reasoning_content": "so", "provider_specific_fields": {"a": 1}, "thinking_blocks": [{"type": "thinking"}]},
+    {"reasoning": "so", "reasoning_details": [{"type": "reasoning.text", "text": "so"}], "images": [], "id": "1"},
+    {"logprobs": {"content": []}, "citations": ["https://a.org"]},
+]
+
+
+@pytest.mark.parametrize("members", RETURNED)
+def test_answers_of_other_servers_come_back(
+    client: TestClient, served: tuple[FakeEngine, TestClient], members: dict[str, Any]
+) -> None:
+    """What clients, and gateways before other servers, add to an answer asks for nothing when it is sent back."""
+    said = {"role": "assistant", "content": "hm"}
+    ok(client, CHAT, messages=[*HI, said | members, *HI], max_tokens=5)
+    ok(client, CHAT, messages=[*HI, said, *HI], max_tokens=5)
+    first, second = served[0].requests[-2:]
+    assert first.prompt_ids == second.prompt_ids
+    response = client.post(CHAT, json={"messages": [*HI, said | members, *HI], "max_tokens": 5})
+    assert "draftwing-ignored" not in response.headers
+
+
+def test_calls_of_other_servers_come_back(client: TestClient) -> None:
+    call = {
+        "id": "c", "type": "function", "index": 0, "extra_content": {"google": {"thought_signature": "x"}},
+        "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}, "provider_specific_fields": None},
+    }  # fmt: skip
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "1"}
+    ok(client, CHAT, messages=[*HI, said, result], max_tokens=5)
+
+
+def test_what_an_answer_held_beside_text_is_refused(client: TestClient) -> None:
+    for name, value in (("images", [{"image_url": {"url": "x"}}]), ("audio", {"id": "a"}), ("function_call", {})):
+        messages = [*HI, {"role": "assistant", "content": "hm", name: value}, *HI]
+        response = client.post(CHAT, json={"messages": messages})
+        assert response.status_code == 400 and response.json()["param"] == f"messages.1.{name}", response.text
+
+
+def test_tokenizer_info_as_remote_tokenizers_read_it(client: TestClient) -> None:
+    info = client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<eos>" and info["tokenizer_class"] and "bos_token" not in info
+    (eos,) = ok(client, "/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"]
+    assert eos == EOS and info["model_max_length"] == CONTEXT
+    template = jinja2.Template(info["chat_template"])
+    shown = template.render(messages=HI, add_generation_prompt=True)
+    ids = ok(client, "/tokenize", messages=HI)["tokens"]
+    assert ids == ok(client, "/tokenize", prompt=shown, add_special_tokens=False)["tokens"]
 
 
 def test_continuing_as_vllm_asks_for_it(client: TestClient, served: tuple[FakeEngine, TestClient]) -> None:

@@ -69,9 +69,9 @@ def test_chat_completion(client: TestClient) -> None:
 
 
 def test_plain_json(client: TestClient) -> None:
-    """What the page prints without a client, in its order."""
+    """What the page prints without a client, in its order, and what llama.cpp adds."""
     body = client.post("/v1/chat/completions", json={"model": "m", "messages": QUESTION}).json()
-    assert list(body) == ["id", "object", "created", "model", "choices", "usage", "metadata"]
+    assert list(body) == ["id", "object", "created", "model", "choices", "usage", "metadata", "timings"]
     (choice,) = body["choices"]
     assert list(choice) == ["index", "message", "logprobs", "finish_reason", "matched_stop"]
     assert list(choice["message"])[:2] == ["role", "content"] and set(choice["message"]) < MESSAGE
@@ -81,7 +81,7 @@ def test_plain_json(client: TestClient) -> None:
 
 def test_text_completion_and_streams(client: TestClient) -> None:
     body = client.post("/v1/completions", json={"prompt": "abc"}).json()
-    assert set(body) == {"id", "object", "created", "model", "choices", "usage", "metadata"}
+    assert set(body) == {"id", "object", "created", "model", "choices", "usage", "metadata", "timings"}
     assert set(body["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "matched_stop"}
     request = {"messages": QUESTION, "stream": True, "stream_options": {"include_usage": True}}
     lines = client.post("/v1/chat/completions", json=request).text.split("\n\n")

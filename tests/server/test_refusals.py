@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, FakeEngine
+from pydantic import BaseModel
 from starlette.testclient import TestClient
 
+from draftwing.server import service
+from draftwing.server.anthropic.schema import MessagesRequest
 from draftwing.server.native.schema import GenerateRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
-from draftwing.server.schema import NotBuilt
+from draftwing.server.schema import HINT, NEUTRAL, NotBuilt
 from draftwing.server.service import MOST_COUNTED
 from draftwing.text import rendering
 
@@ -21,35 +24,51 @@ MESSAGES = [{"role": "user", "content": "a"}]
 NOT_BUILT_OPENAI = {
     "lora_path": "x", "session_params": {"id": 1}, "extra_key": "k", "return_hidden_states": True,
     "return_cached_tokens_details": True, "return_spec_tokens_details": True, "return_prompt_token_ids": True,
-    "return_meta_info": True, "ec_transfer_params": {"a": 1}, "guided_decoding_backend": "x",
-    "kv_transfer_params": {"a": 1}, "length_penalty": 2, "logits_processors": ["x"],
-    "logprob_token_ids": [1], "mm_processor_kwargs": {"a": 1}, "prompt_logprobs": 1, "repetition_detection": {},
-    "return_token_offsets": True, "return_tokens_as_token_ids": True, "return_weight_versions": True,
-    "routed_experts_prompt_start": 1, "stream_interval": 2, "thinking_token_budget": 5, "truncate_prompt_tokens": 5,
-    "truncation_side": "middle", "use_beam_search": True, "vllm_xargs": {"a": 1}, "watermarking": {},
-    "bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1, "custom_labels": {"a": "b"},
-    "data_parallel_rank": 1, "images_config": {}, "return_routed_experts": True, "return_sampling_mask": True,
-    "routed_experts_start_len": 1, "session_id": "s", "watermark": {},
+    "return_meta_info": True, "ec_transfer_params": {"a": 1},
+    "kv_transfer_params": {"a": 1}, "logits_processors": ["x"], "logprob_token_ids": [1], "prompt_logprobs": 1,
+    "repetition_detection": {}, "return_token_offsets": True, "return_tokens_as_token_ids": True,
+    "return_weight_versions": True, "routed_experts_prompt_start": 1, "thinking_token_budget": 5,
+    "truncate_prompt_tokens": 5, "truncation_side": "middle", "use_beam_search": True, "vllm_xargs": {"a": 1},
+    "watermarking": {}, "bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1,
+    "return_routed_experts": True, "return_sampling_mask": True, "routed_experts_start_len": 1, "session_id": "s",
+    "watermark": {},
 }  # fmt: skip
 NOT_BUILT_CHAT = NOT_BUILT_OPENAI | {
-    "functions": [{"name": "f"}],
-    "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"}, "web_search_options": {},
-    "verbosity": "low", "add_special_tokens": True, "chat_template": "x", "echo": True,
-    "include_reasoning": False, "input_ids": [1], "media_io_kwargs": {"a": 1}, "task": "x",
-    "use_audio_in_video": True, "video_config": {},
+    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"},
+    "web_search_options": {}, "moderation": {"model": "m"}, "add_special_tokens": True, "chat_template": "x",
+    "echo": True, "include_reasoning": False, "input_ids": [1], "task": "x",
 }  # fmt: skip
 NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"suffix": "x", "prompt_embeds": "x"}
 NOT_BUILT_GENERATE = {
     "input_embeds": [[0.5]], "image_data": "x", "audio_data": "x", "video_data": "x", "return_hidden_states": True,
     "return_prompt_token_ids": True, "return_entropy": True, "lora_path": "x", "session_params": {"id": 1},
     "session_id": "s", "extra_key": "k", "background": True, "bootstrap_host": "h", "bootstrap_port": 1,
-    "bootstrap_room": 1, "custom_labels": {"a": "b"}, "data_parallel_rank": 1, "images_config": {},
-    "log_metrics": False, "max_thinking_tokens": 5, "mm_processor_kwargs": {"a": 1}, "modalities": ["image"],
-    "no_logs": True, "require_reasoning": True, "return_bytes": True, "return_flat_raw_output_top_logprobs": True,
+    "bootstrap_room": 1, "max_thinking_tokens": 5, "modalities": ["image"], "no_logs": True,
+    "require_reasoning": True, "return_bytes": True, "return_flat_raw_output_top_logprobs": True,
     "return_flat_raw_top_logprobs": True, "return_routed_experts": True, "return_sampling_mask": True,
-    "routed_experts_start_len": 1, "use_audio_in_video": True, "video_config": {}, "watermark": {},
+    "routed_experts_start_len": 1, "watermark": {},
 }  # fmt: skip
-NOT_BUILT_SAMPLING = {"beam_width": 2, "stream_interval": 2}
+HINTS_OPENAI = {
+    "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "safety_identifier": "s",
+    "prompt_cache_key": "k", "prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h",
+    "guided_decoding_backend": "xgrammar", "length_penalty": 2, "mm_processor_kwargs": {"a": 1}, "stream_interval": 2,
+    "custom_labels": {"a": "b"}, "data_parallel_rank": 1, "images_config": {"a": 1}, "cache_prompt": False,
+    "id_slot": 3, "return_progress": True, "timings_per_token": True,
+}  # fmt: skip
+HINTS_CHAT = HINTS_OPENAI | {
+    "verbosity": "low", "media_io_kwargs": {"a": 1}, "use_audio_in_video": True, "video_config": {"a": 1},
+}  # fmt: skip
+HINTS_GENERATE = {
+    "conversation_id": "c", "custom_labels": {"a": "b"}, "data_parallel_rank": 1, "images_config": {"a": 1},
+    "log_metrics": False, "mm_processor_kwargs": {"a": 1}, "routing_key": "r", "use_audio_in_video": True,
+    "video_config": {"a": 1},
+}  # fmt: skip
+HINTS_MESSAGES = {
+    "cache_control": {"type": "ephemeral"}, "speed": "fast", "metadata": {"user_id": "u"}, "service_tier": "priority",
+    "billing_policy": {"bill_to": "x"}, "fallbacks": "default", "fallback_credit_token": "t",
+    "diagnostics": {"previous_message_id": "msg_1"},
+}  # fmt: skip
+NOT_BUILT_SAMPLING = {"beam_width": 2}
 
 NEUTRAL_OPENAI = {
     "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
@@ -84,7 +103,13 @@ def client(engine: FakeEngine, served: tuple[FakeEngine, TestClient]) -> TestCli
 
 
 def base(path: str) -> dict[str, Any]:
-    return {CHAT_PATH: {"messages": MESSAGES}, COMPLETION: {"prompt": "a"}, "/generate": {"text": "a"}}[path]
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT_PATH: {"messages": MESSAGES},
+        COMPLETION: {"prompt": "a"},
+        "/generate": {"text": "a"},
+        "/v1/messages": {"model": "m", "max_tokens": 5, "messages": MESSAGES},
+    }
+    return bodies[path]
 
 
 def refused(client: TestClient, path: str, body: Any, param: str) -> str:
@@ -119,6 +144,91 @@ def test_every_field_that_is_not_built_is_tried() -> None:
     for model, fields in known.items():
         found = {name for name, field in model.model_fields.items() if field.metadata == list(NotBuilt.__metadata__)}
         assert found == set(fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "fields"),
+    [
+        (CHAT_PATH, ChatRequest, HINTS_CHAT), (COMPLETION, CompletionRequest, HINTS_OPENAI),
+        ("/generate", GenerateRequest, HINTS_GENERATE), ("/v1/messages", MessagesRequest, HINTS_MESSAGES),
+    ],
+)  # fmt: skip
+def test_hints_are_accepted_and_named(client: TestClient, path: str, model: type[BaseModel], fields: dict) -> None:
+    assert {name for name, field in model.model_fields.items() if HINT in field.metadata} - {"mcp_servers"} == set(
+        fields
+    )
+    for name, value in fields.items():
+        response = client.post(path, json=base(path) | {name: value})
+        assert response.status_code == 200 and response.headers["draftwing-ignored"] == name, response.text
+        nothing = [None, *NEUTRAL.get(name, ())]
+        for one in nothing:
+            response = client.post(path, json=base(path) | {name: one})
+            assert response.status_code == 200 and "draftwing-ignored" not in response.headers, (name, one)
+
+
+def test_hints_inside_of_objects_are_named(client: TestClient) -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    for path in (CHAT_PATH, "/v1/messages"):
+        response = client.post(path, json=base(path) | {"messages": [{"role": "user", "content": parts}]})
+        assert response.headers["draftwing-ignored"] == "messages.content.cache_control", response.text
+    hidden = {"stream": True, "stream_options": {"include_obfuscation": True}, "store": True}
+    response = client.post(CHAT_PATH, json=base(CHAT_PATH) | hidden)
+    assert response.headers["draftwing-ignored"] == "store, stream_options.include_obfuscation"
+    for params in ({"stream_interval": 8}, [{"stream_interval": 1}, {"stream_interval": 2}]):
+        texts = ["a"] * len(params) if isinstance(params, list) else "a"
+        response = client.post("/generate", json={"text": texts, "sampling_params": params})
+        assert response.headers["draftwing-ignored"] == "sampling_params.stream_interval", response.text
+
+
+def test_the_header_holds_what_a_header_can(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("tools.a\r\nset-cookie: b", "tools.wéb 😀", "tools." + "x" * 10_000)
+    monkeypatch.setattr(service, "ignored_fields", lambda body: names)
+    response = client.post(COMPLETION, json={"prompt": "a"})
+    assert response.status_code == 200 and "set-cookie" not in response.headers
+    found = response.headers["draftwing-ignored"]
+    assert found.startswith("tools.aset-cookie: b, tools.wb , tools.x") and len(found) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETION, {"prompt": "a", "max_token": 5}, "max_token is not a known field; did you mean max_tokens?"),
+        (COMPLETION, {"prompt": "a", "repeat_penalty": 1}, "did you mean repetition_penalty?"),
+        (COMPLETION, {"prompt": "a", "max_new_tokens": 1}, "did you mean max_tokens?"),
+        (CHAT_PATH, {"messages": MESSAGES, "stream_option": {}}, "did you mean stream_options?"),
+        (CHAT_PATH, {"messages": MESSAGES, "function": []}, "function is not a known field"),  # that one is refused
+        (CHAT_PATH, {"messages": MESSAGES, "stream": True, "stream_options": {"include_usag": True}},
+         "stream_options.include_usag is not a known field; did you mean include_usage?"),
+        (CHAT_PATH, {"messages": [{"role": "user", "contents": "a"}]},
+         "messages.0.contents is not a known field; did you mean content?"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": [{"type": "text", "txet": "a"}]}]},
+         "messages.0.content.0.txet is not a known field; did you mean text?"),
+        (CHAT_PATH, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+         "tools.0.function.paramters is not a known field; did you mean parameters?"),
+        (CHAT_PATH, {"messages": MESSAGES, "structured_outputs": {"jsno": {}}}, "did you mean json?"),
+        (CHAT_PATH, {"messages": MESSAGES, "response_format": {"type": "json_object", "schma": {}}},
+         "did you mean schema?"),
+        (CHAT_PATH, {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {
+            "schema": {}, "strickt": True}}}, "did you mean strict?"),
+        (CHAT_PATH, {"messages": MESSAGES, "speculative": {"num_step": 1}}, "did you mean num_steps?"),
+        ("/generate", {"text": "a", "sampling_param": {}}, "did you mean sampling_params?"),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_token": 5}},
+         "sampling_params.max_new_token is not a sampling parameter; did you mean max_new_tokens?"),
+        ("/generate", {"text": ["a"], "sampling_params": [{"temprature": 5}]}, "did you mean temperature?"),
+        ("/tokenize", {"promt": "a"}, "did you mean prompt?"),
+        ("/v1/messages", {"model": "m", "max_tokens": 5, "messages": MESSAGES, "stop_sequence": ["a"]},
+         "did you mean stop_sequences?"),
+    ],
+)  # fmt: skip
+def test_the_nearest_field_is_named(client: TestClient, path: str, body: Any, message: str) -> None:
+    response = client.post(path, json=body)
+    assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+
+
+def test_what_resembles_nothing_gets_no_guess(client: TestClient) -> None:
+    for name in ("bogus", "x" * 5000, "", "max_tokens" * 7, "\x00"):
+        response = client.post(COMPLETION, json={"prompt": "a", name: 1})
+        assert response.status_code == 400 and "did you mean" not in response.text
 
 
 def test_sampling_params_of_generate_are_refused_by_name(client: TestClient) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftwing.config.options import Options
 from draftwing.core import PREDICTED, TreeShape
-from draftwing.errors import TOO_LONG, RequestError
+from draftwing.errors import TOO_LONG, ContextError, RequestError
 from draftwing.requests.request import MAX_PREDICTED, GenerationRequest, SpecLimits, Terms
 
 
@@ -87,20 +87,24 @@ class EngineInfo:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
         room = self.context_length - len(prompt)
         if room < 1:
-            raise RequestError(
+            raise ContextError(
                 f"the prompt is too long: it has {len(prompt)} tokens; {TOO_LONG} {self.context_length}, of which at "
                 "least one must be new",
                 "prompt",
-                "context_length_exceeded",
+                len(prompt),
+                None,
+                self.context_length,
             )
         self._check_ids(prompt, "input_ids")
         wanted = room if params.max_new_tokens is None else params.max_new_tokens
         if wanted > room:
-            raise RequestError(
+            raise ContextError(
                 f"{TOO_LONG} {self.context_length}, and there are {len(prompt)} prompt tokens: max_new_tokens must be "
                 f"at most {room}; found {wanted}",
                 "max_new_tokens",
-                "context_length_exceeded",
+                len(prompt),
+                wanted,
+                self.context_length,
             )
         # Those of other vocabularies end nothing: clients send the ids of all models that they know.
         stop_ids = frozenset(token for token in params.stop_token_ids if token < self.vocab_size)

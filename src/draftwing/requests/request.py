@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import check_text, show
+from draftwing.requests.refusals import check_text, meant, show
 from draftwing.requests.sampling_params import SamplingParams
 
 MAX_PREDICTED: Final = 16384  # tokens of a predicted output
@@ -120,7 +120,7 @@ def speculation(wish: Any, algorithm: str, most: SpecLimits) -> Speculation:
     for name in wish:
         if name not in _SPECULATIVE:
             full = f"speculative.{str(name)[:80]}"
-            raise RequestError(f"{full} is not a known field", full)
+            raise RequestError(f"{full} is not a known field{meant(str(name), _SPECULATIVE)}", full)
     asked = wish.get("algorithm")
     if asked is not None:
         if isinstance(asked, str) and asked.lower() in ("off", "none"):

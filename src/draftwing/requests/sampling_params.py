@@ -251,7 +251,8 @@ def answer_seed(seed: int, index: int) -> int:
 # -- fields that become others ----------------------------------------------------------------------------------------
 
 
-NOT_BUILT: Final = ("beam_width", "stream_interval")  # 1 asks for nothing
+NOT_BUILT: Final = ("beam_width",)  # 1 asks for nothing
+HINTS: Final = ("stream_interval",)  # how many events a stream has is left to the server; 1 asks for nothing
 
 
 def _translate(given: dict[str, Any], names: Names) -> None:
@@ -260,6 +261,8 @@ def _translate(given: dict[str, Any], names: Names) -> None:
         value = given.pop(name, 1)
         if value != 1 or isinstance(value, bool):
             raise names.error(name, "is not supported by this version; leave it out")
+    for name in HINTS:
+        given.pop(name, None)
     seed = given.pop("seed", None)
     if seed is not None:
         if "sampling_seed" in given:

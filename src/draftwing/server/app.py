@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 import draftwing
 from draftwing.config.api_keys import read_keys
@@ -26,6 +27,8 @@ from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
 from draftwing.server.ui.routes import add_ui_routes, is_file
 from draftwing.text.tokenizer import Tokenizer
+
+_NO_HEAD = frozenset({"/flush_cache", "/ui/engine"})  # it would do something; it would not end
 
 
 def create_app(
@@ -66,6 +69,7 @@ def create_app(
     add_metrics_route(app, metrics)
     if not service.options.disable_ui:
         add_ui_routes(app, service)
+    _add_heads(app)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
     free = _free(service.options)
     if keys:
@@ -80,3 +84,10 @@ def _free(options: Options) -> Callable[[str], bool]:
     groups = {"metrics": METRICS_PATHS, "docs": DOCS_PATHS}
     paths = FREE_PATHS.union(*(group for name, group in groups.items() if options.public_endpoints in (name, "all")))
     return lambda path: path in paths or is_file(path)
+
+
+def _add_heads(app: FastAPI) -> None:
+    """Has the application answer HEAD where it answers GET; the server leaves the body out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()) and route.path not in _NO_HEAD:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

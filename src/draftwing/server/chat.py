@@ -115,7 +115,7 @@ class Chats:
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
         ignored = chat.ignored
         if chat.effort in _REASONS and not self._knows_effort:
-            ignored = (*ignored, called["thinking"])
+            ignored = (*ignored, called.get("effort", called["thinking"]))
         generation = await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body, ignored)
         return generation, style
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from functools import cache
@@ -22,8 +23,9 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
+from draftwing.requests.refusals import meant
 from draftwing.server.encoding import encode
-from draftwing.server.schema import Asking
+from draftwing.server.schema import Asking, known_fields
 from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
 if TYPE_CHECKING:
@@ -240,7 +242,7 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # As text, numbers may be longer than Python converts.
         given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=str)
-        raise _refusal(errors, given) from None
+        raise _refusal(errors, given, model) from None
 
 
 def _check_parts(body: bytes, longest: int) -> None:
@@ -257,6 +259,7 @@ def _check_parts(body: bytes, longest: int) -> None:
             raise RequestError(f"the body has a list of {found + 1} entries; so many ids fit no context", "body")
 
 
+_MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
 _MOST_ERRORS = 1000  # each takes time and memory
 _MOST_PARTS = 131_072
@@ -264,8 +267,8 @@ _TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever othe
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
 
-def _refusal(errors: list[Any], given: Any) -> RequestError:
-    """The first field's errors in our words. given: what was validated."""
+def _refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None) -> RequestError:
+    """The first field's errors in our words. given: what was validated.  model: of a body."""
     # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
     first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
@@ -278,6 +281,8 @@ def _refusal(errors: list[Any], given: Any) -> RequestError:
     field = name or "the body"
     if kind in told:
         message = f"{field} {told[kind]}"
+        if kind == "extra_forbidden" and model is not None:
+            message += meant(str(path[-1]), known_fields(model, path[:-1]))
     else:
         message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
     return RequestError(message, name or "body")
@@ -385,7 +390,9 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None) -
             generation.close()
             raise
     if generation.ignored:
-        response.headers["draftwing-ignored"] = ", ".join(generation.ignored)
+        # Names of fields, and of tools, which clients choose: what a header cannot hold is left out of them.
+        names = re.sub(r"[^!-~ ]", "", ", ".join(generation.ignored))
+        response.headers["draftwing-ignored"] = names[:_MOST_IGNORED]
     return response
 
 

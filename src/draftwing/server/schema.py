@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any, ClassVar, Literal
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -35,17 +36,22 @@ from draftwing.requests.sampling_params import SamplingParams, field_schemas
 MAX_PROMPTS = 1024
 MOST_ENTRIES = 16_384  # of a list or an object in a body, where it has no limit of its own
 _EMPTY: tuple[Any, ...] = ([], {}, False)
-# Values that ask for nothing, of fields that are not built; others have none but null.
+# Values that ask for nothing, of hints and of fields that are not built; others have none but null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
+    "allowed_callers": ([], ["direct"]),
     "audio_data": ([],),
     "context": ([],),
     "background": (False,),
+    "cache_prompt": (True,),
     "context_management": (*_EMPTY, {"edits": []}),
     "custom_labels": ({},),
+    "data_parallel_rank": (0,),
+    "display": (*_EMPTY, "summarized"),
     "extra_key": ("",),
     "function_call": ("none", "auto", []),
     "functions": ([],),
+    "id_slot": (-1,),
     "image_data": ([],),
     "images": ([],),
     "include_obfuscation": (False,),
@@ -56,7 +62,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "mirostat": (0,),
     "modalities": (["text"],),
+    "service_tier": ("auto", "default", "standard_only"),
     "session_params": ({},),
+    "speed": (*_EMPTY, "standard"),
     "stream_interval": (1,),
     "suffix": ("",),
     "system": ("",),
@@ -70,27 +78,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "video_data": ([],),
     "vllm_xargs": ({},),
-    **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples", "mcp_servers", "output_schema"), _EMPTY),
-    **dict.fromkeys(("container", "diagnostics", "display", "effort", "inference_geo", "speed"), _EMPTY),
+    **dict.fromkeys(("defer_loading", "input_examples", "mcp_servers", "metadata", "output_schema", "store"), _EMPTY),
+    **dict.fromkeys(("container", "diagnostics", "effort", "inference_geo"), _EMPTY),
     **dict.fromkeys(("return_hidden_states", "return_entropy", "return_prompt_token_ids"), (False,)),
     **dict.fromkeys(("return_meta_info", "return_sampling_mask", "return_routed_experts", "return_bytes"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_weight_versions", "return_token_offsets"), (False,)),
     **dict.fromkeys(("use_beam_search", "use_audio_in_video", "require_reasoning", "no_logs", "echo"), (False,)),
     **dict.fromkeys(("disable_fallback", "disable_additional_properties"), (False,)),
     **dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"), (False,)),
-    **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
     **dict.fromkeys(("return_cached_tokens_details", "return_spec_tokens_details"), (False,)),
+    **dict.fromkeys(("return_progress", "timings_per_token"), (False,)),
+    **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
 }
 
 
-def _asks_for_nothing(name: str, value: Any) -> bool:
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a value of a field that has no effect, or is not built, is as good as none."""
     # 0 == False in Python but not for a user: only numbers are equal across types.
     neutral = NEUTRAL.get(name, ())
     return value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
 
 
 def _refused(value: Any, info: ValidationInfo) -> Any:
-    if _asks_for_nothing(info.field_name or "", value):
+    if asks_for_nothing(info.field_name or "", value):
         return value
     raise PydanticCustomError("not_built", "is not supported by this version; leave it out")
 
@@ -99,7 +109,7 @@ NotBuilt = Annotated[Any, AfterValidator(_refused)]
 HINT = object()  # in the metadata of a field that is one and has a type of its own
 Hint = Annotated[Any, HINT]
 OtherKind = Any  # of parts of another kind, which are refused by their kind rather than by an unknown field
-Bookkeeping = Any  # for the client's own accounts; no effect here
+Bookkeeping = Any  # of an earlier answer, as it comes back in a history; asks for nothing
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning, as OpenAI has them
 Name = Annotated[str, Field(max_length=1024)]  # chosen by the client, repeated in each event of a stream
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -156,6 +166,42 @@ def _hints(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, field in model.model_fields.items() if any(one is HINT for one in field.metadata))
 
 
+def known_fields(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
+    """Names of the fields that an object at a place inside of a body may have, without those that are refused."""
+    kinds: list[Any] = [model]
+    for part in place:
+        kinds = [one for kind in kinds for one in _inside(kind, part)]
+    found = dict.fromkeys(
+        field.alias or name
+        for kind in kinds
+        if isinstance(kind, type) and issubclass(kind, BaseModel)
+        for name, field in kind.model_fields.items()
+        if field.metadata != list(NotBuilt.__metadata__)
+    )
+    return [*found]
+
+
+def _inside(kind: Any, part: int | str) -> list[Any]:
+    """Types of what a value of a type holds in a field or as an entry."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [
+            one
+            for name, field in kind.model_fields.items()
+            if (field.alias or name) == part
+            for one in _members(field.annotation)
+        ]
+    return _members(get_args(kind)[0]) if get_origin(kind) is list else []
+
+
+def _members(kind: Any) -> list[Any]:
+    """The types of a union, or the type itself."""
+    if get_origin(kind) is Annotated:
+        return _members(get_args(kind)[0])
+    return (
+        [one for each in get_args(kind) for one in _members(each)] if get_origin(kind) in (Union, UnionType) else [kind]
+    )
+
+
 def ignored_fields(body: BaseModel) -> tuple[str, ...]:
     """Names the hints of a body that ask for something, once each, the outer ones first. Places in lists are left
     out: `messages.content.cache_control`."""
@@ -173,7 +219,7 @@ def ignored_fields(body: BaseModel) -> tuple[str, ...]:
             for name in value.model_fields_set:
                 one = getattr(value, name)
                 if name in hints:
-                    if not _asks_for_nothing(name, one):
+                    if not asks_for_nothing(name, one):
                         named.add(f"{where}{model.model_fields[name].alias or name}")
                 elif type(one) not in _PLAIN:
                     below.append((f"{where}{model.model_fields[name].alias or name}.", one))

@@ -77,7 +77,7 @@ class Generation:
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
         self._stream = engine.submit(requests)
-        engine.observer.begin(id, requests, answers, self.ignored)
+        self.records = engine.observer.begin(id, requests, answers, self.ignored)
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, str]]:
         """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
+from fake_engine import CONTEXT
 from scripted import WITHOUT_TOOLS, ScriptedEngine, serving
 
 TOOLS: list[Any] = [
@@ -97,7 +99,12 @@ def test_events_come_in_their_order(url: str, engine: ScriptedEngine) -> None:
     fragments = [e["delta"]["partial_json"] for e in events if e.get("delta", {}).get("type") == "input_json_delta"]
     assert json.loads("".join(fragments)) == {"city": "Paris é"} and len(fragments) > 3
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert events[-2]["usage"] == {"output_tokens": len(engine.script.encode()) + 1}
+    assert events[-2]["usage"] == {
+        "input_tokens": len(engine.requests[-1].prompt_ids),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": len(engine.script.encode()) + 1,
+    }
 
 
 def test_thinking_and_tools(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
@@ -226,19 +233,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages.0",
     ),
     ({"system": [{"type": "image", "source": {}}]}, "system.0"),
-    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 3}]}, "tools: this server has no web_search"),
+    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "mcp_toolset"),
+    ({"tools": [*TOOLS, {"type": "bash", "name": "w"}]}, "tools.2.type"),
+    ({"tools": [*TOOLS, {"type": "bash_20250124", "name": "b"}], "tool_choice": {"type": "tool", "name": "b"}}, "'b'"),
+    ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
+    ({"tools": [TOOLS[0] | {"allowed_callers": 5}]}, "tools.0.allowed_callers"),
+    ({"tools": [*TOOLS, {"type": "w\u00e9b_20250305", "name": "w"}]}, "tools.2.type"),
+    ({"tools": [*TOOLS, {"type": "web_20250305\n", "name": "w"}]}, "tools.2.type"),
+    (
+        {"tools": [TOOLS[0] | {"inputschema": {}}]},
+        "tools.0.inputschema is not a known field; did you mean input_schema?",
+    ),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name"),
     ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "now"}}, "tool_choice.name"),
     ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "thinking.budget_tokens"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits.0"),
+    ({"context_management": {"edits": [{"type": "translate_20300101"}]}}, "context_management.edits.0.type"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
+    ({"inference_geo": "us"}, "inference_geo"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
     ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: 3025 tokens > 1999 maximum"),
 ]
 
 
@@ -249,6 +269,100 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
     data = response.json()
     assert response.status_code == 400 and set(data) == {"type", "error"} and data["type"] == "error"
     assert data["error"]["type"] == "invalid_request_error" and named in data["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_own_tools_are_left_out_beside_functions(url: str, engine: ScriptedEngine, stream: bool) -> None:
+    engine.script = "x"
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5, "allowed_domains": ["a.org"]},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
+        {
+            "type": "computer_20250124",
+            "name": "computer",
+            "display_width_px": 8,
+            "cache_control": {"type": "ephemeral"},
+        },
+        {"type": "mcp_toolset", "mcp_server_name": "s"},
+    ]
+    own = [{"name": "f", "type": "custom", "input_schema": {"type": "object"}}]
+    body = {"model": "m", "max_tokens": 5, "messages": HI, "stream": stream}
+    more = {"tools": hosted[:1] + own + hosted[1:], "mcp_servers": [{"type": "url", "name": "s", "url": "x"}]}
+    response = httpx.post(f"{url}/v1/messages", json=body | more)
+    assert response.status_code == 200, response.text
+    names = ("web_search", "text_editor", "computer", "mcp_toolset")
+    assert set(response.headers["draftwing-ignored"].split(", ")) == {"mcp_servers", *(f"tools.{n}" for n in names)}
+    shown = engine.prompt
+    httpx.post(f"{url}/v1/messages", json=body | {"tools": own})
+    assert engine.prompt == shown, "the model is not told of them"
+    counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": HI} | more)
+    assert counted.json() == {"input_tokens": len(engine.requests[-1].prompt_ids)}
+
+
+def test_hints_of_functions_are_named(url: str, engine: ScriptedEngine) -> None:
+    engine.script = "x"
+    hints = {"defer_loading": True, "input_examples": [{}], "allowed_callers": ["direct", "code_execution_20250825"]}
+    nothing = {"defer_loading": False, "input_examples": [], "allowed_callers": ["direct"]}
+    for given, named in ((hints, set(hints)), (nothing | {"eager_input_streaming": True}, set())):
+        tool = {"name": "f", "input_schema": {"type": "object"}} | given
+        response = httpx.post(
+            f"{url}/v1/messages", json={"model": "m", "max_tokens": 5, "messages": HI, "tools": [tool]}
+        )
+        assert response.status_code == 200, response.text
+        found = response.headers.get("draftwing-ignored", "")
+        assert set(filter(None, found.split(", "))) == {f"tools.{name}" for name in named}
+
+
+EDITS: list[tuple[list[dict[str, Any]], bool]] = [
+    ([], False),
+    ([{"type": "clear_thinking_20251015", "keep": "all"}], False),
+    ([{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}], True),
+    (
+        [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 1}, "exclude_tools": []}],
+        True,
+    ),
+    ([{"type": "compact_20260112", "pause_after_compaction": True}], True),
+]
+
+
+@pytest.mark.parametrize(("edits", "named"), EDITS)
+def test_edits_of_the_context_are_never_applied(
+    client: anthropic.Anthropic, url: str, engine: ScriptedEngine, edits: list[Any], named: bool
+) -> None:
+    engine.script = "x"
+    said = [
+        *HI,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
+    ]
+    body: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [*said, *HI]}
+    httpx.post(f"{url}/v1/messages", json=body)
+    whole = engine.prompt
+    response = httpx.post(f"{url}/v1/messages", json=body | {"context_management": {"edits": edits}})
+    assert response.json()["context_management"] == {"applied_edits": []} and engine.prompt == whole
+    assert response.headers.get("draftwing-ignored") == ("context_management" if named else None)
+    with client.beta.messages.stream(**body, context_management={"edits": edits}) as stream:
+        told = [event.context_management for event in stream if event.type == "message_delta"]
+    assert [one is not None and one.applied_edits for one in told] == [[]]
+
+
+def test_a_length_beside_a_prompt_is_refused_in_words_that_clients_act_on(
+    url: str, client: anthropic.Anthropic, engine: ScriptedEngine
+) -> None:
+    engine.script = "x"
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "y" * 500}]}
+    response = httpx.post(f"{url}/v1/messages", json=body | {"max_tokens": CONTEXT})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error"
+    found = re.search(r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)", error["message"])
+    assert found is not None, error
+    prompt, asked, context = map(int, found.groups())
+    assert (asked, context) == (CONTEXT, CONTEXT)
+    assert client.messages.count_tokens(**body).input_tokens == prompt
+    again = httpx.post(f"{url}/v1/messages", json=body | {"max_tokens": context - prompt})
+    assert again.status_code == 200 and again.json()["usage"]["input_tokens"] == prompt
+    # Other dialects keep to their own words.
+    response = httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": CONTEXT})
+    assert response.json()["code"] == "context_length_exceeded" and "maximum context length" in response.text
 
 
 def test_threads_are_refused_by_the_code_that_the_tool_runner_knows(url: str) -> None:

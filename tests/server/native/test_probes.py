@@ -8,16 +8,34 @@ from datetime import datetime
 
 import httpx
 from fake_engine import CONTEXT, FakeEngine, local
+from scripted import ScriptedEngine, serving
 from starlette.testclient import TestClient
 
 from draftwing.server.app import create_app
 from draftwing.server.native.probes import load
 
 
-def test_balancers_may_ask_for_the_head(client: TestClient) -> None:
-    for path in ("/", "/health", "/health_generate", "/liveness", "/readiness"):
-        assert client.head(path).status_code == 200, path
-    assert client.head("/v1/models").status_code == 405
+def test_head_answers_where_get_does(client: TestClient, engine: FakeEngine) -> None:
+    paths = (
+        "/", "/health", "/health_generate", "/liveness", "/readiness", "/metrics", "/v1/models", "/v1/models/echo",
+        "/models", "/v1/loads", "/version", "/model_info", "/server_info", "/tokenizer_info", "/openapi.json", "/docs",
+    )  # fmt: skip
+    for path in paths:
+        head, whole = client.head(path), client.get(path)
+        assert head.status_code == whole.status_code == 200, path
+        assert head.headers.get("content-type") == whole.headers.get("content-type"), path
+    assert client.head("/v1/models/other").status_code == 404 and client.head("/nothing").status_code == 404
+    # It must do nothing, and come to an end.
+    for path in ("/flush_cache", "/ui/engine", "/v1/chat/completions"):
+        assert client.head(path).status_code == 405, path
+    assert not engine.flushed
+    assert not any("head" in methods for methods in client.get("/openapi.json").json()["paths"].values())
+
+
+def test_a_head_has_no_body() -> None:
+    with serving(ScriptedEngine()) as url:
+        response = httpx.head(f"{url}/metrics")
+        assert response.status_code == 200 and response.content == b""
 
 
 def test_loads_are_those_of_the_engine(client: TestClient, engine: FakeEngine) -> None:

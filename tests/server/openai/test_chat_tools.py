@@ -253,6 +253,8 @@ def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
         fields: dict[str, Any] = {"messages": HI, "reasoning_effort": effort}
         if path == "responses":
             fields = {"input": "a", "reasoning": {"effort": effort}}
+        if path == "messages":
+            fields = {"messages": HI, "max_tokens": 5, "output_config": {"effort": effort}}
         answer = httpx.post(f"{url}/v1/{path}", json=fields | {"model": "m", "stream": stream})
         assert answer.status_code == 200, answer.text
         return answer.headers
@@ -269,6 +271,10 @@ def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
                     assert engine.prompt == f"{effort} {({'none': False, 'medium': ''}).get(effort, True)}"
             named = ask(url, "high", "responses").get("draftwing-ignored")
             assert named == ("reasoning.effort" if ignored else None)
+            for effort, word in (("low", "low"), ("high", "high"), ("max", "xhigh")):
+                named = ask(url, effort, "messages").get("draftwing-ignored")
+                assert named == ("output_config.effort" if ignored else None)
+                assert template != told or engine.prompt == f"{word} True"
 
 
 def test_servers_that_cannot() -> None:

@@ -22,7 +22,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def test_chat_response_has_the_documented_keys(client: TestClient) -> None:
     data = client.post("/v1/chat/completions", json=CHAT).json()
-    assert set(data) == {"id", "object", "created", "model", "choices", "usage", "metadata"}
+    assert set(data) == {"id", "object", "created", "model", "choices", "usage", "metadata", "timings"}
     assert data["object"] == "chat.completion" and data["metadata"] == {"weight_version": "default"}
     (choice,) = data["choices"]
     assert choice == {
@@ -37,7 +37,7 @@ def test_chat_response_has_the_documented_keys(client: TestClient) -> None:
         "prompt_tokens": size,
         "completion_tokens": size + 1,  # the stop token is counted, not shown
         "total_tokens": 2 * size + 1,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "reasoning_tokens": 0,
     }
 

@@ -49,8 +49,10 @@ class _Content(Blocks):
 class Message:
     """One answer as a message, or as the events that build it."""
 
-    def __init__(self, generation: Generation, reader: MessageReader, model: str) -> None:
+    def __init__(self, generation: Generation, reader: MessageReader, model: str, managed: bool = False) -> None:
+        """managed: the request asked that its context be managed; that nothing was is told."""
         self.generation, self._model = generation, model
+        self._managed: dict[str, Any] = {"context_management": {"applied_edits": []}} if managed else {}
         self._content = _Content(reader)
         self._answer: Answer = generation.answers[0]
 
@@ -61,7 +63,7 @@ class Message:
             # Clients complete an input that is cut in the same way when they stream it.
             self._content.blocks[index]["input"] = read_arguments(text) or {}
         message = self._message(self._content.blocks)
-        return message | self._ending() | {"usage": self._usage(len(self._answer.token_ids))}
+        return message | self._ending() | {"usage": self._usage(len(self._answer.token_ids)), **self._managed}
 
     async def events(self) -> AsyncIterator[str]:
         start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
@@ -71,8 +73,8 @@ class Message:
             for event in await self._content.read(self.generation, text, answer):
                 yield named_event(*event)
         self._check()
-        usage = {"output_tokens": len(self._answer.token_ids)}
-        yield named_event("message_delta", {"delta": self._ending(), "usage": usage})
+        usage = self._usage(len(self._answer.token_ids))
+        yield named_event("message_delta", {"delta": self._ending(), "usage": usage, **self._managed})
         yield named_event("message_stop", {})
 
     def _check(self) -> None:
@@ -103,9 +105,11 @@ class Message:
         return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
 
     def _usage(self, output_tokens: int) -> dict[str, Any]:
+        """What was cached is known at the end; `input_tokens` are those beside it."""
+        cached = self._answer.meta.get("cached_tokens", 0)
         return {
-            "input_tokens": self.generation.prompt_tokens,
+            "input_tokens": self.generation.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,
         }

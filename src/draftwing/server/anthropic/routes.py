@@ -18,7 +18,8 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     async def messages(request: Request) -> Response:
         async with asking(request, MessagesRequest) as body:
             generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
-            message = Message(generation, chats.reader(style), service.name_for(body.model))
+            managed = body.context_management is not None
+            message = Message(generation, chats.reader(style), service.name_for(body.model), managed)
         return await respond(request, message, body.stream)
 
     @app.post("/messages/count_tokens", include_in_schema=False)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Discriminator, Tag
 
-from draftwing.errors import RequestError
+from draftwing.errors import ContextError, RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Body, Bookkeeping, Name, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import HINT, Body, Bookkeeping, Hint, Name, NotBuilt, OtherKind, sampled
+
+# Types of tools that Anthropic defines: a name and the date of its version.
+_HOSTED = re.compile(r"([a-z][a-z0-9_]{0,39})_[0-9]{8}|(mcp_toolset)")
+_EDITS = ("clear_thinking_", "clear_tool_uses_", "compact_")  # they ask that the model see less
+_EFFORTS = {"max": "xhigh"}  # the most there is, by OpenAI's name
 
 
 class TextBlock(Body):
     type: str
     text: str | None = None
-    cache_control: Bookkeeping = None
+    cache_control: Hint = None
 
     # Of other kinds of blocks, to say that they are not built rather than that they are unknown.
     source: OtherKind = None
@@ -50,19 +56,44 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
-    """A function of the client's. Tools that a server would run are not supported."""
+    """A function of the client's."""
 
     type: str | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: Bookkeeping = None
-    eager_input_streaming: Bookkeeping = None  # inputs always stream as they come
+    cache_control: Hint = None
+    eager_input_streaming: bool | None = None  # inputs always stream as they come
+    defer_loading: Hint = None
+    input_examples: Hint = None
+    allowed_callers: Annotated[list[str] | None, HINT] = None  # "direct" is the client
 
-    allowed_callers: NotBuilt = None
-    defer_loading: NotBuilt = None
-    input_examples: NotBuilt = None
+
+class HostedTool(Body):
+    """A tool that Anthropic's servers run, or whose input its models know without a schema. There is none here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    name: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its type without the date."""
+        found = _HOSTED.fullmatch(self.type)
+        assert found is not None
+        return found[1] or found[2]
+
+
+def _sort_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return "hosted" if isinstance(kind, str) and _HOSTED.fullmatch(kind) else "custom"
+
+
+AnyTool = Annotated[
+    Annotated[AnthropicTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_sort_of_tool)
+]
 
 
 class AnthropicChoice(Body):
@@ -74,7 +105,7 @@ class AnthropicChoice(Body):
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: NotBuilt = None
+    display: Hint = None
 
 
 class OutputFormat(Body):
@@ -86,10 +117,13 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
-    effort: NotBuilt = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    task_budget: Hint = None
 
 
 class ContextEdit(Body):
+    model_config = ConfigDict(extra="allow")
+
     type: str
     keep: Any = None
 
@@ -104,13 +138,13 @@ class CountRequest(Body):
     model: Name
     messages: list[AnthropicMessage]
     system: str | list[TextBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Bookkeeping = None
-    speed: NotBuilt = None
-    mcp_servers: NotBuilt = None
+    cache_control: Hint = None
+    speed: Hint = None
+    mcp_servers: Hint = None
     context_management: ContextManagement | None = None
 
     def chat(self) -> Chat:
@@ -121,11 +155,16 @@ class CountRequest(Body):
         if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
             name = f"messages.{len(self.messages) - 1}"
             raise RequestError(f"{name}: a message with tool_use blocks cannot be the last one", name)
-        found = [_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
+        tools, given = self.tools or [], self.tool_choice
+        found = [_function(tool, f"tools.{i}") for i, tool in enumerate(tools) if isinstance(tool, AnthropicTool)]
         functions = checked_functions(found, "input_schema")
-        given = self.tool_choice
+        hosted = [tool for tool in tools if isinstance(tool, HostedTool)]
+        self._check_hosted(hosted, bool(functions))
         choice = AUTO if given is None else checked_choice(_choice(given), functions)
         kind = None if self.thinking is None else self.thinking.type
+        effort = None if self.output_config is None else self.output_config.effort
+        ignored = [f"tools.{tool.kind}" for tool in hosted]
+        ignored += ["context_management"] if _edits(self.context_management) else []
         return Chat(
             messages,
             functions,
@@ -133,30 +172,52 @@ class CountRequest(Body):
             parallel=not (given is not None and given.disable_parallel_tool_use),
             continued=self.messages[-1].role == "assistant",
             thinking={"enabled": True, "disabled": False}.get(kind or ""),
+            effort=_EFFORTS.get(effort or "", effort),
+            ignored=tuple(ignored),
         )
+
+    def _check_hosted(self, hosted: Sequence[HostedTool], functions: bool) -> None:
+        """Raises RequestError where tools that are not there are all that there is, or have to be called. Beside
+        functions they are left out: the model is not told of them."""
+        choice, instead = self.tool_choice, "offer a tool with an input_schema, and run it in the client"
+        if choice is not None and choice.name is not None and choice.name in {tool.name for tool in hosted}:
+            name = "tool_choice.name"
+            raise RequestError(f"{name}: this server has no {show(choice.name)} of its own; {instead}", name)
+        if hosted and not functions:
+            raise RequestError(f"tools: this server has no {hosted[0].kind} of its own; {instead}", "tools")
+        if self.mcp_servers and not functions:
+            raise RequestError(f"mcp_servers: this server calls no other servers; {instead}", "mcp_servers")
 
 
 class MessagesRequest(CountRequest, ChatBody):
     """Body of /v1/messages."""
 
     source = "messages"
-    names: ClassVar = {"min_new_tokens": "max_tokens", "response_format": "output_config.format"}
+    names: ClassVar = {
+        "min_new_tokens": "max_tokens",
+        "response_format": "output_config.format",
+        "effort": "output_config.effort",
+    }
 
     max_tokens: Any = sampled("max_new_tokens", required=True)
     stop_sequences: Any = sampled("stop")
     temperature: Any = sampled("temperature")
     top_p: Any = sampled("top_p")
     top_k: Any = sampled("top_k")
-    metadata: Bookkeeping = None
-    service_tier: Bookkeeping = None
+    metadata: Hint = None
+    service_tier: Hint = None
+    billing_policy: Hint = None
+    fallbacks: Hint = None
+    fallback_credit_token: Hint = None
+    diagnostics: Hint = None
 
     # Beyond Anthropic's, as in the other APIs.
     seed: Any = sampled("seed")
 
     thread: Any = None  # Anthropic's tool runner sends it, and goes on without it when it is told by the code below
+    compaction: NotBuilt = None
     container: NotBuilt = None
     inference_geo: NotBuilt = None
-    diagnostics: NotBuilt = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.max_tokens is None:
@@ -164,7 +225,6 @@ class MessagesRequest(CountRequest, ChatBody):
         if self.thread is not None:
             message = "thread is not supported: conversations are not stored; send all messages"
             raise RequestError(message, "thread", "thread_unsupported_request")
-        _check_edits(self.context_management)
         form, thinking = (self.output_config or OutputConfig()).format, self.thinking
         budget = None if thinking is None else thinking.budget_tokens
         # The most that Anthropic's clients may send leaves one token for the text: max_tokens is the bound then.
@@ -180,18 +240,39 @@ class MessagesRequest(CountRequest, ChatBody):
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return super().sampling(defaults, **fields)
 
+    def renamed(self, error: RequestError) -> RequestError:
+        if not isinstance(error, ContextError):
+            return super().renamed(error)
+        # In Anthropic's words, by which clients know what to do: shorten the conversation, or ask for less.
+        prompt, asked, context = error.prompt, error.asked, error.context
+        if asked is None:
+            message = f"prompt is too long: {prompt} tokens > {context - 1} maximum"
+            return RequestError(message, "messages", error.code)
+        return RequestError(
+            f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {context}, decrease input "
+            "length or `max_tokens` and try again",
+            "max_tokens",
+            error.code,
+        )
 
-def _check_edits(management: ContextManagement | None) -> None:
-    """Raises RequestError for edits of the conversation, but for the one that keeps all."""
-    for i, edit in enumerate((management or ContextManagement()).edits or []):
-        if not edit.type.startswith("clear_thinking_") or edit.keep != "all":
-            name = f"context_management.edits.{i}"
-            raise RequestError(f"{name} is not supported: the server clears nothing of a conversation", name)
+
+def _edits(management: ContextManagement | None) -> bool:
+    """Whether it asks that the model see less of the conversation than there is: it always sees all. Raises
+    RequestError for edits that may ask for anything else."""
+    edits = (management or ContextManagement()).edits or []
+    for i, edit in enumerate(edits):
+        if not edit.type.startswith(_EDITS):
+            name = f"context_management.edits.{i}.type"
+            raise RequestError(f"{name} must begin with {', '.join(_EDITS)}; found {show(edit.type)}", name)
+    return any(not edit.type.startswith("clear_thinking_") or edit.keep != "all" for edit in edits)
 
 
 def _function(tool: AnthropicTool, where: str) -> tuple[Function, str]:
     if tool.type not in (None, "custom"):
         raise RequestError(f"{where}.type must be 'custom'; found {show(tool.type)}", f"{where}.type")
+    if tool.allowed_callers and "direct" not in tool.allowed_callers:
+        name = f"{where}.allowed_callers"
+        raise RequestError(f"{name} must hold 'direct': no other tool can call it here", name)
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is missing", f"{where}.input_schema")
     return Function(tool.name, tool.description, tool.input_schema, bool(tool.strict)), where

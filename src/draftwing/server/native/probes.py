@@ -65,24 +65,20 @@ class Probe:
 def add_probes(app: FastAPI, engine: AsyncEngine) -> None:
     probe = Probe(engine)
 
-    @app.head("/health", include_in_schema=False)  # as some balancers ask
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if engine.healthy else 503)
 
-    @app.head("/health_generate", include_in_schema=False)
     @app.get("/health_generate")
     async def health_generate() -> Response:
         """As /health, but the engine has to give tokens, to anybody; it is asked once a second at most."""
         return Response(status_code=200 if await probe.ask() else 503)
 
-    @app.head("/liveness", include_in_schema=False)
     @app.get("/liveness")
     async def liveness() -> Response:
         """200 as long as the server answers: it starts a dead engine again by itself, and need not be killed."""
         return Response()
 
-    @app.head("/readiness", include_in_schema=False)
     @app.get("/readiness")
     async def readiness() -> Response:
         """200 while new requests are taken: not while the engine starts again, nor once the server is to end."""

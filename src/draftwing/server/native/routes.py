@@ -58,7 +58,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
                     every, asked, names, body.each_logprobs(len(every)), strict=True
                 )
             ]
-            generation = await service.submit(requests, body)
+            generation = await service.submit(requests, body, body.ignored)
             texts = service.texts if body.return_text_in_logprobs else None
         return await respond(request, Generated(generation, batched, texts), body.stream)
 
@@ -205,6 +205,17 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
             return encode(found, large)
 
         return json_response(await service.lanes.render(sum(map(len, every)), told))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What a client needs that has no tokenizer of its own, by the names of tokenizer_config.json."""
+        tokenizer = service.tokenizer
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' for a tokenizer.json
+            **tokenizer.special_tokens,
+            "model_max_length": service.engine.info.context_length,
+            "chat_template": tokenizer.chat_template,
+        }
 
     @app.post("/v1/detokenize", include_in_schema=False)
     @app.post("/detokenize", openapi_extra=schema(DetokenizeRequest))

@@ -10,10 +10,20 @@ from pydantic import WithJsonSchema, model_validator
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import LogprobParams, logprob_params
-from draftwing.requests.sampling_params import SamplingParams, field_schemas
+from draftwing.requests.sampling_params import HINTS, SamplingParams, field_schemas
 from draftwing.requests.stop_regex import MAX_TOGETHER, parts
 from draftwing.server.openai.schema import Message
-from draftwing.server.schema import MAX_PROMPTS, Asking, Body, Bookkeeping, Name, NotBuilt, TokenIds, characters
+from draftwing.server.schema import (
+    MAX_PROMPTS,
+    Asking,
+    Body,
+    Hint,
+    Name,
+    NotBuilt,
+    TokenIds,
+    asks_for_nothing,
+    characters,
+)
 
 _Sampling = Annotated[
     dict[str, Any],
@@ -51,13 +61,13 @@ class GenerateRequest(Asking):
     bootstrap_host: NotBuilt = None
     bootstrap_port: NotBuilt = None
     bootstrap_room: NotBuilt = None
-    conversation_id: Bookkeeping = None
-    custom_labels: NotBuilt = None
-    data_parallel_rank: NotBuilt = None
-    images_config: NotBuilt = None
-    log_metrics: NotBuilt = None
+    conversation_id: Hint = None
+    custom_labels: Hint = None
+    data_parallel_rank: Hint = None
+    images_config: Hint = None
+    log_metrics: Hint = None
     max_thinking_tokens: NotBuilt = None
-    mm_processor_kwargs: NotBuilt = None
+    mm_processor_kwargs: Hint = None
     modalities: NotBuilt = None
     no_logs: NotBuilt = None
     require_reasoning: NotBuilt = None
@@ -67,9 +77,9 @@ class GenerateRequest(Asking):
     return_routed_experts: NotBuilt = None
     return_sampling_mask: NotBuilt = None
     routed_experts_start_len: NotBuilt = None
-    routing_key: Bookkeeping = None
-    use_audio_in_video: NotBuilt = None
-    video_config: NotBuilt = None
+    routing_key: Hint = None
+    use_audio_in_video: Hint = None
+    video_config: Hint = None
     watermark: NotBuilt = None
     extra_key: NotBuilt = None
 
@@ -101,6 +111,16 @@ class GenerateRequest(Asking):
                     f"{where} has {size} parts with those before it, at most {MAX_TOGETHER} are allowed", where
                 )
         return found
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of sampling parameters that have no effect."""
+        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
+        return [
+            f"sampling_params.{name}"
+            for name in HINTS
+            if not all(asks_for_nothing(name, fields.get(name)) for fields in each)
+        ]
 
     @property
     def expressions(self) -> int:

@@ -13,7 +13,7 @@ from draftwing.grammar.limits import whitespace_regex
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.schema import Asking, Body, Name, NotBuilt, sampled
+from draftwing.server.schema import Asking, Body, Hint, Name, NotBuilt, sampled
 
 # vLLM's and llama.cpp's fields for a grammar, and what each is called here.
 GRAMMAR_FIELDS = {
@@ -42,7 +42,7 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
 
-    disable_fallback: NotBuilt = None
+    disable_fallback: Hint = None
     disable_additional_properties: NotBuilt = None
 
 
@@ -62,19 +62,19 @@ class PeerFields(Asking):
 
     # vLLM's
     ec_transfer_params: NotBuilt = None
-    guided_decoding_backend: NotBuilt = None
+    guided_decoding_backend: Hint = None
     kv_transfer_params: NotBuilt = None
-    length_penalty: NotBuilt = None
+    length_penalty: Hint = None  # of beam search alone, which is refused
     logits_processors: NotBuilt = None
     logprob_token_ids: NotBuilt = None
-    mm_processor_kwargs: NotBuilt = None
+    mm_processor_kwargs: Hint = None
     prompt_logprobs: NotBuilt = None
     repetition_detection: NotBuilt = None
     return_token_offsets: NotBuilt = None
     return_tokens_as_token_ids: NotBuilt = None
     return_weight_versions: NotBuilt = None
     routed_experts_prompt_start: NotBuilt = None
-    stream_interval: NotBuilt = None
+    stream_interval: Hint = None
     thinking_token_budget: NotBuilt = None
     truncate_prompt_tokens: NotBuilt = None
     truncation_side: NotBuilt = None
@@ -86,10 +86,10 @@ class PeerFields(Asking):
     bootstrap_host: NotBuilt = None
     bootstrap_port: NotBuilt = None
     bootstrap_room: NotBuilt = None
-    custom_labels: NotBuilt = None
-    data_parallel_rank: NotBuilt = None
+    custom_labels: Hint = None
+    data_parallel_rank: Hint = None
     extra_key: NotBuilt = None
-    images_config: NotBuilt = None
+    images_config: Hint = None
     lora_path: NotBuilt = None
     return_cached_tokens_details: NotBuilt = None
     return_hidden_states: NotBuilt = None
@@ -102,6 +102,12 @@ class PeerFields(Asking):
     session_id: NotBuilt = None
     session_params: NotBuilt = None
     watermark: NotBuilt = None
+
+    # llama.cpp's
+    cache_prompt: Hint = None
+    id_slot: Hint = None
+    return_progress: Hint = None
+    timings_per_token: Hint = None
 
     @property
     def asked_id(self) -> str | None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from draftwing.server.http import event
+from draftwing.server.openai.figures import measured
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
 from draftwing.server.openai.schema import OpenAIBody
 from draftwing.server.openai.trace import traced_step
@@ -17,15 +18,18 @@ from draftwing.server.service import Generation, Service
 from draftwing.text.answer import Answer
 
 
-def usage(prompt_tokens: int, answers: Sequence[Answer], speculates: bool = False) -> dict[str, Any]:
-    """speculates: tell how many drafts were accepted and rejected; once all answers are finished."""
+def usage(
+    prompt_tokens: int, answers: Sequence[Answer], speculates: bool = False, ended: bool = True
+) -> dict[str, Any]:
+    """speculates: tell how many drafts were accepted and rejected; once all answers are finished.  ended: whether they
+    are: before, it is not known what of their prompts was cached."""
     completion_tokens = sum(len(answer.token_ids) for answer in answers)
     reasoning = sum(answer.reasoning_tokens for answer in answers)
     found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(answers)} if ended else None,
         "reasoning_tokens": reasoning,
     }
     if speculates:
@@ -40,6 +44,15 @@ def usage(prompt_tokens: int, answers: Sequence[Answer], speculates: bool = Fals
     elif reasoning:
         found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return found
+
+
+def cached_tokens(answers: Sequence[Answer]) -> int:
+    """Prompt tokens of finished answers that were in the cache before the first answer to each prompt."""
+    least: dict[int, int] = {}  # by the list that the answers to a prompt share
+    for answer in answers:
+        prompt, cached = id(answer.request.prompt_ids), answer.meta.get("cached_tokens", 0)
+        least[prompt] = min(least.get(prompt, cached), cached)
+    return sum(least.values())
 
 
 class Completion:
@@ -68,6 +81,7 @@ class Completion:
             "usage": self._usage(),
             "metadata": {"weight_version": "default"},
             **self._prompt_ids(),
+            **self._measured(),
         }
 
     async def events(self) -> AsyncIterator[str]:
@@ -81,7 +95,7 @@ class Completion:
                 yield news
             told[answer.index] = answer.entries
         if self._asked.include_usage:
-            yield event({**head, "choices": [], "usage": self._usage()})
+            yield event({**head, "choices": [], "usage": self._usage(), **self._measured()})
 
     def _news(self, head: dict[str, Any], answer: Answer, text: str, first: bool, large: bool) -> list[str]:
         """Events of an answer that made progress."""
@@ -103,9 +117,11 @@ class Completion:
         top = self._prompt_ids() if "prompt_token_ids" in ids else {}
         data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end, **ids}], **top}
         if asked.continuous_usage:
-            data["usage"] = usage(len(answer.request.prompt_ids), [answer])
+            data["usage"] = usage(len(answer.request.prompt_ids), [answer], ended=answer.finish_reason is not None)
         elif asked.include_usage:
             data["usage"] = None
+        if ending is not None and not asked.include_usage:
+            data |= self._measured()
         return event(data, large)
 
     # -- the shape of a choice ------------------------------------------------------------------------------------
@@ -179,12 +195,21 @@ class Completion:
         generation = self.generation
         return usage(generation.prompt_tokens, generation.answers, generation.speculates)
 
+    def _measured(self) -> dict[str, Any]:
+        """How a single answer was made, as llama.cpp and vLLM tell it in the body or the last event."""
+        generation, answer = self.generation, self.generation.answers[0]
+        if len(generation.answers) > 1:
+            return {}
+        return measured(answer, generation.records[0], generation.speculates)
+
     def _head(self, chunk: bool) -> dict[str, Any]:
+        tier = {"service_tier": "default"} if self._asked.service_tier is not None else {}
         return {
             "id": self.generation.id,
             "object": self.objects[chunk],
             "created": int(time.time()),
             "model": self._model,
+            **tier,
             **self.generation.label,
         }
 

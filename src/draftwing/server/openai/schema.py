@@ -23,6 +23,7 @@ from draftwing.server.schema import (
     Body,
     Bookkeeping,
     Effort,
+    Hint,
     Name,
     NotBuilt,
     OtherKind,
@@ -40,8 +41,17 @@ class TextPart(Body):
     input_audio: OtherKind = None
     video_url: OtherKind = None
     file: OtherKind = None
+    thinking: OtherKind = None
     refusal: str | None = None
-    cache_control: Bookkeeping = None
+    cache_control: Hint = None
+    prompt_cache_breakpoint: Hint = None
+
+    # Of parts of answers
+    id: Bookkeeping = None
+    annotations: Bookkeeping = None
+    logprobs: Bookkeeping = None
+    signature: Bookkeeping = None
+    provider_specific_fields: Bookkeeping = None
 
     def said(self, answers: bool) -> str | None:
         """Its text; None where it has none. answers: whether it is of the assistant, who may refuse."""
@@ -51,6 +61,8 @@ class TextPart(Body):
 class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] | None = None
+    parsed_arguments: Bookkeeping = None
+    provider_specific_fields: Bookkeeping = None
 
 
 class ToolCall(Body):
@@ -60,7 +72,9 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Bookkeeping = None
+    extra_content: Bookkeeping = None
     provider_specific_fields: Bookkeeping = None
+    cache_control: Hint = None
 
 
 class Message(Body):
@@ -69,13 +83,23 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # as vLLM names it
-    refusal: Bookkeeping = None
-    annotations: Bookkeeping = None
-    provider_specific_fields: Bookkeeping = None  # LiteLLM sends its answers back with it
+    cache_control: Hint = None
     audio: NotBuilt = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: NotBuilt = None
+    images: NotBuilt = None
+
+    # Of answers: clients, OpenRouter and LiteLLM among them, send them back as they came.
+    id: Bookkeeping = None
+    refusal: Bookkeeping = None
+    annotations: Bookkeeping = None
+    citations: Bookkeeping = None
+    logprobs: Bookkeeping = None
+    parsed: Bookkeeping = None
+    provider_specific_fields: Bookkeeping = None
+    reasoning_details: Bookkeeping = None
+    thinking_blocks: Bookkeeping = None
 
     def plain(self, where: str) -> dict[str, Any]:
         """As chat templates want it: content is one string. `where` names the message in errors."""
@@ -135,6 +159,7 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Hint = None
 
 
 class OpenAIBody(PeerFields):
@@ -180,13 +205,14 @@ class OpenAIBody(PeerFields):
     prediction: Prediction | None = None
     speculative_trace: bool | None = None
 
-    user: Bookkeeping = None
-    metadata: Bookkeeping = None
-    store: Bookkeeping = None
-    service_tier: Bookkeeping = None
-    safety_identifier: Bookkeeping = None
-    prompt_cache_key: Bookkeeping = None
-    prompt_cache_retention: Bookkeeping = None
+    user: Hint = None
+    metadata: Hint = None
+    store: Hint = None
+    service_tier: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
 
     return_token_ids: bool | None = None
 
@@ -227,6 +253,7 @@ class ChatFunction(Body):
 class ChatTool(Body):
     type: Literal["function"]
     function: ChatFunction
+    cache_control: Hint = None
 
 
 class ChosenFunction(Body):
@@ -262,9 +289,10 @@ class ChatRequest(OpenAIBody, ChatBody):
     functions: NotBuilt = None
     function_call: NotBuilt = None
     modalities: NotBuilt = None
+    moderation: NotBuilt = None
     audio: NotBuilt = None
     web_search_options: NotBuilt = None
-    verbosity: NotBuilt = None
+    verbosity: Hint = None
 
     # SGLang's and vLLM's
     add_special_tokens: NotBuilt = None
@@ -273,10 +301,10 @@ class ChatRequest(OpenAIBody, ChatBody):
     echo: NotBuilt = None
     include_reasoning: NotBuilt = None
     input_ids: NotBuilt = None
-    media_io_kwargs: NotBuilt = None
+    media_io_kwargs: Hint = None
     task: NotBuilt = None
-    use_audio_in_video: NotBuilt = None
-    video_config: NotBuilt = None
+    use_audio_in_video: Hint = None
+    video_config: Hint = None
 
     def chat(self) -> Chat:
         given = self.tools or []

@@ -125,13 +125,14 @@ class Observer:
         requests: Sequence[GenerationRequest],
         answers: Sequence[Text] = (),
         ignored: Sequence[str] = (),
-    ) -> None:
-        """Records what the current HTTP request submitted to the engine. answers: in the order of `requests`.
-        ignored: fields of the request that have no effect."""
+    ) -> list[AnswerRecord]:
+        """Records what the current HTTP request submitted to the engine, and returns a record for each answer.
+        answers: in the order of `requests`.  ignored: fields of the request that have no effect."""
         record = self._current.get()
         if record is not None:
             record.id, record.ignored = job_id, ignored
         arrived = self.clock() if record is None else record.arrived
+        begun = []
         for i, request in enumerate(requests):
             self._begun += 1
             one = AnswerRecord(request, arrived, answers[i] if answers else None, number=self._begun)
@@ -140,7 +141,9 @@ class Observer:
                 one.further = bool(record.answers)
                 record.client = request.client
                 record.answers.append(one)
+            begun.append(one)
             self._tell("began", one)
+        return begun
 
     def unfinished(self) -> list[AnswerRecord]:
         """Answers that run or wait, the oldest first."""

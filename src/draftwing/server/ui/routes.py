@@ -73,7 +73,6 @@ def add_ui_routes(app: FastAPI, service: Service) -> None:
             return Response(status_code=304, headers=headers)
         return Response(asset.body, media_type=asset.type, headers=headers)
 
-    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         return send(request, assets[_INDEX])
