@@ -88,7 +88,8 @@ def test_a_grammar_with_recursion_and_ignored_blanks(compiler: GrammarCompiler) 
         "start: <|endoftext|>", "start: %json {}", 'start: a\n%declare A\na: "x"', "start: /(?=a)/", r"start: /\p{L}/",
         "start: /a/m", "start: /[[:alpha:]]/", 'start: "x" }\nstart: "y"', "%import common.NOTHING\nstart: NOTHING",
         'start[stop="x"]: /a*/', r'start: "\ud800"', r"start: /\ud800/", "start: /[^\\s\\S]/", "start: /[b-a]/",
-        "start: /ü/i", "start: /a$/", 'start: "b".."a"', "start: @other", "start: /" + "a" * 10_001 + "/", "start: /[a/",
+        "start: /ü/i", "start: /a$/", 'start: "b".."a"', "start: @other",
+        "start: /" + "a" * 10_001 + "/", "start: /[a/",
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused(definition: str) -> None:

@@ -100,6 +100,11 @@ def test_the_input_is_read_however_it_is_cut(text: str) -> None:
                 assert read(written, draw.sample(range(len(written)), draw.randrange(5))) == text
 
 
+def test_half_a_character_at_the_end() -> None:
+    arguments = '{"input": "a\\ud83d"}'
+    assert read(arguments, []) == read(arguments, list(range(len(arguments)))) == "a\ufffd"
+
+
 def test_each_piece_gives_what_is_certain() -> None:
     reader = InputReader()
     pieces = ['{"inp', 'ut": ', '"a\\', "nb\\ud83d", "\\ude00c\\ud83d", "x\\u00e", '9"', "}"]

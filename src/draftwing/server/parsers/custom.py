@@ -13,8 +13,9 @@ from draftwing.requests.refusals import check_text, show
 from draftwing.server.parsers.grammars import Function
 
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_ESCAPE = re.compile(r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|u[0-9a-fA-F]{4}|[^u])", re.DOTALL)
-_LONGEST = 12  # characters of an escape: two halves of a character
+_HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # of a character, the first
+_ESCAPE = re.compile(rf"{_HALF}\\u[0-9a-fA-F]{{4}}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
+_PARTIAL = re.compile(rf"(?:{_HALF})?\\(?:u[0-9a-fA-F]{{0,3}})?|{_HALF}")
 _CALLED = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
@@ -74,13 +75,10 @@ class InputReader:
                 self._state = "end"
                 break
             if at < len(text):
-                escape = _ESCAPE.match(text, at)
-                half = (
-                    escape is not None and escape.end() - at == 6 and text[at + 2] in "dD" and text[at + 3] in "89abAB"
-                )
-                if (escape is None or half) and len(text) - at < _LONGEST:
+                if _PARTIAL.fullmatch(text, at) is not None:
                     self._rest = text[at:]
                     break
+                escape = _ESCAPE.match(text, at)
                 assert escape is not None
                 out.append(_character(escape.group()))
                 at = escape.end()
