@@ -100,9 +100,10 @@ def test_the_input_is_read_however_it_is_cut(text: str) -> None:
                 assert read(written, draw.sample(range(len(written)), draw.randrange(5))) == text
 
 
-def test_half_a_character_at_the_end() -> None:
-    arguments = '{"input": "a\\ud83d"}'
-    assert read(arguments, []) == read(arguments, list(range(len(arguments)))) == "a\ufffd"
+@pytest.mark.parametrize("written, right", [("a\\ud83d", "a\ufffd"), ("\\ud83d\\ud83d\\ude00\\u0041", "\ufffd😀A")])
+def test_half_a_character_is_none(written: str, right: str) -> None:
+    arguments = f'{{"input": "{written}"}}'
+    assert read(arguments, []) == read(arguments, list(range(len(arguments)))) == right
 
 
 def test_each_piece_gives_what_is_certain() -> None:

@@ -14,7 +14,7 @@ from draftwing.server.parsers.grammars import Function
 
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # of a character, the first
-_ESCAPE = re.compile(rf"{_HALF}\\u[0-9a-fA-F]{{4}}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
+_ESCAPE = re.compile(rf"{_HALF}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
 _PARTIAL = re.compile(rf"(?:{_HALF})?\\(?:u[0-9a-fA-F]{{0,3}})?|{_HALF}")
 _CALLED = {"lark": "Lark grammar", "regex": "regular expression"}
 
