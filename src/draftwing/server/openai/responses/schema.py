@@ -66,6 +66,7 @@ class Item(Body):
     input: str | None = None
     output: str | list[Content] | None = None
     summary: list[Content] | None = None
+    tools: list[ResponsesTool] | None = None
     encrypted_content: str | None = None
     id: str | None = None
 
@@ -191,10 +192,13 @@ class ResponsesRequest(ChatBody):
 
     def chat(self) -> Chat:
         self._check()
-        self._toolbox = Toolbox(self.tools or (), self.tool_choice)
+        places = [("previous_response_id", item) for item in self._earlier]
+        places += [(f"input.{i}", item) for i, item in enumerate(self.items)]
+        added = [(f"{where}.tools.{i}", tool) for where, item in places for i, tool in enumerate(item.tools or [])]
+        self._toolbox = Toolbox(self.tools or (), added, self.tool_choice)
         effort = None if self.reasoning is None else self.reasoning.effort
         return Chat(
-            _conversation(self._earlier, self.items, self.instructions),
+            _conversation(places, self.instructions),
             self._toolbox.functions,
             self._toolbox.choice,
             parallel=self.parallel_tool_calls is not False,
@@ -210,6 +214,8 @@ class ResponsesRequest(ChatBody):
         return super().sampling(defaults, max_new_tokens=None, response_format=made, **fields)
 
     def _check(self) -> None:
+        if not self.items:
+            raise RequestError("input must hold at least one item", "input")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
         for i, name in enumerate(self.include or []):
@@ -231,14 +237,11 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
-def _conversation(earlier: Sequence[Item], items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    if not items:
-        raise RequestError("input must hold at least one item", "input")
+def _conversation(items: Sequence[tuple[str, Item]], instructions: str | None) -> list[dict[str, Any]]:
+    """items: with the fields that hold them."""
     found = Conversation(instructions)
-    for item in earlier:
-        _add(found, item, "previous_response_id")
-    for i, item in enumerate(items):
-        _add(found, item, f"input.{i}")
+    for where, item in items:
+        _add(found, item, where)
     return found.done()
 
 
@@ -260,6 +263,8 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         _only(item, ("call_id", "name", "namespace", "output"), where)
         output = _text(item.output, f"{where}.output", "input_text")
         found.result(item.call_id, output, f"{where}.call_id", kind.removesuffix("_output"))
+    elif kind == "additional_tools":
+        _only(item, ("role", "tools"), where)
     elif kind == "message" and item.role is not None:
         _only(item, ("role", "content"), where)
         if item.role == "assistant":

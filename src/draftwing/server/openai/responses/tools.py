@@ -90,16 +90,24 @@ class Toolbox:
     functions: those that the model is told of.  choice: among them.  ignored: names of what is left out.
     """
 
-    def __init__(self, tools: Sequence[ResponsesTool] = (), choice: str | ChosenTool | None = None) -> None:
-        """Raises RequestError for tools that cannot be offered, and for a choice that cannot be made."""
-        found = list(_offers(tools))
-        checked_functions([(offer.function, where) for offer, where in found])
-        hosted = [(i, tool.type) for i, tool in enumerate(tools) if tool.type in HOSTED]
+    def __init__(
+        self,
+        tools: Sequence[ResponsesTool] = (),
+        added: Sequence[tuple[str, ResponsesTool]] = (),
+        choice: str | ChosenTool | None = None,
+    ) -> None:
+        """added: tools of items of the input, with the fields that hold them; of two of a name the later one counts.
+        Raises RequestError for tools that cannot be offered, and for a choice that cannot be made."""
+        given = [(f"tools.{i}", tool) for i, tool in enumerate(tools)]
+        checked_functions([(offer.function, where) for offer, where in _offers(given)])
+        found = {offer.function.name: (offer, where) for offer, where in _offers((*given, *added))}
+        checked_functions([(offer.function, where) for offer, where in found.values()])
+        hosted = [(where, tool.type) for where, tool in (*given, *added) if tool.type in HOSTED]
         if hosted and not found:
-            i, kind = hosted[0]
-            raise RequestError(f"tools.{i}.type must not be {kind!r} alone: {_ALONE}", f"tools.{i}.type")
+            where, kind = hosted[0]
+            raise RequestError(f"{where}.type must not be {kind!r} alone: {_ALONE}", f"{where}.type")
         self.ignored = tuple(dict.fromkeys(f"tools.{kind}" for _, kind in hosted))
-        self._offers = {offer.function.name: offer for offer, _ in found}
+        self._offers = {name: offer for name, (offer, _) in found.items()}
         self.functions = [offer.function for offer in self._offers.values()]
         self.choice = checked_choice(self._chosen(choice), self.functions)
 
@@ -154,10 +162,9 @@ def _shown(tool: OneTool) -> dict[str, Any]:
     return shown | {"parameters": tool.parameters, "strict": bool(tool.strict)}
 
 
-def _offers(tools: Sequence[ResponsesTool]) -> Iterator[tuple[Offer, str]]:
+def _offers(tools: Sequence[tuple[str, ResponsesTool]]) -> Iterator[tuple[Offer, str]]:
     """Each tool, and the field that holds it."""
-    for i, tool in enumerate(tools):
-        where = f"tools.{i}"
+    for where, tool in tools:
         if tool.type in HOSTED:
             continue
         if tool.type != "namespace":
