@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from draftwing.errors import RequestError
@@ -33,7 +35,7 @@ class History:
         for i, item in enumerate(body.items):
             if item.kind == "item_reference":
                 self._holders[item.id or ""] = self._holder(store, client, item, f"input.{i}.id")
-        held = {one.id: one.size for one in (*self._earlier, *self._holders.values())}
+        held = {one.id: one.items_size for one in (*self._earlier, *self._holders.values())}
         self.size = sum(held.values())
 
     def _conversation(self, store: ResponseStore, client: str) -> list[Stored]:
@@ -62,9 +64,9 @@ class History:
         """Puts it into the request."""
         if not self._earlier and not self._holders:
             return
-        parsed = {one.id: one for one in self._holders.values()}
-        named = {id: {item["id"]: item for item in (*one.input(), *one.output())} for id, one in parsed.items()}
-        earlier = [item for one in self._earlier for item in (*one.input(), *one.output())]
+        holders = {one.id: one for one in self._holders.values()}
+        named = {id: {item["id"]: item for item in one.items()} for id, one in holders.items()}
+        earlier = [item for one in self._earlier for item in one.items()]
         own = [
             Item.model_validate(named[self._holders[item.id or ""].id][item.id])
             if item.kind == "item_reference"
@@ -74,11 +76,19 @@ class History:
         self._body.go_on([Item.model_validate(item) for item in earlier], own)
 
 
+def listed(line: Sequence[Stored]) -> list[dict[str, Any]]:
+    """All that went into the last one of a line of responses, each of which goes on from the one before it."""
+    earlier = [item for one in line[:-1] for item in one.items()]
+    own: list[dict[str, Any]] = json.loads(line[-1].input)
+    return earlier + own
+
+
 def stored(body: ResponsesRequest, response: dict[str, Any]) -> Stored:
     """A finished response as it is stored."""
     items = [_shown(item) for item in body.items]
     ids = tuple(dict.fromkeys(item["id"] for item in (*items, *response["output"])))
-    return Stored(response["id"], encode(response), encode(items), ids, body.previous_response_id)
+    head = encode({name: value for name, value in response.items() if name != "output"})
+    return Stored(response["id"], head, encode(items), encode(response["output"]), ids, body.previous_response_id)
 
 
 def _shown(item: Item) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
@@ -20,11 +21,13 @@ from draftwing.server.http import (
     schema,
     unless_disconnected,
 )
-from draftwing.server.openai.responses.history import HOW, History, NotStored, stored
+from draftwing.server.openai.responses.history import HOW, History, NotStored, listed, stored
 from draftwing.server.openai.responses.rendering import ResponseObject
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.responses.store import ResponseStore
 from draftwing.server.service import Service
+
+T = TypeVar("T")
 
 
 def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
@@ -36,7 +39,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         client = client_name()
         async with asking(request, ResponsesRequest) as body:
             try:
-                await _go_on(service, History(body, store, client))
+                history = History(body, store, client)
+                await _read(service, history.size, history.enter)
             except NotStored as error:
                 return error_response(request, 404, str(error), error.param)
             generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
@@ -79,8 +83,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         if found is None:
             return _missing(request, id)
         line = store.conversation(client_name(), id) or [found]
-        earlier = [item for one in line[:-1] for item in (*one.input(), *one.output())]
-        items = [*earlier, *found.input()][:: 1 if order == "asc" else -1]
+        items = await _read(service, sum(one.items_size for one in line), lambda: listed(line))
+        items = items if order == "asc" else items[::-1]
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
             raise RequestError("after must be the id of an item of the list", "after")
@@ -90,20 +94,16 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         return json_response(encode({"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}))
 
 
-async def _go_on(service: Service, history: History) -> None:
-    """Puts what is stored into a request, which may hold no more by it than a body may."""
+async def _read(service: Service, size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, which reads so many bytes of JSON: no more than a body may have, and as those are read."""
     most = service.options.max_body_size
-    if history.size > most:
+    if size > most:
         raise RequestError(
-            f"the stored conversation has {history.size} bytes, more than a body may have (--max-body-size, {most}): "
-            "send what matters of it as input",
+            f"the stored conversation has {size} bytes, more than a body may have (--max-body-size, {most})",
             "previous_response_id",
             "context_length_exceeded",
         )
-    if history.size <= SMALL:
-        history.enter()
-    else:
-        await service.lanes.read(history.enter)
+    return work() if size <= SMALL else await service.lanes.read(work)
 
 
 def _missing(request: Request, id: str) -> Response:

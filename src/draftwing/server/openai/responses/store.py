@@ -19,25 +19,37 @@ _ITEM_BYTES = 320  # and each of its items
 
 @dataclass(frozen=True)
 class Stored:
-    """A response and what it was asked with, as JSON: `body` is the response, `items` the list of its own input, ids
-    included. previous: id of the response that it goes on from.  ids: of the items of input and output."""
+    """A response and what it was asked with, as JSON.
+
+    head: the response without its output.  input, output: lists of items; of the input its own.  ids: of the items of
+    both.  previous: id of the response that it goes on from.
+    """
 
     id: str
-    body: bytes
-    items: bytes
+    head: bytes
+    input: bytes
+    output: bytes
     ids: tuple[str, ...]
     previous: str | None = None
 
     @property
     def size(self) -> int:
-        return len(self.body) + len(self.items) + _BYTES + _ITEM_BYTES * len(self.ids)
+        """Bytes of memory."""
+        return len(self.head) + self.items_size + _BYTES + _ITEM_BYTES * len(self.ids)
 
-    def input(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.items)
-        return found
+    @property
+    def items_size(self) -> int:
+        """Bytes of the JSON of all its items."""
+        return len(self.input) + len(self.output)
 
-    def output(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.body)["output"]
+    @property
+    def body(self) -> bytes:
+        """The response."""
+        return b'%b,"output":%b}' % (self.head[:-1], self.output)
+
+    def items(self) -> list[dict[str, Any]]:
+        """Of its own input, and of its output."""
+        found: list[dict[str, Any]] = json.loads(self.input) + json.loads(self.output)
         return found
 
 
