@@ -222,8 +222,8 @@ def test_allowed_tools(client: openai.OpenAI, engine: ScriptedEngine) -> None:
         for named, names in (
             ([{"type": "function", "name": "weather"}], ["weather"]),
             ([{"type": "namespace", "name": "agents"}], ["agents.spawn", "agents.weather", "agents.tell"]),
-            ([{"type": "function", "name": "spawn", "namespace": "agents"}, {"type": "custom", "name": "say"}], ["say", "agents.spawn"]),
-        ):  # fmt: skip
+            ([{"type": "function", "name": "spawn", "namespace": "agents"}, SAY], ["say", "agents.spawn"]),
+        ):
             choice: Any = {"type": "allowed_tools", "mode": mode, "tools": named}
             response = client.responses.create(model="m", input="hi", tools=ALL, tool_choice=choice)
             assert list(offered(engine)) == names
@@ -257,6 +257,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "tools.0.format.definition",
     ),
     ({"tools": [SAY | {"format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}}]}, "tools.0.format.syntax"),
+    ({"tools": [WEATHER | {"allowed_callers": ["programmatic"]}]}, "tools.0.allowed_callers"),
     ({"tools": [WEATHER | {"tools": []}]}, "tools.0.tools"),
     ({"tools": [AGENTS | {"tools": []}]}, "tools.0.tools"),
     ({"tools": [AGENTS | {"name": None}]}, "tools.0.name"),
@@ -324,19 +325,30 @@ def test_hints_are_accepted_and_named(url: str, engine: ScriptedEngine, body: di
 
 def test_what_comes_back_in_a_history_asks_for_nothing(url: str, engine: ScriptedEngine) -> None:
     engine.script = "Fine."
+    hidden = {"encrypted_content": "gAAA", "status": "completed"}
+    summary = [{"type": "summary_text", "text": text} for text in "SU"]
+    said = [
+        {"type": "output_text", "text": "b", "annotations": [{"type": "citation"}], "logprobs": [], "parsed": None},
+        {"type": "refusal", "refusal": " no"},
+    ]
+    told = {"status": "completed", "caller": {"type": "direct"}, "async": False, "created_by": "x"}
     items = [
         {"role": "user", "content": "a"},
-        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}], "encrypted_content": None, "status": "completed"},
-        {"type": "message", "id": "m", "role": "assistant", "status": "completed", "phase": "final_answer", "content": [
-            {"type": "output_text", "text": "b", "annotations": [{"type": "url_citation"}], "logprobs": [], "parsed": None},
-            {"type": "refusal", "refusal": " no"},
-        ]},
-        {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "S"}, {"type": "summary_text", "text": "U"}], "encrypted_content": "gAAA"},
-        {"type": "function_call", "id": "f", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed", "parsed_arguments": None, "caller": {"type": "direct"}, "async": False, "created_by": "x"},
-        {"type": "function_call_output", "id": "o", "call_id": "c", "output": "r", "status": "completed", "caller": None},
-        {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}], **hidden},
+        {
+            "type": "message",
+            "id": "m",
+            "role": "assistant",
+            "content": said,
+            "phase": "final_answer",
+            "status": "completed",
+        },
+        {"type": "reasoning", "id": "r", "summary": summary, **hidden},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": None, **told},
+        {"type": "function_call_output", "id": "o", "call_id": "c", "output": "r", "status": "completed"},
+        {"type": "reasoning", "id": "r", "summary": [], **hidden},
         {"role": "user", "content": "d"},
-    ]  # fmt: skip
+    ]
     assert ignored(url, input=items) == []
     assert engine.prompt == (
         "<user>a</user>\n<assistant>[TS\n\nU]b no<call c>f {}</assistant>\n<tool>r by f for c</tool>\n<user>d</user>\n"

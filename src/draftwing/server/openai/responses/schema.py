@@ -62,7 +62,7 @@ class Item(Body):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | list[Content] | None = None
     summary: list[Content] | None = None
@@ -253,11 +253,11 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         if thought := _thought(item, where):
             found.think(thought)
     elif kind in ("function_call", "custom_tool_call"):
-        given = "arguments" if kind == "function_call" else "input"
-        _only(item, ("call_id", "name", "namespace", given), where)
-        if item.call_id is None or item.name is None or getattr(item, given) is None:
-            raise RequestError(f"{where} must have call_id, name and {given}", where)
-        arguments = item.arguments if kind == "function_call" else {"input": item.input}
+        custom = kind == "custom_tool_call"
+        _only(item, ("call_id", "name", "namespace", "input" if custom else "arguments"), where)
+        if item.call_id is None or item.name is None or (custom and item.input is None):
+            raise RequestError(f"{where} must have call_id, name and {'input' if custom else 'arguments'}", where)
+        arguments = {"input": item.input} if custom else item.arguments
         found.call(item.call_id, flat_name(item.name, item.namespace), arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         _only(item, ("call_id", "name", "namespace", "output"), where)

@@ -182,7 +182,7 @@ class ResponseStore:
     def _line(self, share: _Share, id: str | None) -> list[Stored]:
         """A response and those that it goes on from, as far as they are there, the first one first."""
         found: dict[str, Stored] = {}
-        while id in share.responses and id not in found:  # a client may give two of them one id
+        while id is not None and id in share.responses and id not in found:  # a client may give two of them one id
             found[id] = share.responses[id][0]
             id = found[id].previous
         return list(found.values())[::-1]

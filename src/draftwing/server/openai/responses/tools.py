@@ -206,6 +206,10 @@ def _check_fields(tool: OneTool, names: tuple[str, ...], where: str) -> None:
     """Raises RequestError for fields that are not known, or that a tool of its type does not have."""
     for name in tool.__pydantic_extra__ or {}:
         raise RequestError(f"{where}.{name[:200]} is not a known field", f"{where}.{name[:200]}")
+    callers = tool.allowed_callers
+    if isinstance(callers, list) and callers and "direct" not in callers:
+        field = f"{where}.allowed_callers"
+        raise RequestError(f"{field} must hold 'direct': nothing but the model calls tools here", field)
     for name in ("parameters", "strict", "format"):
         if getattr(tool, name) is not None and name not in names:
             raise RequestError(f"{where}.{name} is not a field of a tool of type {tool.type!r}", f"{where}.{name}")
