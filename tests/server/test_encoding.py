@@ -154,7 +154,11 @@ def test_characters_count_where_messages_are_read(
     monkeypatch.setattr(lanes.Lanes, "render", spy)
     monkeypatch.setattr(MessageReader, "push", reads)
     monkeypatch.setattr(Answer, "entries", 0)
-    said = {"input": "hello"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "hello"}]}
+    said = (
+        {"input": "hello", "store": False}
+        if path == "/v1/responses"
+        else {"messages": [{"role": "user", "content": "hello"}]}
+    )
     length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     response = client.post(path, json={"model": "m", **said, length: 20, "stream": stream})
     assert response.status_code == 200, response.text

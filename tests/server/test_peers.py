@@ -196,8 +196,9 @@ def test_continuing_as_vllm_asks_for_it(client: TestClient, served: tuple[FakeEn
 
 
 def test_responses_as_agents_ask_for_them(client: TestClient) -> None:
-    said = ok(client, "/v1/responses", input="hi", store=True, include=["reasoning.encrypted_content"])
-    assert said["store"] is False
+    for store in (True, False):
+        said = ok(client, "/v1/responses", input="hi", store=store, include=["reasoning.encrypted_content"])
+        assert said["store"] is store
     more = {"top_k": 5, "stop": ["x"], "presence_penalty": 0.5, "chat_template_kwargs": {"a": 1}}
     ok(client, "/v1/responses", input="hi", **more)
     response = client.post("/v1/responses", json={"input": "hi", "include": ["message.output_text.logprobs"]})

@@ -95,6 +95,10 @@ class Options:
     max_queued_requests_per_key: int = option(
         2048, SERVER, "the same of each key of --api-key-file; more get 429", minimum=1, maximum=2**20
     )
+    response_store_size: int = option(
+        64 * 2**20, SERVER, "most bytes of finished answers of /v1/responses and their requests that are kept, for an "
+        "hour, so that others can go on from them; 0: none", minimum=0, maximum=2**40,
+    )  # fmt: skip
     request_timeout: float | None = option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
     )

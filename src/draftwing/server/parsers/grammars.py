@@ -17,17 +17,25 @@ from draftwing.server.parsers.tools import ToolStyle
 @dataclass(frozen=True)
 class Function:
     """A function that a request offers the model. parameters: the JSON schema of an object; None for any object.
-    field: of the request, that holds them."""
+    field: of the request, that holds them.  form: of the arguments where a schema does not say all, as a format of a
+    structural tag.
+    """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
     field: str = ""
+    form: dict[str, Any] | None = None
 
     @property
     def schema(self) -> dict[str, Any]:
         return {"type": "object", **(self.parameters or {})}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The arguments as a format of a structural tag."""
+        return self.form or {"type": "json_schema", "json_schema": self.schema}
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,10 @@ def harmony_grammar(
     answers: list[dict[str, Any]] = []
     if choice.mode in ("auto", "none"):
         text = {"type": "any_text"} if otherwise is None else _form(otherwise)
-        answers.append(_sequence({"type": "const_string", "value": f"{CHANNEL}final{MESSAGE}"}, text))
+        answers.append(_sequence(_text(f"{CHANNEL}final{MESSAGE}"), text))
     if choice.mode != "none":
         answers += [
-            _tag(f"{CHANNEL}commentary to=functions.{f.name} <|constrain|>json{MESSAGE}", f.schema, "") for f in wanted
+            _tag(f"{CHANNEL}commentary to=functions.{f.name} <|constrain|>json{MESSAGE}", f.content, "") for f in wanted
         ]
     begin = f"{CHANNEL}analysis{MESSAGE}"
     thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": f"{END}{START}assistant"}
@@ -119,7 +127,7 @@ def _form(grammar: Grammar) -> dict[str, Any]:
     if "format" in value:
         form: dict[str, Any] = value["format"]
         return form
-    tags = [_tag(s["begin"], s["schema"], s["end"]) for s in value["structures"]]
+    tags = [_tag(s["begin"], _json(s["schema"]), s["end"]) for s in value["structures"]]
     return {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
 
 
@@ -131,8 +139,16 @@ def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _tag(begin: str, schema: Any, end: str) -> dict[str, Any]:
-    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+def _tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _text(value: str | None) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
 
 
 def _calls(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
@@ -146,12 +162,13 @@ def _calls(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> d
             "stop_after_first": not parallel,
         }
     if style.separator is not None:
-        marker = {"type": "const_string", "value": style.begin}
-        return _sequence(marker, {"type": "json_schema", "json_schema": _array(functions, style, parallel)})
+        return _sequence(_text(style.begin), _array_form(functions, style, parallel))
     # Only an array can hold several calls; families without one are known to make a single call.
-    several = parallel and "[" in style.bare
-    schema = _array(functions, style, parallel) if several else _object(functions, style)
-    return {"type": "json_schema", "json_schema": schema}
+    if parallel and "[" in style.bare:
+        return _array_form(functions, style, parallel)
+    if any(function.form for function in functions):
+        return {"type": "or", "elements": _objects(functions, style)}
+    return _json(_object(functions, style))
 
 
 def _text_or_calls(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
@@ -162,7 +179,7 @@ def _text_or_calls(functions: Sequence[Function], style: ToolStyle, parallel: bo
     tags = _tags(functions, style)
     if style.separator is not None:
         assert style.begin is not None
-        tags = [_tag(style.begin, _array(functions, style, parallel), "")]
+        tags = [_tag(style.begin, _array_form(functions, style, parallel), "")]
     once = not parallel or style.separator is not None  # an array holds all calls
     return {"type": "triggered_tags", "triggers": [style.begin], "tags": tags, "stop_after_first": once}
 
@@ -170,13 +187,30 @@ def _text_or_calls(functions: Sequence[Function], style: ToolStyle, parallel: bo
 def _tags(functions: Sequence[Function], style: ToolStyle) -> list[dict[str, Any]]:
     """Returns a tag for each function, as the family's chat templates write calls."""
     return [
-        _tag(
-            f'{style.begin}\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{style.arguments}": ',
-            function.schema,
-            f"}}\n{style.end}",
-        )
-        for function in functions
+        _tag(f"{style.begin}\n{call['begin']}", call["content"], f"{call['end']}\n{style.end}")
+        for call in _objects(functions, style)
     ]
+
+
+def _objects(functions: Sequence[Function], style: ToolStyle) -> list[dict[str, Any]]:
+    """Returns a tag for a call of each function, as models write them most often."""
+    return [
+        _tag(f'{{"name": {json.dumps(one.name, ensure_ascii=False)}, "{style.arguments}": ', one.content, "}")
+        for one in functions
+    ]
+
+
+def _array_form(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
+    if not any(function.form for function in functions):
+        return _json(_array(functions, style, parallel))
+    calls = {
+        "type": "tags_with_separator",
+        "tags": _objects(functions, style),
+        "separator": ", ",
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    return _sequence(_text("["), calls, _text("]"))
 
 
 def _array(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:

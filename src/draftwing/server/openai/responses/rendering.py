@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.server.blocks import Blocks, Event, text_of
 from draftwing.server.http import named_event
 from draftwing.server.openai.responses.schema import ResponsesRequest
+from draftwing.server.openai.responses.tools import Toolbox, shown_tools
+from draftwing.server.parsers.custom import InputReader
 from draftwing.server.parsers.message import MessageReader, Part, Thought
 from draftwing.server.parsers.tools import CallPiece
 from draftwing.server.service import Generation
@@ -20,6 +22,11 @@ from draftwing.text.answer import Answer
 class _Items(Blocks):
     """The output of one answer: items of reasoning, messages and calls."""
 
+    def __init__(self, reader: MessageReader, toolbox: Toolbox) -> None:
+        super().__init__(reader)
+        self._toolbox = toolbox
+        self._input = InputReader()  # of the last block, where that is a call of a custom tool
+
     def push(self, text: str, answer: Answer) -> list[Event]:
         events = super().push(text, answer)
         if answer.finish_reason is not None and not self.blocks:  # an empty answer is an empty message
@@ -28,7 +35,12 @@ class _Items(Blocks):
 
     def make(self, part: Part) -> dict[str, Any]:
         if isinstance(part, CallPiece):
-            return {**_item("fc", "function_call"), "call_id": part.id, "name": part.name, "arguments": ""}
+            assert part.name is not None
+            offer = self._toolbox[part.name]
+            self._input = InputReader()
+            item = _item("ctc", "custom_tool_call") if offer.custom else _item("fc", "function_call")
+            named = {"call_id": part.id, "name": offer.name, "input" if offer.custom else "arguments": ""}
+            return item | named | ({} if offer.namespace is None else {"namespace": offer.namespace})
         if isinstance(part, Thought):
             return {**_item("rs", "reasoning"), "summary": [], "content": [{"type": "reasoning_text", "text": ""}]}
         content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -44,8 +56,10 @@ class _Items(Blocks):
     def grew(self, part: Part) -> list[Event]:
         text = text_of(part)
         if isinstance(part, CallPiece):
-            self.blocks[-1]["arguments"] += text
-            return [self._event("response.function_call_arguments.delta", delta=text)] if text else []
+            field, kind = _grows(self.blocks[-1])
+            text = self._input.push(text) if field == "input" else text
+            self.blocks[-1][field] += text
+            return [self._event(f"response.{kind}.delta", delta=text)] if text else []
         content = self.blocks[-1]["content"][0]
         content["text"] += text
         more: dict[str, Any] = {} if isinstance(part, Thought) else {"logprobs": []}
@@ -56,8 +70,13 @@ class _Items(Blocks):
         item["status"] = "completed" if answer is None or _status(answer) == "completed" else "incomplete"
         done = "response.output_item.done", {"output_index": self.last, "item": item}
         if "content" not in item:
-            name, arguments = item["name"], item["arguments"]
-            return [self._event("response.function_call_arguments.done", name=name, arguments=arguments), done]
+            field, kind = _grows(item)
+            held: list[Event] = []
+            if field == "input" and (rest := self._input.finish()):
+                item["input"] += rest
+                held = [self._event(f"response.{kind}.delta", delta=rest)]
+            given = {"name": item["name"]} if field == "arguments" else {}
+            return [*held, self._event(f"response.{kind}.done", **given, **{field: item[field]}), done]
         part = item["content"][0]
         more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
         return [
@@ -74,15 +93,25 @@ class _Items(Blocks):
 class ResponseObject:
     """The response object, as it is now, and the stream of events that ends with it."""
 
-    def __init__(self, generation: Generation, reader: MessageReader, body: ResponsesRequest, model: str) -> None:
-        self.generation, self._items, self._body, self._model = generation, _Items(reader), body, model
+    def __init__(
+        self,
+        generation: Generation,
+        reader: MessageReader,
+        body: ResponsesRequest,
+        model: str,
+        keep: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """keep: stores the response, when it is finished."""
+        self._keep = keep
+        self.generation, self._body, self._model = generation, body, model
+        self._items = _Items(reader, body.toolbox)
         self._answer = generation.answers[0]
         self._created = time.time()
         self._number = -1
 
     def body(self) -> dict[str, Any]:
         self._items.push(self._answer.text, self._answer)
-        return self._now()
+        return self._stored(self._now())
 
     async def events(self) -> AsyncIterator[str]:
         for name in ("response.created", "response.in_progress"):
@@ -94,7 +123,16 @@ class ResponseObject:
         except EngineDead as error:
             yield self._numbered("response.failed", {"response": self._now(str(error))})
             return
-        yield self._numbered(f"response.{_status(self._answer)}", {"response": self._now()})
+        response = self._now()
+        if self._keep is not None:  # before the client hears of it, who may go on at once
+            size = self.generation.prompt_tokens + len(self._answer.text)
+            await self.generation.render(size, lambda _: self._stored(response))
+        yield self._numbered(f"response.{response['status']}", {"response": response})
+
+    def _stored(self, response: dict[str, Any]) -> dict[str, Any]:
+        if self._keep is not None and response["status"] in ("completed", "incomplete"):
+            self._keep(response)
+        return response
 
     def _numbered(self, name: str, data: dict[str, Any]) -> str:
         self._number += 1
@@ -118,18 +156,18 @@ class ResponseObject:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": self._items.blocks if status != "in_progress" else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self._keep is not None,
             "temperature": params.temperature,
             "text": _text_config(body),
             "tool_choice": _tool_choice(body),
-            "tools": [_tool(tool) for tool in body.tools or []],
+            "tools": shown_tools(body.tools or ()),
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -161,21 +199,15 @@ def _item(prefix: str, kind: str) -> dict[str, Any]:
     return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": bool(tool.strict),
-    }
+def _grows(item: dict[str, Any]) -> tuple[str, str]:
+    """The field of a call that grows, and how its events are called."""
+    custom = item["type"] == "custom_tool_call"
+    return ("input", "custom_tool_call_input") if custom else ("arguments", "function_call_arguments")
 
 
 def _tool_choice(body: ResponsesRequest) -> Any:
-    choice = body.tool_choice
-    return (
-        choice if isinstance(choice, str) else "auto" if choice is None else {"type": "function", "name": choice.name}
-    )
+    choice = body.tool_choice or "auto"
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)
 
 
 def _text_config(body: ResponsesRequest) -> dict[str, Any]:

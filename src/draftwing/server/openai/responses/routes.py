@@ -1,22 +1,110 @@
-"""OpenAI's /v1/responses in its text form: one request, one response, nothing stored."""
+"""OpenAI's /v1/responses in its text form, and the store of what was answered."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
+from draftwing.errors import RequestError
+from draftwing.server.border.keys import client_name
 from draftwing.server.chat import Chats
-from draftwing.server.http import asking, respond, schema, unless_disconnected
+from draftwing.server.encoding import encode
+from draftwing.server.http import (
+    SMALL,
+    asking,
+    error_response,
+    json_response,
+    respond,
+    schema,
+    unless_disconnected,
+)
+from draftwing.server.openai.responses.history import HOW, History, NotStored, listed, stored
 from draftwing.server.openai.responses.rendering import ResponseObject
 from draftwing.server.openai.responses.schema import ResponsesRequest
+from draftwing.server.openai.responses.store import ResponseStore
 from draftwing.server.service import Service
+
+T = TypeVar("T")
 
 
 def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
+    store = ResponseStore(service.options.response_store_size)
+
     @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", openapi_extra=schema(ResponsesRequest))
     async def create(request: Request) -> Response:
+        client = client_name()
         async with asking(request, ResponsesRequest) as body:
+            try:
+                history = History(body, store, client)
+                await _read(service, history.size, history.enter)
+            except NotStored as error:
+                return error_response(request, 404, str(error), error.param)
             generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
-            response = ResponseObject(generation, chats.reader(style), body, service.name_for(body.model))
+
+            def keep(response: dict[str, Any]) -> None:
+                store.put(client, stored(body, response))
+
+            keeps = store.keeps and body.store is not False
+            if keeps:
+                store.watch()
+            reader, model = chats.reader(style), service.name_for(body.model)
+            response = ResponseObject(generation, reader, body, model, keep if keeps else None)
         return await respond(request, response, body.stream)
+
+    @app.get("/responses/{id}", include_in_schema=False)
+    @app.get("/v1/responses/{id}")
+    async def retrieve(request: Request, id: str, stream: bool = False) -> Response:
+        if stream:
+            raise RequestError("stream is not supported here: the response is finished", "stream")
+        found = store.get(client_name(), id)
+        return _missing(request, id) if found is None else json_response(found.body)
+
+    @app.delete("/responses/{id}", include_in_schema=False)
+    @app.delete("/v1/responses/{id}")
+    async def delete(request: Request, id: str) -> Response:
+        if not store.delete(client_name(), id):
+            return _missing(request, id)
+        return json_response(encode({"id": id, "object": "response", "deleted": True}))
+
+    @app.get("/responses/{id}/input_items", include_in_schema=False)
+    @app.get("/v1/responses/{id}/input_items")
+    async def input_items(
+        request: Request,
+        id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        found = store.get(client_name(), id)
+        if found is None:
+            return _missing(request, id)
+        line = store.conversation(client_name(), id) or [found]
+        items = await _read(service, sum(one.items_size for one in line), lambda: listed(line))
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise RequestError("after must be the id of an item of the list", "after")
+        begin = 0 if after is None else ids.index(after) + 1
+        page, shown = items[begin : begin + limit], ids[begin : begin + limit]
+        ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
+        return json_response(encode({"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}))
+
+
+async def _read(service: Service, size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, which reads so many bytes of JSON: no more than a body may have, and as those are read."""
+    most = service.options.max_body_size
+    if size > most:
+        raise RequestError(
+            f"the stored conversation has {size} bytes, more than a body may have (--max-body-size, {most})",
+            "previous_response_id",
+            "context_length_exceeded",
+        )
+    return work() if size <= SMALL else await service.lanes.read(work)
+
+
+def _missing(request: Request, id: str) -> Response:
+    return error_response(request, 404, f"no response {id[:200]!r} is stored: {HOW}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, PrivateAttr
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
-from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Body, Bookkeeping, Effort, Name, NotBuilt, OtherKind, sampled
+from draftwing.server.chat import Chat, ChatBody, Conversation, only
+from draftwing.server.openai.responses.tools import ChosenTool, ResponsesTool, Toolbox, flat_name
+from draftwing.server.schema import Body, Bookkeeping, Effort, Hint, Name, NotBuilt, OtherKind, sampled
 
 # What responses may hold besides. Reasoning comes as text that can be sent again, and nothing comes of tools that a
 # server would run: these ask for nothing more.
@@ -27,13 +27,19 @@ INCLUDED = (
 )
 
 
+_TOLD = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
+
+
 class Content(Body):
-    """A part of an item: input_text, output_text, reasoning_text or summary_text."""
+    """A part of an item: input_text, output_text, refusal, reasoning_text or summary_text."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     annotations: Bookkeeping = None
     logprobs: Bookkeeping = None
+    parsed: Bookkeeping = None
+    prompt_cache_breakpoint: Hint = None
 
     # Of other kinds of parts, to say that they are not built rather than that they are unknown.
     image_url: OtherKind = None
@@ -43,45 +49,40 @@ class Content(Body):
     filename: OtherKind = None
     detail: OtherKind = None
     input_audio: OtherKind = None
-    refusal: str | None = None
-    prompt_cache_breakpoint: Bookkeeping = None
 
 
 class Item(Body):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
+
+    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
 
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[Content] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
+    input: str | None = None
     output: str | list[Content] | None = None
     summary: list[Content] | None = None
-    id: Bookkeeping = None
+    tools: list[ResponsesTool] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+
     status: Bookkeeping = None
     phase: Bookkeeping = None
+    caller: Bookkeeping = None
+    async_: Bookkeeping = None
+    created_by: Bookkeeping = None
+    parsed_arguments: Bookkeeping = None
 
-    encrypted_content: OtherKind = None
-    namespace: OtherKind = None
-    caller: OtherKind = None
-
-
-class ResponsesTool(Body):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    defer_loading: NotBuilt = None
-    allowed_callers: NotBuilt = None
-    output_schema: NotBuilt = None
-
-
-class NamedChoice(Body):
-    type: str
-    name: str | None = None
+    @property
+    def kind(self) -> str:
+        """Its type; some items may leave it out."""
+        if self.type is None and self.id is not None and self.role is None and self.content is None:
+            return "item_reference"
+        return self.type or "message"
 
 
 class TextFormat(Body):
@@ -96,21 +97,23 @@ class TextFormat(Body):
 
 class TextConfig(Body):
     format: TextFormat | None = None
-    verbosity: NotBuilt = None
+    verbosity: Hint = None
 
 
 class Reasoning(Body):
     effort: Effort | None = None
-    summary: NotBuilt = None  # reasoning is not summarised
-    generate_summary: NotBuilt = None
+    summary: Hint = None  # reasoning comes as it is
+    generate_summary: Hint = None
+    context: Hint = None  # the chat template decides which reasoning it shows
+    mode: Hint = None
 
 
 class StreamOptions(Body):
-    include_obfuscation: NotBuilt = None
+    include_obfuscation: Hint = None
 
 
 class ResponsesRequest(ChatBody):
-    """Body of /v1/responses. Nothing is stored. Without max_output_tokens an answer runs to the context limit."""
+    """Body of /v1/responses. Without max_output_tokens an answer runs to the context limit."""
 
     source = "input"
     names: ClassVar = {
@@ -126,7 +129,7 @@ class ResponsesRequest(ChatBody):
     temperature: Any = sampled("temperature")
     top_p: Any = sampled("top_p")
     tools: list[ResponsesTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -147,15 +150,19 @@ class ResponsesRequest(ChatBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None
-    max_tool_calls: Bookkeeping = None  # of tools that a server runs
-    store: Bookkeeping = None
+    store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    safety_identifier: Bookkeeping = None
-    service_tier: Bookkeeping = None
-    prompt_cache_key: Bookkeeping = None
-    prompt_cache_retention: Bookkeeping = None
+    max_tool_calls: int | None = None  # of tools that a server runs: there are none
+
+    client_metadata: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    service_tier: Hint = None
+    truncation: Hint = None  # what does not fit is refused
 
     access_programs: NotBuilt = None
     background: NotBuilt = None
@@ -164,23 +171,41 @@ class ResponsesRequest(ChatBody):
     image: NotBuilt = None
     moderation: NotBuilt = None
     prompt: NotBuilt = None
-    prompt_cache_options: NotBuilt = None
     top_logprobs: NotBuilt = None
-    truncation: NotBuilt = None
+
+    _toolbox: Toolbox = PrivateAttr(default_factory=Toolbox)
+    _earlier: list[Item] = PrivateAttr(default_factory=list)
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """Its tools; once `chat` has been called."""
+        return self._toolbox
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def go_on(self, earlier: list[Item], items: list[Item]) -> None:
+        """Takes the stored conversation before the input, and the input without references to what is stored."""
+        self._earlier, self.input = earlier, items
 
     def chat(self) -> Chat:
         self._check()
-        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        functions = checked_functions([_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])])
+        places = [("previous_response_id", item) for item in self._earlier]
+        places += [(f"input.{i}", item) for i, item in enumerate(self.items)]
+        added = [(f"{where}.tools.{i}", tool) for where, item in places for i, tool in enumerate(item.tools or [])]
+        self._toolbox = Toolbox(self.tools or (), added, self.tool_choice)
         effort = None if self.reasoning is None else self.reasoning.effort
         return Chat(
-            _conversation(items, self.instructions),
-            functions,
-            checked_choice(_choice(self.tool_choice), functions),
+            _conversation(places, self.instructions),
+            self._toolbox.functions,
+            self._toolbox.choice,
             parallel=self.parallel_tool_calls is not False,
             template=self.chat_template_kwargs or {},
             thinking=False if effort == "none" else None,
             effort=effort,
+            ignored=self._toolbox.ignored,
         )
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
@@ -189,11 +214,8 @@ class ResponsesRequest(ChatBody):
         return super().sampling(defaults, max_new_tokens=None, response_format=made, **fields)
 
     def _check(self) -> None:
-        if self.previous_response_id is not None:
-            raise RequestError(
-                "previous_response_id is not supported: responses are not stored; send the conversation as input",
-                "previous_response_id",
-            )
+        if not self.items:
+            raise RequestError("input must hold at least one item", "input")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
         for i, name in enumerate(self.include or []):
@@ -215,55 +237,53 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
-def _function(tool: ResponsesTool, where: str) -> tuple[Function, str]:
-    if tool.type != "function":
-        raise RequestError(f"{where}.type must be 'function'; found {show(tool.type)}", f"{where}.type")
-    return Function(tool.name or "", tool.description, tool.parameters, bool(tool.strict)), where
-
-
-def _choice(given: str | NamedChoice | None) -> ToolChoice:
-    if given is None:
-        return AUTO
-    if isinstance(given, str):
-        return ToolChoice(given)  # type: ignore[arg-type]
-    if given.type != "function" or given.name is None:
-        raise RequestError(
-            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice"
-        )
-    return ToolChoice("named", given.name)
-
-
-def _conversation(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    if not items:
-        raise RequestError("input must hold at least one item", "input")
+def _conversation(items: Sequence[tuple[str, Item]], instructions: str | None) -> list[dict[str, Any]]:
+    """items: with the fields that hold them."""
     found = Conversation(instructions)
-    for i, item in enumerate(items):
-        where, kind = f"input.{i}", item.type or "message"
-        if kind == "reasoning":
-            _only(item, ("content", "summary"), where)
-            if item.content is None and item.summary:
-                raise RequestError(f"{where}.content is missing: summaries are not supported", f"{where}.content")
-            found.think(_text(item.content or "", f"{where}.content", "reasoning_text"))
-        elif kind == "function_call":
-            _only(item, ("call_id", "name", "arguments"), where)
-            if item.call_id is None or item.name is None:
-                raise RequestError(f"{where} must have call_id and name", where)
-            found.call(item.call_id, item.name, item.arguments)
-        elif kind == "function_call_output":
-            _only(item, ("call_id", "output"), where)
-            output = _text(item.output, f"{where}.output", "input_text")
-            found.result(item.call_id, output, f"{where}.call_id", "function_call")
-        elif kind == "message" and item.role is not None:
-            _only(item, ("role", "content"), where)
-            if item.role == "assistant":
-                found.answer(_text(item.content, f"{where}.content", "output_text", "input_text"))
-            else:
-                role = "system" if item.role == "developer" else item.role
-                found.say(role, _text(item.content, f"{where}.content", "input_text"))
-        else:
-            name = f"{where}.{'role' if kind == 'message' else 'type'}"
-            raise RequestError(f"{name} is missing or not supported; found the type {show(kind)}", name)
+    for where, item in items:
+        _add(found, item, where)
     return found.done()
+
+
+def _add(found: Conversation, item: Item, where: str) -> None:
+    """Adds an item of the field `where` to a conversation. Raises RequestError for what it cannot be."""
+    kind = item.kind
+    if kind == "reasoning":
+        _only(item, ("content", "summary", "encrypted_content"), where)
+        if thought := _thought(item, where):
+            found.think(thought)
+    elif kind in ("function_call", "custom_tool_call"):
+        custom = kind == "custom_tool_call"
+        _only(item, ("call_id", "name", "namespace", "input" if custom else "arguments"), where)
+        if item.call_id is None or item.name is None or (custom and item.input is None):
+            raise RequestError(f"{where} must have call_id, name and {'input' if custom else 'arguments'}", where)
+        arguments = {"input": item.input} if custom else item.arguments
+        found.call(item.call_id, flat_name(item.name, item.namespace), arguments)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        _only(item, ("call_id", "name", "namespace", "output"), where)
+        output = _text(item.output, f"{where}.output", "input_text")
+        found.result(item.call_id, output, f"{where}.call_id", kind.removesuffix("_output"))
+    elif kind == "additional_tools":
+        _only(item, ("role", "tools"), where)
+    elif kind == "message" and item.role is not None:
+        _only(item, ("role", "content"), where)
+        if item.role == "assistant":
+            found.answer(_text(item.content, f"{where}.content", "output_text", "input_text", "refusal"))
+        else:
+            role = "system" if item.role == "developer" else item.role
+            found.say(role, _text(item.content, f"{where}.content", "input_text"))
+    else:
+        name = f"{where}.{'role' if kind == 'message' else 'type'}"
+        raise RequestError(f"{name} is missing or not supported; found the type {show(kind)}", name)
+
+
+def _thought(item: Item, where: str) -> str:
+    """What a model can read of its reasoning: the text, else a summary; nothing of what another server has made
+    unreadable."""
+    if item.content is not None:
+        return _text(item.content, f"{where}.content", "reasoning_text")
+    summary = item.summary or []
+    return "\n\n".join(_text([part], f"{where}.summary", "summary_text") for part in summary)
 
 
 def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
@@ -271,14 +291,15 @@ def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
         return content
     if content is None:
         raise RequestError(f"{where} must be a string or a list of text parts", where)
-    for i, part in enumerate(content):
-        if part.type not in kinds or part.text is None:
+    texts = [part.refusal if part.type == "refusal" else part.text for part in content]
+    for i, (part, text) in enumerate(zip(content, texts, strict=True)):
+        if part.type not in kinds or text is None:
             raise RequestError(
                 f"{where}.{i} must be {{'type': {kinds[0]!r}, 'text': ...}}; found the type {show(part.type)}",
                 f"{where}.{i}",
             )
-    return "".join(part.text or "" for part in content)
+    return "".join(text or "" for text in texts)
 
 
 def _only(item: Item, names: tuple[str, ...], where: str) -> None:
-    only(item, (*names, "type", "id", "status", "phase"), where, f"{item.type or 'message'!r} item")
+    only(item, (*names, "type", "id", *_TOLD), where, f"{item.kind!r} item")

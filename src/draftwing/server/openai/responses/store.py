@@ -1,0 +1,198 @@
+"""Finished responses that later requests may go on from, or name items of: in memory, bounded, and by API key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_RESPONSES = 1024
+SECONDS = 3600.0  # since a response was stored, or gone on from
+_BYTES = 2048  # that a response takes beside its JSON, at most
+_ITEM_BYTES = 320  # and each of its items
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response and what it was asked with, as JSON.
+
+    head: the response without its output.  input, output: lists of items; of the input its own.  ids: of the items of
+    both.  previous: id of the response that it goes on from.
+    """
+
+    id: str
+    head: bytes
+    input: bytes
+    output: bytes
+    ids: tuple[str, ...]
+    previous: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return len(self.head) + self.items_size + _BYTES + _ITEM_BYTES * len(self.ids)
+
+    @property
+    def items_size(self) -> int:
+        """Bytes of the JSON of all its items."""
+        return len(self.input) + len(self.output)
+
+    @property
+    def body(self) -> bytes:
+        """The response."""
+        return b'%b,"output":%b}' % (self.head[:-1], self.output)
+
+    def items(self) -> list[dict[str, Any]]:
+        """Of its own input, and of its output."""
+        found: list[dict[str, Any]] = json.loads(self.input) + json.loads(self.output)
+        return found
+
+
+@dataclass
+class _Share:
+    """What one client holds. responses: with the time of their last use, which they are in the order of."""
+
+    responses: OrderedDict[str, tuple[Stored, float]] = field(default_factory=OrderedDict)
+    by_item: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+
+    def remove(self, id: str) -> None:
+        stored, _ = self.responses.pop(id)
+        self.bytes -= stored.size
+        for item in stored.ids:
+            if self.by_item.get(item) == id:
+                del self.by_item[item]
+
+
+class ResponseStore:
+    """Where there are too many, or too many bytes, the oldest of the client that holds most goes: who stores much takes
+    nothing from others. Clients are told apart by the names of their keys. Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        most_bytes: int,
+        most: int = MOST_RESPONSES,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most_bytes, self._most, self._seconds, self._clock = most_bytes, most, seconds, clock
+        self._shares: dict[str, _Share] = {}
+        self._lock = threading.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def keeps(self) -> bool:
+        return self._most_bytes > 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is held."""
+        return sum(share.bytes for share in self._shares.values())
+
+    def __len__(self) -> int:
+        return sum(len(share.responses) for share in self._shares.values())
+
+    def put(self, client: str, stored: Stored) -> None:
+        """Keeps a response, behind all that it goes on from."""
+        with self._lock:
+            share = self._shares.setdefault(client, _Share())
+            if stored.id in share.responses:
+                share.remove(stored.id)
+            for one in self._line(share, stored.previous):
+                self._use(share, one)
+            share.responses[stored.id] = stored, self._clock()
+            share.bytes += stored.size
+            for item in stored.ids:
+                share.by_item.setdefault(item, stored.id)
+            self._expire()
+            while self.bytes > self._most_bytes:
+                self._drop(max(self._shares.values(), key=lambda share: share.bytes))
+            while len(self) > self._most:
+                self._drop(max(self._shares.values(), key=lambda share: len(share.responses)))
+            self._shares = {name: share for name, share in self._shares.items() if share.responses}
+
+    def get(self, client: str, id: str) -> Stored | None:
+        with self._lock:
+            share = self._share(client)
+            return share.responses[id][0] if id in share.responses else None
+
+    def conversation(self, client: str, id: str) -> list[Stored] | None:
+        """A response and all that it goes on from, the first one first; None where one of them is not there any more.
+        That it was asked for keeps all of them for longer."""
+        with self._lock:
+            share = self._share(client)
+            found = self._line(share, id)
+            if not found or found[0].previous is not None:
+                return None
+            for one in found:
+                self._use(share, one)
+            return found
+
+    def holder(self, client: str, item: str) -> Stored | None:
+        """The response that an item is of. That it was asked for keeps it for longer."""
+        with self._lock:
+            share = self._share(client)
+            id = share.by_item.get(item)
+            if id is None:  # perhaps the one that held it first is gone, and another has it too
+                id = next((one.id for one, _ in share.responses.values() if item in one.ids), None)
+            if id is None:
+                return None
+            share.by_item[item] = id
+            stored, _ = share.responses[id]
+            self._use(share, stored)
+            return stored
+
+    def delete(self, client: str, id: str) -> bool:
+        """Whether there was one."""
+        with self._lock:
+            share = self._share(client)
+            found = id in share.responses
+            if found:
+                share.remove(id)
+            return found
+
+    def watch(self) -> None:
+        """Sees to it that what is too old goes even if nobody asks; on the event loop."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        with self._lock:
+            self._expire()
+        if len(self):
+            self.watch()
+
+    # With the lock.
+
+    def _share(self, client: str) -> _Share:
+        self._expire()
+        return self._shares.get(client) or _Share()
+
+    def _use(self, share: _Share, stored: Stored) -> None:
+        share.responses[stored.id] = stored, self._clock()
+        share.responses.move_to_end(stored.id)
+
+    def _line(self, share: _Share, id: str | None) -> list[Stored]:
+        """A response and those that it goes on from, as far as they are there, the first one first."""
+        found: dict[str, Stored] = {}
+        while id is not None and id in share.responses and id not in found:  # a client may give two of them one id
+            found[id] = share.responses[id][0]
+            id = found[id].previous
+        return list(found.values())[::-1]
+
+    def _drop(self, share: _Share) -> None:
+        share.remove(next(iter(share.responses)))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for share in self._shares.values():
+            while share.responses and now - next(iter(share.responses.values()))[1] >= self._seconds:
+                self._drop(share)
+        self._shares = {name: share for name, share in self._shares.items() if share.responses}
