@@ -1,5 +1,5 @@
-"""The device side of what few requests ask for: edited logits, guidance by the host, limits on drafts, predicted
-outputs, log probabilities. Steps without any of it never come here.
+"""The device side of what few requests ask for: edited logits, guidance by the host, thinking budgets, limits on drafts,
+predicted outputs, log probabilities. Steps without any of it never come here.
 
 All of it works on a sub-batch, the rows that ask, so that a row's result does not depend on what runs beside it.
 """
@@ -21,6 +21,7 @@ from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import Calibration, Draft
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
+from draftwing.sampling.budgets import BudgetTable
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
 from draftwing.sched.guidance import Guides
@@ -67,6 +68,7 @@ class SpecialRows:
         self._calibration = calibration
         rows, vocab = table.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device, device.upload)
+        self.budgets = BudgetTable(rows, device.device, device.upload)
         self.predicted = PredictedOutput(rows, min(table.length, MAX_PREDICTED), device.device, device.upload)
         self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
 
@@ -77,6 +79,8 @@ class SpecialRows:
             self._limits[admit.row] = request.limits or _UNLIMITED
             if admit.edited:
                 self.edits.write(admit.row, request.params, admit.prompt_len, admit.bad_word_ids)
+            if request.thinking is not None:
+                self.budgets.write(admit.row, request.thinking, admit.prompt_len)
             if request.prediction:
                 self.predicted.write(admit.row, request.prediction, admit.prompt_len)
 
@@ -133,9 +137,23 @@ class SpecialRows:
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guides | None) -> Tensor:
-        """`target` [B, N] with the tokens of edited rows drawn from their edited logits."""
-        if not len(plan.edited):
-            return target
+        """`target` [B, N] with the tokens of edited rows drawn from their edited logits, and with those that end
+        reasoning whose budget is spent."""
+        if len(plan.edited):
+            target = self._draw_edited(plan, drawn, target, guidance)
+        return self._end_reasoning(plan, drawn, target) if len(plan.thinking) else target
+
+    def _end_reasoning(self, plan: Plan, drawn: Drawn, target: Tensor) -> Tensor:
+        """After all else, so that nothing forbids the end marker."""
+        at = self._rows_of(plan.thinking)
+        part, drew = drawn.pick(at), target.index_select(0, at)
+        forced = self.budgets.forced(
+            self.budgets.longest(plan.rows[plan.thinking].tolist()), part.rows, self.table.tokens,
+            part.positions[:, 0], plan.max_kv_len, part.tokens, part.path, part.path_len,
+        )  # fmt: skip
+        return target.index_copy(0, at, torch.where(forced >= 0, forced | drew & NOT_FINITE, drew))
+
+    def _draw_edited(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guides | None) -> Tensor:
         masks = guidance.masks() if guidance is not None else None
         processed = plan.guided[guidance.processed] if guidance is not None else plan.guided[:0]
         for which in (np.setdiff1d(plan.edited, processed), processed):
