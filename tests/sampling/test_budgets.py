@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from reference.budgets import machine
 from reference.trees import path_of, random_trees
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,27 +16,6 @@ from draftwing.sampling.budgets import BudgetTable
 ROWS, LENGTH, VOCAB = 6, 60, 4  # few tokens, so that markers come up by themselves
 END = (1,), (1, 2), (1, 1, 2), (1, 2, 1, 3)
 BEGIN = (3,), (2, 3), (3, 3, 0)
-
-
-def machine(answer: list[int], budget: ThinkingBudget) -> int:
-    """What must follow the answer; -1 for what the model likes."""
-    inside, since, used = budget.open, 0, 0
-    for i, token in enumerate(answer):
-        so_far = answer[: i + 1]
-        used, since = used + inside, since + 1
-        size = len(budget.begin)
-        if budget.begin and tuple(so_far[-size:]) == budget.begin and (budget.again or i + 1 - size <= 1):
-            inside, since = True, 0
-        elif inside and since >= len(budget.end) and tuple(so_far[-len(budget.end) :]) == budget.end:
-            inside = False
-    if not inside or used < budget.tokens:
-        return -1
-    said = max(
-        count
-        for count in range(len(budget.end))
-        if count <= since and tuple(answer[len(answer) - count :]) == budget.end[:count]
-    )
-    return budget.end[said]
 
 
 def random_budget(rng: random.Random) -> ThinkingBudget:
