@@ -152,8 +152,8 @@ def test_beside_edits_filters_grammars_and_processors(harness, case):
             rig.submit(str(i), prompt, params, grammar=grammar, **more)
         return rig.run()
 
-    plain = h.one_rank(*model.whole, rows=1, radix=False) if hasattr(model, "whole") else h.Rig(model, rows=1, radix=False)
-    expected = submit(plain)
+    whole = getattr(model, "whole", None)  # of a model that is spread over ranks
+    expected = submit(h.one_rank(*whole, rows=1, radix=False) if whole else h.Rig(model, rows=1, radix=False))
     forced = 0
     for i, (_, _, more) in enumerate(every):
         text = expected.tokens[str(i)]

@@ -8,7 +8,7 @@ from draftwing.requests.request import ThinkingBudget
 def machine(answer: list[int], budget: ThinkingBudget) -> int:
     """What must follow the answer; -1 for what the model likes."""
     inside, since, used = budget.open, 0, 0
-    for i, token in enumerate(answer):
+    for i in range(len(answer)):
         so_far = answer[: i + 1]
         used, since = used + inside, since + 1
         size = len(budget.begin)

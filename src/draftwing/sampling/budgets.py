@@ -4,8 +4,8 @@ At each node the answer is looked at as plain decoding would find it there: comm
 ancestors, and its own. Nothing is counted ahead, as with edits of logits (`sampling.edits`).
 
 Tokens are counted from after the marker that begins a block, or from the answer's beginning, to the marker that ends
-it, which counts, too. Where the count has reached the budget, the next token is the one by which the end marker goes on,
-whatever was drawn. What the path has of the marker already is not said again.
+it, which counts, too. Where the count has reached the budget, the next token is the one by which the end marker goes
+on, whatever was drawn. What the path has of the marker already is not said again.
 """
 
 from __future__ import annotations

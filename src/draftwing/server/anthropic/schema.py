@@ -140,7 +140,11 @@ class MessagesRequest(CountRequest, ChatBody):
     """Body of /v1/messages."""
 
     source = "messages"
-    names: ClassVar = {"min_new_tokens": "max_tokens", "response_format": "output_config.format"}
+    names: ClassVar = {
+        "min_new_tokens": "max_tokens",
+        "response_format": "output_config.format",
+        "thinking_budget": "thinking.budget_tokens",
+    }
 
     max_tokens: Any = sampled("max_new_tokens", required=True)
     stop_sequences: Any = sampled("stop")
@@ -166,14 +170,14 @@ class MessagesRequest(CountRequest, ChatBody):
             raise RequestError(message, "thread", "thread_unsupported_request")
         _check_edits(self.context_management)
         form, thinking = (self.output_config or OutputConfig()).format, self.thinking
-        budget = None if thinking is None else thinking.budget_tokens
-        # The most that Anthropic's clients may send leaves one token for the text: max_tokens is the bound then.
-        if budget is not None and isinstance(self.max_tokens, int) and budget < self.max_tokens - 1:
-            raise RequestError(
-                "thinking.budget_tokens must be at least max_tokens - 1: reasoning has no bound of its own; leave it "
-                f"out, or use thinking {{'type': 'adaptive'}}; found {budget}",
-                "thinking.budget_tokens",
-            )
+        if thinking is not None and thinking.budget_tokens is not None and thinking.type != "disabled":
+            budget = thinking.budget_tokens
+            if isinstance(self.max_tokens, int) and budget >= self.max_tokens:
+                raise RequestError(
+                    f"thinking.budget_tokens must be less than max_tokens; found {budget} and {self.max_tokens}",
+                    "thinking.budget_tokens",
+                )
+            fields["thinking_budget"] = budget
         if form is not None:
             if form.schema_ is None:
                 raise RequestError("output_config.format.schema is missing", "output_config.format.schema")

@@ -36,6 +36,7 @@ class GenerateRequest(Asking):
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
+    max_thinking_tokens: int | None = None  # another name of `thinking_budget`, of all prompts
 
     input_embeds: NotBuilt = None
     image_data: NotBuilt = None
@@ -56,7 +57,6 @@ class GenerateRequest(Asking):
     data_parallel_rank: NotBuilt = None
     images_config: NotBuilt = None
     log_metrics: NotBuilt = None
-    max_thinking_tokens: NotBuilt = None
     mm_processor_kwargs: NotBuilt = None
     modalities: NotBuilt = None
     no_logs: NotBuilt = None
@@ -115,6 +115,7 @@ class GenerateRequest(Asking):
                 raise RequestError(f"{where}custom_logit_processor is given twice", "custom_logit_processor")
             fields = fields | {"custom_logit_processor": processor}
         known = {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
+        known.setdefault("thinking_budget", self.max_thinking_tokens)
         params = SamplingParams.read({**defaults, **known}, where=where)
         return params, "max_new_tokens" in fields
 

@@ -12,7 +12,17 @@ from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Body, Bookkeeping, Effort, Name, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import (
+    Body,
+    Bookkeeping,
+    Effort,
+    EffortTokens,
+    Name,
+    NotBuilt,
+    OtherKind,
+    sampled,
+    split_effort,
+)
 
 # What responses may hold besides. Reasoning comes as text that can be sent again, and nothing comes of tools that a
 # server would run: these ask for nothing more.
@@ -100,7 +110,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    effort: Effort | None = None
+    effort: Effort | EffortTokens | None = None
     summary: NotBuilt = None  # reasoning is not summarised
     generate_summary: NotBuilt = None
 
@@ -144,6 +154,7 @@ class ResponsesRequest(ChatBody):
     presence_penalty: Any = sampled("presence_penalty")
     repetition_penalty: Any = sampled("repetition_penalty")
     logit_bias: Any = sampled("logit_bias")
+    thinking_budget: Any = sampled("thinking_budget")
     chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None
@@ -172,7 +183,7 @@ class ResponsesRequest(ChatBody):
         self._check()
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         functions = checked_functions([_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])])
-        effort = None if self.reasoning is None else self.reasoning.effort
+        effort, budget = self._effort
         return Chat(
             _conversation(items, self.instructions),
             functions,
@@ -181,12 +192,18 @@ class ResponsesRequest(ChatBody):
             template=self.chat_template_kwargs or {},
             thinking=False if effort == "none" else None,
             effort=effort,
+            reasons=bool(budget),
         )
+
+    @property
+    def _effort(self) -> tuple[str | None, int | None]:
+        return split_effort(None if self.reasoning is None else self.reasoning.effort)
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         form = None if self.text is None else self.text.format
         made = None if form is None else _response_format(form)
-        return super().sampling(defaults, max_new_tokens=None, response_format=made, **fields)
+        fields |= {"response_format": made, "thinking_budget": self._effort[1]}
+        return super().sampling(defaults, max_new_tokens=None, **fields)
 
     def _check(self) -> None:
         if self.previous_response_id is not None:
