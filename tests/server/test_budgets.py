@@ -25,9 +25,8 @@ OPENS = (
     "{% for m in messages %}{{ m.content }}{% endfor %}[{{ enable_thinking }} {{ reasoning_effort }}]"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
 )
-SWITCHED_ON = (
-    "{% if enable_thinking %}<think>\n{% else %}</think>\n{% endif %}"  # as DeepSeek's, which rests by default
-)
+# As DeepSeek's, which rests by default.
+SWITCHED_ON = "{% if enable_thinking %}<think>\n{% else %}</think>\n{% endif %}"
 
 
 class Served:
@@ -39,12 +38,13 @@ class Served:
         self.client.__enter__()
 
     def ask(self, path: str, **fields: Any) -> Any:
-        """The response; `thinking` and `ignored` of it."""
+        """The response."""
         first = {RESPONSES: {"input": "hi"}, COMPLETIONS: {"prompt": "hi"}, "/generate": {"text": "hi"}}
         whole = first.get(path, {"messages": HI}) | ({"max_tokens": 1500} if path == MESSAGES else {})
         return self.client.post(path, json=whole | ({} if path == "/generate" else {"model": "m"}) | fields)
 
     def budget(self, path: str, **fields: Any) -> ThinkingBudget | None:
+        """What reached the engine; `ignored` is what the response names so."""
         response = self.ask(path, **fields)
         assert response.status_code == 200, response.text
         self.ignored = response.headers.get("draftwing-ignored")
@@ -109,7 +109,8 @@ def test_fields(opens: Served, free: Served, path: str, fields: dict[str, Any], 
     ("path", "fields"),
     [
         (CHAT, {}), (CHAT, {"thinking_budget": -1}), (CHAT, {"thinking_token_budget": None}), (RESPONSES, {}),
-        (CHAT, {"reasoning_effort": "high"}), (CHAT, {"thinking_budget": 5, "chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, {"reasoning_effort": "high"}), (CHAT, {"thinking_budget": 5, "reasoning_effort": "none"}),
+        (CHAT, {"thinking_budget": 5, "chat_template_kwargs": {"enable_thinking": False}}),
         (MESSAGES, {}), (MESSAGES, {"thinking": {"type": "enabled"}}), (MESSAGES, {"thinking": {"type": "adaptive"}}),
         (MESSAGES, {"thinking": {"type": "disabled", "budget_tokens": 9}}), (CHAT, {"reasoning_effort": "none"}),
         (CHAT, {"reasoning": {"enabled": False}}), ("/generate", {"sampling_params": {"thinking_budget": -1}}),

@@ -24,7 +24,7 @@ from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.budgets import BudgetTable
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
-from draftwing.sched.guidance import Guides
+from draftwing.sched.guidance import Guides, Masks
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.limits import limit
 from draftwing.spec.prediction import PredictedOutput
@@ -139,21 +139,8 @@ class SpecialRows:
     def draw(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guides | None) -> Tensor:
         """`target` [B, N] with the tokens of edited rows drawn from their edited logits, and with those that end
         reasoning whose budget is spent."""
-        if len(plan.edited):
-            target = self._draw_edited(plan, drawn, target, guidance)
-        return self._end_reasoning(plan, drawn, target) if len(plan.thinking) else target
-
-    def _end_reasoning(self, plan: Plan, drawn: Drawn, target: Tensor) -> Tensor:
-        """After all else, so that nothing forbids the end marker."""
-        at = self._rows_of(plan.thinking)
-        part, drew = drawn.pick(at), target.index_select(0, at)
-        forced = self.budgets.forced(
-            self.budgets.longest(plan.rows[plan.thinking].tolist()), part.rows, self.table.tokens,
-            part.positions[:, 0], plan.max_kv_len, part.tokens, part.path, part.path_len,
-        )  # fmt: skip
-        return target.index_copy(0, at, torch.where(forced >= 0, forced | drew & NOT_FINITE, drew))
-
-    def _draw_edited(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guides | None) -> Tensor:
+        if not len(plan.edited) + len(plan.thinking):
+            return target
         masks = guidance.masks() if guidance is not None else None
         processed = plan.guided[guidance.processed] if guidance is not None else plan.guided[:0]
         for which in (np.setdiff1d(plan.edited, processed), processed):
@@ -162,7 +149,22 @@ class SpecialRows:
                 edited = self._draw_rows(plan, which, at, drawn, masks, guidance) & TOKEN
                 # What edits have made of the logits is no fault of the model's.
                 target = target.index_copy(0, at, edited | target.index_select(0, at) & NOT_FINITE)
-        return target
+        return self._end_reasoning(plan, drawn, target, masks) if len(plan.thinking) else target
+
+    def _end_reasoning(self, plan: Plan, drawn: Drawn, target: Tensor, masks: Masks | None) -> Tensor:
+        """After all else: nothing forbids the end marker, but a grammar may first want the rest of a character."""
+        at = self._rows_of(plan.thinking)
+        part, drew = drawn.pick(at), target.index_select(0, at)
+        forced = self.budgets.forced(
+            self.budgets.longest(plan.rows[plan.thinking].tolist()), part.rows, self.table.tokens,
+            part.positions[:, 0], plan.max_kv_len, part.tokens, part.path, part.path_len,
+        )  # fmt: skip
+        now = forced >= 0
+        bits = self._masks_of(plan.thinking, plan, masks)
+        if bits is not None:
+            words = bits.gather(-1, forced.clamp(min=0)[..., None] >> 5).squeeze(-1)
+            now = now & ((words >> (forced & 31)) & 1 == 1)
+        return target.index_copy(0, at, torch.where(now, forced | drew & NOT_FINITE, drew))
 
     def _draw_rows(
         self,
@@ -170,17 +172,13 @@ class SpecialRows:
         which: IntArray,
         at: Tensor,
         drawn: Drawn,
-        masks: npt.NDArray[np.uint32] | None,
+        masks: Masks | None,
         guidance: Guides | None,
     ) -> Tensor:
         """which: batch indices, `at` on the device. All of them have a logits processor, or none has."""
         part = drawn.pick(at)
         guided = _places(plan.guided, which)  # of `plan.guided`
-        bits = None
-        if masks is not None and len(guided):
-            wide = np.full((len(which), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)
-            wide[_places(which, plan.guided)] = masks[guided]
-            bits = self._bits(wide)
+        bits = self._masks_of(which, plan, masks)
         features = self.edits.features(plan.rows[which].tolist(), guided=bits is not None)
         edit = self.edits.apply(
             part.logits.float(), features, part.rows, self.table.tokens, part.positions[:, 0], plan.max_kv_len,
@@ -216,7 +214,17 @@ class SpecialRows:
         edited = self.device.upload(host).view(logits.dtype)[: logits.numel()].view(logits.shape)
         return edited.masked_fill(logits == -torch.inf, -torch.inf)
 
-    def _bits(self, masks: npt.NDArray[np.uint32]) -> Tensor:
+    def _masks_of(self, which: IntArray, plan: Plan, masks: Masks | None) -> Tensor | None:
+        """Of the batch indices `which`, [b, N, W] int32 on the device; None where none of them has a mask. masks: of
+        `plan.guided`."""
+        guided = _places(plan.guided, which)
+        if masks is None or not len(guided):
+            return None
+        wide = np.full((len(which), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)
+        wide[_places(which, plan.guided)] = masks[guided]
+        return self._bits(wide)
+
+    def _bits(self, masks: Masks) -> Tensor:
         """[g, N, W] uint32 on the host -> int32 on the device"""
         host = np.zeros(masks.size + masks.size % 2, np.uint32)  # whole int64 words
         host[: masks.size] = masks.ravel()
