@@ -10,7 +10,8 @@ from fake_engine import CONTEXT, EOS, FakeEngine
 
 import draftwing
 from draftwing import LLM, Completion, ConfigError, RequestError, SamplingParams
-from draftwing.requests.request import SpecLimits
+from draftwing.config.options import Options
+from draftwing.requests.request import SpecLimits, ThinkingBudget
 
 
 @pytest.fixture
@@ -204,3 +205,26 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.closed  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a")
+
+
+def test_thinking_budgets() -> None:
+    """Prompts tell where their answers begin; so do messages that answers go on with."""
+    engine = FakeEngine(Options(random_seed=7, reasoning_parser="qwen3"))
+    llm, ask = LLM.from_engine(engine), {"thinking_budget": 4, "max_new_tokens": 1}  # type: ignore[arg-type]
+    begin, end = (tuple(engine.tokenizer.encode(marker)) for marker in ("<think>", "</think>"))
+    llm.generate(["a<think>\n", "a", "a</think>"], ask)
+    llm.generate("a", {**ask, "thinking_budget": -1})
+    told = [request.thinking for request in engine.requests]
+    assert told == [ThinkingBudget(4, (), end, True), ThinkingBudget(4, begin, end, False), None, None]
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>so"}]
+    llm.chat([said, said[:1]], SamplingParams(**ask))
+    llm.chat(said, ask, continue_final_message=True)
+    assert [request.thinking.open for request in engine.requests[4:] if request.thinking] == [False, False, True]
+    with pytest.raises(RequestError, match="grammar"):
+        llm.generate("a", {**ask, "regex": "a"})
+
+
+def test_a_budget_needs_markers(llm: LLM, engine: FakeEngine) -> None:
+    with pytest.raises(RequestError, match="--reasoning-parser") as refused:
+        llm.generate("a", {"thinking_budget": 4})
+    assert refused.value.param == "thinking_budget" and not engine.requests

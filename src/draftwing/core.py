@@ -215,6 +215,7 @@ class Plan:
     guided: IntArray = field(default_factory=lambda: NOBODY)  # whose drafts and logits the host edits
     limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
+    thinking: IntArray = field(default_factory=lambda: NOBODY)  # with a thinking budget
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
     catch_up: CatchUp | None = None  # comes before `admits`, `new_slots` and all else of the plan, unless it is `late`
@@ -228,6 +229,7 @@ class Plan:
             or len(self.guided)
             or len(self.limited)
             or len(self.predicted)
+            or len(self.thinking)
             or self.logprobs
             or self.prompt_parts
         )

@@ -14,6 +14,8 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest, logprob_params
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.parsers.budgets import Reasoning
+from draftwing.server.parsers.reasoning import Start, start_of
 from draftwing.text.answer import Answer
 from draftwing.text.continuation import render_continued
 from draftwing.text.token_text import TokenTexts
@@ -86,6 +88,7 @@ class LLM:
     def _begin(self, engine: Engine) -> None:
         self.engine = engine
         self._session = Session(engine)
+        self._reasoning = Reasoning(engine.info.options, engine.tokenizer)
         self._closed = False
 
     def generate(
@@ -131,7 +134,12 @@ class LLM:
             for messages in map(_messages, every)
         ]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._run(ids, self._spread(params, len(ids)), wishes)
+        style, starts = self._reasoning.style, None
+        if continue_final_message and style is not None:
+            starts = [
+                start_of(style, text, messages[-1]["content"]) for text, messages in zip(texts, every, strict=True)
+            ]
+        return self._run(ids, self._spread(params, len(ids)), wishes, starts)
 
     def close(self) -> None:
         """Frees the model's memory. Safe to call twice."""
@@ -162,8 +170,13 @@ class LLM:
         return ids
 
     def _run(
-        self, prompts: list[list[int]], params: list[tuple[SamplingParams, bool]], wishes: RequestOptions
+        self,
+        prompts: list[list[int]],
+        params: list[tuple[SamplingParams, bool]],
+        wishes: RequestOptions,
+        starts: list[Start] | None = None,
     ) -> list[Completion]:
+        """starts: where answers begin; None: as the prompts' ends tell."""
         if self._closed:
             raise RuntimeError("this LLM is closed")
         like, context = _checked_wishes(self.engine, wishes), self.engine.info.context_length
@@ -171,6 +184,8 @@ class LLM:
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
             for ids, (wanted, given) in zip(prompts, params, strict=True)
         ]
+        begun: list[Start | None] = [*starts] if starts else [None] * len(asked)
+        asked = [self._reasoning.bounded(one, start) for one, start in zip(asked, begun, strict=True)]
         answers = self._session.prepare(asked, wishes.get("speculative"))
         for _ in self._session.stream(answers):
             pass

@@ -264,7 +264,8 @@ class Rig:
     def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None, **more):
         room = CONTEXT - len(prompt)
         wanted = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
-        asked = {name: more.pop(name) for name in ("logprobs", "limits", "prediction", "traced") if name in more}
+        names = "logprobs", "limits", "prediction", "traced", "thinking"
+        asked = {name: more.pop(name) for name in names if name in more}
         req = Req(
             GenerationRequest(uid, list(prompt), params, priority, **asked), seed=params.sampling_seed or 0,
             max_total=len(prompt) + wanted, stop_ids=frozenset((*stop_ids, *params.stop_token_ids)), salt=salt,

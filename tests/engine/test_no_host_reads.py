@@ -21,7 +21,7 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits
+from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
@@ -233,4 +233,5 @@ def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, draft
     rig.submit("predicted", [4, 2, 3], h.greedy(20), prediction=(1, 2, 3, 4))
     rig.submit("logprobs", [5, 2, 3], h.greedy(20), logprobs=LogprobParams(3, (1, 2), 0))
     rig.submit("processed", [6, 2, 3], h.seeded(20), processor=liked)
-    assert len(rig.run().final) == 6
+    rig.submit("thinking", [7, 2, 3], h.seeded(20), thinking=ThinkingBudget(5, (9,), (9, 9, 8), True, True))
+    assert len(rig.run().final) == 7

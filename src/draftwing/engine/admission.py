@@ -116,6 +116,7 @@ class EngineInfo:
                 "stop_token_ids",
             )
         self._check_edits(request, stop_ids)
+        self._check_thinking(request)
         self._check_logprobs(request)
         self._check_drafts(request)
         return request._replace(terms=Terms(max(wanted, 1), stop_ids))
@@ -136,6 +137,24 @@ class EngineInfo:
                 f"custom_logit_processor {processor.name[:80]!r} is not one that the server was started with ({known})",
                 "custom_logit_processor",
             )
+
+    def _check_thinking(self, request: GenerationRequest) -> None:
+        thinking, params = request.thinking, request.params
+        if thinking is None:
+            if params.thinking_budget is not None:
+                raise RequestError(
+                    "thinking_budget needs to know how the model marks its reasoning: start with --reasoning-parser",
+                    "thinking_budget",
+                )
+            return
+        self._check_ids(thinking.end, "thinking_budget")
+        marker = "the marker that ends reasoning, which thinking_budget writes"
+        if params.allowed_token_ids and not set(thinking.end) <= set(params.allowed_token_ids):
+            raise RequestError(
+                f"allowed_token_ids must hold {[*thinking.end]}, the tokens of {marker}", "allowed_token_ids"
+            )
+        if any(word[-1] in thinking.end for word in request.bad_word_ids or ()):
+            raise RequestError(f"bad_words must not end with a token of {marker}", "bad_words")
 
     def _check_logprobs(self, request: GenerationRequest) -> None:
         wanted = request.logprobs

@@ -112,7 +112,9 @@ def numbers_of(plan: Plan) -> Plan:
 def _numbers_of(admit: Admission) -> Admission:
     asked = admit.request
     params = asked.params.replace(stop=(), stop_regex=(), bad_words=(), grammar=None, logits_processor=None)
-    request = GenerationRequest("", asked.prompt_ids, params, limits=asked.limits, prediction=asked.prediction)
+    request = GenerationRequest(
+        "", asked.prompt_ids, params, limits=asked.limits, prediction=asked.prediction, thinking=asked.thinking
+    )
     return admit._replace(request=request)
 
 

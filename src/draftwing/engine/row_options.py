@@ -1,5 +1,5 @@
-"""The device side of what few requests ask for: edited logits, guidance by the host, limits on drafts, predicted
-outputs, log probabilities. Steps without any of it never come here.
+"""The device side of what few requests ask for: edited logits, guidance by the host, thinking budgets, limits on
+drafts, predicted outputs, log probabilities. Steps without any of it never come here.
 
 All of it works on a sub-batch, the rows that ask, so that a row's result does not depend on what runs beside it.
 """
@@ -21,9 +21,10 @@ from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import Calibration, Draft
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
+from draftwing.sampling.budgets import BudgetTable
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
-from draftwing.sched.guidance import Guides
+from draftwing.sched.guidance import Guides, Masks
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.limits import limit
 from draftwing.spec.prediction import PredictedOutput
@@ -67,6 +68,7 @@ class SpecialRows:
         self._calibration = calibration
         rows, vocab = table.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device, device.upload)
+        self.budgets = BudgetTable(rows, device.device, device.upload)
         self.predicted = PredictedOutput(rows, min(table.length, MAX_PREDICTED), device.device, device.upload)
         self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
 
@@ -77,6 +79,8 @@ class SpecialRows:
             self._limits[admit.row] = request.limits or _UNLIMITED
             if admit.edited:
                 self.edits.write(admit.row, request.params, admit.prompt_len, admit.bad_word_ids)
+            if request.thinking is not None:
+                self.budgets.write(admit.row, request.thinking, admit.prompt_len)
             if request.prediction:
                 self.predicted.write(admit.row, request.prediction, admit.prompt_len)
 
@@ -133,9 +137,9 @@ class SpecialRows:
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guides | None) -> Tensor:
-        """`target` [B, N] with the tokens of edited rows drawn from their edited logits; `FORBIDDEN` where the edits
-        left none."""
-        if not len(plan.edited):
+        """`target` [B, N] with the tokens of edited rows drawn from their edited logits (`FORBIDDEN` where
+        the edits left none), and with those that end reasoning whose budget is spent."""
+        if not len(plan.edited) + len(plan.thinking):
             return target
         masks = guidance.masks() if guidance is not None else None
         processed = plan.guided[guidance.processed] if guidance is not None else plan.guided[:0]
@@ -145,7 +149,22 @@ class SpecialRows:
                 edited = self._draw_rows(plan, which, at, drawn, masks, guidance)
                 # What edits have made of the logits is no fault of the model's.
                 target = target.index_copy(0, at, edited | target.index_select(0, at) & NOT_FINITE)
-        return target
+        return self._end_reasoning(plan, drawn, target, masks) if len(plan.thinking) else target
+
+    def _end_reasoning(self, plan: Plan, drawn: Drawn, target: Tensor, masks: Masks | None) -> Tensor:
+        """After all else: nothing forbids the end marker, but a grammar may first want the rest of a character."""
+        at = self._rows_of(plan.thinking)
+        part, drew = drawn.pick(at), target.index_select(0, at)
+        forced = self.budgets.forced(
+            self.budgets.longest(plan.rows[plan.thinking].tolist()), part.rows, self.table.tokens,
+            part.positions[:, 0], plan.max_kv_len, part.tokens, part.path, part.path_len,
+        )  # fmt: skip
+        now = forced >= 0
+        bits = self._masks_of(plan.thinking, plan, masks)
+        if bits is not None:
+            words = bits.gather(-1, forced.clamp(min=0)[..., None] >> 5).squeeze(-1)
+            now = now & ((words >> (forced & 31)) & 1 == 1)
+        return target.index_copy(0, at, torch.where(now, forced | drew & NOT_FINITE, drew))
 
     def _draw_rows(
         self,
@@ -153,18 +172,14 @@ class SpecialRows:
         which: IntArray,
         at: Tensor,
         drawn: Drawn,
-        masks: npt.NDArray[np.uint32] | None,
+        masks: Masks | None,
         guidance: Guides | None,
     ) -> Tensor:
         """The tokens, with `FORBIDDEN`. which: batch indices, `at` on the device. All of them have a logits processor,
         or none has."""
         part = drawn.pick(at)
         guided = _places(plan.guided, which)  # of `plan.guided`
-        bits = None
-        if masks is not None and len(guided):
-            wide = np.full((len(which), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)
-            wide[_places(which, plan.guided)] = masks[guided]
-            bits = self._bits(wide)
+        bits = self._masks_of(which, plan, masks)
         features = self.edits.features(plan.rows[which].tolist(), guided=bits is not None)
         edit = self.edits.apply(
             part.logits.float(), features, part.rows, self.table.tokens, part.positions[:, 0], plan.max_kv_len,
@@ -203,7 +218,17 @@ class SpecialRows:
         edited = self.device.upload(host).view(logits.dtype)[: logits.numel()].view(logits.shape)
         return edited.masked_fill(logits == -torch.inf, -torch.inf)
 
-    def _bits(self, masks: npt.NDArray[np.uint32]) -> Tensor:
+    def _masks_of(self, which: IntArray, plan: Plan, masks: Masks | None) -> Tensor | None:
+        """Of the batch indices `which`, [b, N, W] int32 on the device; None where none of them has a mask. masks: of
+        `plan.guided`."""
+        guided = _places(plan.guided, which)
+        if masks is None or not len(guided):
+            return None
+        wide = np.full((len(which), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)
+        wide[_places(which, plan.guided)] = masks[guided]
+        return self._bits(wide)
+
+    def _bits(self, masks: Masks) -> Tensor:
         """[g, N, W] uint32 on the host -> int32 on the device"""
         host = np.zeros(masks.size + masks.size % 2, np.uint32)  # whole int64 words
         host[: masks.size] = masks.ravel()

@@ -14,6 +14,7 @@ MAX_PREDICTED: Final = 16384  # tokens of a predicted output
 MOST_LOGPROBS: Final = 128  # best tokens, and further tokens, of a position
 MOST_OPENAI_LOGPROBS: Final = 20  # in chat completions
 MOST_COMPLETION_LOGPROBS: Final = 20  # as vLLM; OpenAI has 5
+MAX_MARKER: Final = 32  # tokens of a marker of reasoning
 LOGPROB_FIELDS = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 _SPECULATIVE = ("algorithm", "num_steps", "topk", "num_draft_tokens")
 
@@ -62,6 +63,20 @@ def logprob_params(
     return LogprobParams(top, tuple(_whole(name, token, 0, 2**31 - 1) for token in ids), start)
 
 
+class ThinkingBudget(NamedTuple):
+    """The most tokens of an answer's reasoning. Once so many are inside of its blocks, an open block is ended.
+
+    begin, end: token ids of the markers.  open: whether the answer begins inside of a block.
+    again: whether blocks may begin anywhere, and not at the answer's beginning alone.
+    """
+
+    tokens: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    open: bool
+    again: bool = False
+
+
 class Terms(NamedTuple):
     """On what an engine takes a request: its most new tokens, and the token ids that end it."""
 
@@ -75,6 +90,7 @@ class GenerationRequest(NamedTuple):
     limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.
     bad_word_ids: the token sequences of its parameters' `bad_words`; None where they are yet to be found.
+    thinking: of its parameters' `thinking_budget`, as the model's markers and its prompt make it.
     traced: its outputs tell what was drafted for it.  client: the name of the API key that asked, where there are keys.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.
@@ -94,6 +110,7 @@ class GenerationRequest(NamedTuple):
     traced: bool = False
     client: str = ""
     arrived: float | None = None
+    thinking: ThinkingBudget | None = None
 
     @property
     def together(self) -> tuple[str, float] | None:

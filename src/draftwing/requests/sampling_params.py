@@ -86,6 +86,7 @@ def _or_one(schema: dict[str, Any]) -> None:
 
 TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_listed)]
+Budget = Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(lambda value: None if value < 0 else value)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
 Words = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD)], ...], BeforeValidator(_listed)]
@@ -138,6 +139,9 @@ class SamplingParams(BaseModel):
     stop: Texts = Field((), max_length=MAX_STOPS, description="texts that end the answer", json_schema_extra=_or_one)
     stop_token_ids: TokenIds = Field((), max_length=MAX_STOPS, description="token ids that end the answer")
     min_new_tokens: int = Field(0, ge=0, le=_INT32, description="no token id ends the answer before this many tokens")
+    thinking_budget: Budget | None = Field(
+        None, description="most tokens of reasoning, which the model's own marker then ends; -1 is no limit"
+    )
     ignore_eos: bool = Field(False, description="go on past the model's end-of-text token")
     n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers per prompt")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
@@ -275,6 +279,9 @@ def _translate(given: dict[str, Any], names: Names) -> None:
     if found and found[0] != "grammar":
         given["grammar"] = read_grammar(found[0], given.pop(found[0]), names)
     name, params = given.pop("custom_logit_processor", None), given.pop("custom_params", None)
+    if name is None and isinstance(params, Mapping) and set(params) == {"thinking_budget"}:  # as SGLang has it
+        given.setdefault("thinking_budget", params["thinking_budget"])
+        params = None
     if name is not None:
         if not isinstance(name, str) or not name:
             raise names.error("custom_logit_processor", f"must be a name given at start; found {show(name)}")

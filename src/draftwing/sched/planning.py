@@ -43,6 +43,7 @@ def make_plan(
             guided=where(lambda r: r.guided),
             limited=where(lambda r: r.limited),
             predicted=where(lambda r: bool(r.request.prediction)),
+            thinking=where(lambda r: r.request.thinking is not None),
             logprobs=tuple((i, params) for i in asking if (params := reqs[i].request.logprobs) is not None),
         )
     return Plan(

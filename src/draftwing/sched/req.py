@@ -102,7 +102,8 @@ class Req:
         self._array, self._digest = np.empty(0, np.int64), b""
         self.limited = request.limits is not None
         self.may_draft = request.limits is None or request.limits.depth > 0
-        self.special = self.edited or self.limited or bool(request.prediction) or request.logprobs is not None
+        self.special = self.edited or self.limited or bool(request.prediction)
+        self.special |= request.logprobs is not None or request.thinking is not None
         if request.logprobs is not None and request.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 

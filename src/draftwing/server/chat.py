@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from draftwing.config.choices import HARMONY_PARSERS
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
@@ -17,9 +16,9 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
-from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages, is_harmony
+from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages
 from draftwing.server.parsers.message import MessageReader, MessageStyle
-from draftwing.server.parsers.reasoning import REASONING_STYLES, Start, start_of
+from draftwing.server.parsers.reasoning import Start, start_of
 from draftwing.server.parsers.tools import TOOL_STYLES, style_of
 from draftwing.server.schema import Asking, Body
 from draftwing.server.service import Generation, Service
@@ -45,8 +44,9 @@ class Chat:
 
     messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
     with the last message.  prompted: the template begins the answer.  thinking: True and False tell the template
-    whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.  ignored: fields of
-    the request that have no effect, beside its hints: tools that a server would run, say.
+    whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.  reasons: some is
+    asked for, if the template can switch it on.  ignored: fields of the request that have no effect, beside its hints:
+    tools that a server would run, say.
     """
 
     messages: list[dict[str, Any]]
@@ -58,6 +58,7 @@ class Chat:
     prompted: bool = True
     thinking: bool | None = None
     effort: str | None = None
+    reasons: bool = False
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     ignored: tuple[str, ...] = ()
@@ -81,11 +82,9 @@ class Chats:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        named = service.options.reasoning_parser, service.options.tool_call_parser
-        source = service.tokenizer.chat_source
-        self.harmony = is_harmony(source) if named == (None, None) else bool({*named} & {*HARMONY_PARSERS})
-        self.reasoning = None if self.harmony else _style(REASONING_STYLES, named[0])
-        self.tools = None if self.harmony else _style(TOOL_STYLES, named[1]) or style_of(source)
+        self.harmony, self.reasoning = service.reasoning.harmony, service.reasoning.style
+        named, source = service.options.tool_call_parser, service.tokenizer.chat_source
+        self.tools = None if self.harmony else _style(TOOL_STYLES, named) or style_of(source)
 
     async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
         """The answers to a conversation, and how they are read. Raises RequestError or EngineDead.
@@ -96,9 +95,10 @@ class Chats:
         params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
         service.check_room(params.n)
         logprobs = body.wanted_logprobs()
-        called = _CALLED | dict(body.names)
+        called = _CALLED | dict(body.names) | {"thinking": body.thinking_field}
         text = await self._rendered(chat, called, size)
-        style = self._message_style(chat, text, called)
+        style = self._message_style(chat, text)
+        params, unheard = self._with_budget(chat, body, params, style)
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
         field = called["tools"] if chat.offers else body.grammar_field
@@ -114,11 +114,15 @@ class Chats:
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
-        ignored = chat.ignored
+        ignored = (*chat.ignored, *unheard)
         if chat.effort in _REASONS and not self._knows_effort:
             ignored = (*ignored, called.get("effort", called["thinking"]))
-        generation = await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body, ignored)
-        return generation, style
+        try:
+            asked = GenerationRequest("", ids, params, logprobs=logprobs)
+            asked = service.reasoning.bounded(asked, style.start, grammar_after=True)
+        except RequestError as error:
+            raise body.renamed(error) from None
+        return await service.submit([asked], body, ignored), style
 
     def reader(self, style: MessageStyle) -> MessageReader:
         """Reads one answer."""
@@ -139,7 +143,8 @@ class Chats:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
         _check_values(chat.template, MOST_VALUES, "chat_template_kwargs", "chat_template_kwargs and documents")
         variables = dict(chat.template)
-        thinking = True if chat.effort in _REASONS and chat.thinking is None else chat.thinking
+        asked = chat.reasons or chat.effort in _REASONS
+        thinking = True if asked and chat.thinking is None else chat.thinking
         if thinking is not None:  # as the templates of the families name it
             variables = {"enable_thinking": thinking, "thinking": thinking} | variables
         if chat.effort is not None:
@@ -187,32 +192,35 @@ class Chats:
         except RequestError:
             return False
 
-    def _message_style(self, chat: Chat, text: str, names: Mapping[str, str]) -> MessageStyle:
+    def _with_budget(
+        self, chat: Chat, body: ChatBody, params: SamplingParams, style: MessageStyle
+    ) -> tuple[SamplingParams, list[str]]:
+        """Parameters with the budget of reasoning, and the fields that a model without reasoning does not hear.
+
+        What is not to reason, and would all the same, is ended at once."""
+        known, silent = self._service.reasoning.known, style.start == "closed"
+        unheard: list[str] = []
+        if chat.thinking and silent and not chat.continued:
+            unheard.append(body.thinking_field)
+        if chat.thinking is False and known and not chat.continued:
+            params = params.replace(thinking_budget=0)
+        elif params.thinking_budget is not None and not known and body.hints_at_budget:
+            params = params.replace(thinking_budget=None)
+            unheard += [] if unheard else [body.budget_field]
+        return params, unheard
+
+    def _message_style(self, chat: Chat, text: str) -> MessageStyle:
         style = MessageStyle(
             separate=chat.separate_reasoning, stream_reasoning=chat.stream_reasoning, parallel=chat.parallel
         )
         if self.harmony:
-            if chat.thinking is False:
-                raise RequestError(
-                    f"{names['thinking']}: the model's chat template cannot switch reasoning off", names["thinking"]
-                )
             found = tuple(function.name for function in chat.functions) if chat.offers else ()
             start: Start = "closed" if chat.continued else "free"
             return dataclasses.replace(style, harmony=True, start=start, names=found)
         if self.reasoning is not None:
             continued = chat.messages[-1]["content"] if chat.continued else None
             start = start_of(self.reasoning, text, continued)
-            if chat.thinking is not None and not chat.continued and chat.thinking == (start == "closed"):
-                raise RequestError(
-                    f"{names['thinking']}: the model's chat template cannot switch reasoning "
-                    f"{'on' if chat.thinking else 'off'}",
-                    names["thinking"],
-                )
             style = dataclasses.replace(style, reasoning=self.reasoning, start=start)
-        elif chat.thinking:
-            raise RequestError(
-                f"{names['thinking']} needs a server that was started with --reasoning-parser", names["thinking"]
-            )
         if chat.offers:
             found = tuple(function.name for function in chat.functions)
             style = dataclasses.replace(style, tools=self.tools, names=found)

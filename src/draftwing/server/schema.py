@@ -112,6 +112,7 @@ Hint = Annotated[Any, HINT]
 OtherKind = Any  # of parts of another kind, which are refused by their kind rather than by an unknown field
 Bookkeeping = Any  # of an earlier answer, as it comes back in a history; asks for nothing
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning, as OpenAI has them
+EffortTokens = Annotated[int, Field(ge=0, lt=10**9)] | Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Name = Annotated[str, Field(max_length=1024)]  # chosen by the client, repeated in each event of a stream
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
@@ -232,6 +233,13 @@ def ignored_fields(body: BaseModel) -> tuple[str, ...]:
 _PLAIN = frozenset({str, int, float, bool, dict, type(None)})  # types of values that hold no fields of a body
 
 
+def split_effort(effort: str | int | None) -> tuple[str | None, int | None]:
+    """How much to reason, of an `Effort`, and the most tokens for it, of `EffortTokens`."""
+    if effort is None:
+        return None, None
+    return (None, int(effort)) if isinstance(effort, int) or effort.isdecimal() else (effort, None)
+
+
 def characters(value: Any) -> int:
     """Of a text, or of the texts in a list; 0 for anything else."""
     if isinstance(value, list):
@@ -320,8 +328,27 @@ class Asking(Body):
     @property
     def length(self) -> str | None:
         """Name of the field by which the client limits the length; None where it leaves that to us."""
-        given = (name for name, ours in self._sampled().items() if ours == "max_new_tokens")
-        return next((name for name in reversed(list(given)) if getattr(self, name) is not None), None)
+        return self._given("max_new_tokens")
+
+    @property
+    def budget_field(self) -> str:
+        """Name of the field that bounds reasoning."""
+        return self._given("thinking_budget") or self.names.get("thinking_budget", self.thinking_field)
+
+    @property
+    def hints_at_budget(self) -> bool:
+        """Whether that is a field that asks for reasoning: a model that has none gives a right answer."""
+        return self._given("thinking_budget") is None
+
+    @property
+    def thinking_field(self) -> str:
+        """Name of the field that says whether to reason, and how much."""
+        return self.names.get("thinking", "thinking")
+
+    def _given(self, ours: str) -> str | None:
+        """Name of the given field that counts for a parameter; None where it is left to us."""
+        given = [name for name, one in self._sampled().items() if one == ours and getattr(self, name) is not None]
+        return given[-1] if given else None
 
     @property
     def grammar_field(self) -> str | None:
@@ -351,6 +378,7 @@ class Asking(Body):
         ours = {ours: name for name, ours in self._sampled().items()} | dict(self.names)
         engines = ("min_new_tokens", "top_logprobs_num", "response_format")
         names: dict[str, str] = {name: ours[name] for name in engines if name in ours}
+        names["thinking_budget"] = self.budget_field
         names |= {"max_new_tokens": self.length or self.source, "input_ids": self.source, "prompt": self.source}
         param = names.get(error.param or "", error.param)
         found = re.compile("|".join(re.escape(name) for name in names if name != "prompt"))

@@ -24,6 +24,7 @@ from draftwing.server.border.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.entries import fit_entries, least
 from draftwing.server.lanes import Lanes
+from draftwing.server.parsers.budgets import Reasoning
 from draftwing.server.schema import Asking, split_prompts
 from draftwing.text.answer import Answer
 from draftwing.text.bad_words import bad_word_ids
@@ -112,6 +113,7 @@ class Service:
         self.model = engine.info.model_name
         self.started = time.time()
         self.texts = TokenTexts(tokenizer)
+        self.reasoning = Reasoning(self.options, tokenizer)
         self.lanes = Lanes()
         self._translator = Translator.of(engine.info.options, tokenizer)
         self._compiled: OrderedDict[Grammar, None] = OrderedDict()  # by the engine, or one before it; newest last
@@ -248,6 +250,7 @@ class Service:
             answers: list[Answer] = []
             try:
                 asked = await self._with_bad_words(asked)
+                asked = [one if one.thinking is not None else self.reasoning.bounded(one) for one in asked]
                 if body.length is None:
                     asked = [
                         one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked

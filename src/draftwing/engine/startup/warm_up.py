@@ -17,7 +17,7 @@ from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
 from draftwing.ops.even import even, evens
-from draftwing.requests.request import GenerationRequest, LogprobParams
+from draftwing.requests.request import GenerationRequest, LogprobParams, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.prices import Prices
 from draftwing.sched.scheduler import SPOILT
@@ -33,6 +33,7 @@ GREEDY = SamplingParams(temperature=0.0)
 ASKING = SamplingParams(
     temperature=1.0, top_p=0.9, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=((1, -1.0),)
 )
+BUDGET = ThinkingBudget(0, (1,), (2,), True)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
 
@@ -104,13 +105,13 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
 def _asking(plan: Plan) -> Plan:
     """The plan of row 0, which asks for what few requests do (`engine.row_options`)."""
     admits = tuple(
-        admit._replace(request=admit.request._replace(prediction=tuple(admit.tokens)), edited=True)
+        admit._replace(request=admit.request._replace(prediction=tuple(admit.tokens), thinking=BUDGET), edited=True)
         for admit in plan.admits
     )
     at = np.arange(1)
     return replace(
-        plan, admits=admits, noisy=at, filtered=at, edited=at, predicted=at if plan.shape.depth else NOBODY,
-        logprobs=((0, LogprobParams(top=1)),),
+        plan, admits=admits, noisy=at, filtered=at, edited=at, thinking=at,
+        predicted=at if plan.shape.depth else NOBODY, logprobs=((0, LogprobParams(top=1)),),
     )  # fmt: skip
 
 

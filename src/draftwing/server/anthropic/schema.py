@@ -197,6 +197,7 @@ class MessagesRequest(CountRequest, ChatBody):
         "min_new_tokens": "max_tokens",
         "response_format": "output_config.format",
         "effort": "output_config.effort",
+        "thinking_budget": "thinking.budget_tokens",
     }
 
     max_tokens: Any = sampled("max_new_tokens", required=True)
@@ -226,14 +227,14 @@ class MessagesRequest(CountRequest, ChatBody):
             message = "thread is not supported: conversations are not stored; send all messages"
             raise RequestError(message, "thread", "thread_unsupported_request")
         form, thinking = (self.output_config or OutputConfig()).format, self.thinking
-        budget = None if thinking is None else thinking.budget_tokens
-        # The most that Anthropic's clients may send leaves one token for the text: max_tokens is the bound then.
-        if budget is not None and isinstance(self.max_tokens, int) and budget < self.max_tokens - 1:
-            raise RequestError(
-                "thinking.budget_tokens must be at least max_tokens - 1: reasoning has no bound of its own; leave it "
-                f"out, or use thinking {{'type': 'adaptive'}}; found {budget}",
-                "thinking.budget_tokens",
-            )
+        if thinking is not None and thinking.budget_tokens is not None and thinking.type != "disabled":
+            budget = thinking.budget_tokens
+            if isinstance(self.max_tokens, int) and budget >= self.max_tokens:
+                raise RequestError(
+                    f"thinking.budget_tokens must be less than max_tokens; found {budget} and {self.max_tokens}",
+                    "thinking.budget_tokens",
+                )
+            fields["thinking_budget"] = budget
         if form is not None:
             if form.schema_ is None:
                 raise RequestError("output_config.format.schema is missing", "output_config.format.schema")

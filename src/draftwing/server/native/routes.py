@@ -58,7 +58,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
                     every, asked, names, body.each_logprobs(len(every)), strict=True
                 )
             ]
-            generation = await service.submit(requests, body, body.ignored)
+            generation = await service.submit(requests, body)
             texts = service.texts if body.return_text_in_logprobs else None
         return await respond(request, Generated(generation, batched, texts), body.stream)
 

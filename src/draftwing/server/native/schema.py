@@ -46,6 +46,7 @@ class GenerateRequest(Asking):
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
+    max_thinking_tokens: int | None = None  # another name of `thinking_budget`, of all prompts
 
     input_embeds: NotBuilt = None
     image_data: NotBuilt = None
@@ -66,7 +67,6 @@ class GenerateRequest(Asking):
     data_parallel_rank: Hint = None
     images_config: Hint = None
     log_metrics: Hint = None
-    max_thinking_tokens: NotBuilt = None
     mm_processor_kwargs: Hint = None
     modalities: NotBuilt = None
     no_logs: NotBuilt = None
@@ -113,14 +113,10 @@ class GenerateRequest(Asking):
         return found
 
     @property
-    def ignored(self) -> list[str]:
-        """Names of sampling parameters that have no effect."""
+    def ignored(self) -> tuple[str, ...]:
         each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
-        return [
-            f"sampling_params.{name}"
-            for name in HINTS
-            if not all(asks_for_nothing(name, fields.get(name)) for fields in each)
-        ]
+        found = [name for name in HINTS if not all(asks_for_nothing(name, fields.get(name)) for fields in each)]
+        return (*super().ignored, *(f"sampling_params.{name}" for name in found))
 
     @property
     def expressions(self) -> int:
@@ -135,6 +131,7 @@ class GenerateRequest(Asking):
                 raise RequestError(f"{where}custom_logit_processor is given twice", "custom_logit_processor")
             fields = fields | {"custom_logit_processor": processor}
         known = {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
+        known.setdefault("thinking_budget", self.max_thinking_tokens)
         params = SamplingParams.read({**defaults, **known}, where=where)
         return params, "max_new_tokens" in fields
 

@@ -52,6 +52,12 @@ class PeerFields(Asking):
     include_stop_str_in_output: Any = sampled("no_stop_trim")
     request_id: Name | None = None
 
+    # In vLLM, llama.cpp (two names), and Qwen's own API.
+    thinking_token_budget: Any = sampled("thinking_budget")
+    reasoning_budget_tokens: Any = sampled("thinking_budget")
+    thinking_budget_tokens: Any = sampled("thinking_budget")
+    thinking_budget: Any = sampled("thinking_budget")
+
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -75,7 +81,6 @@ class PeerFields(Asking):
     return_weight_versions: NotBuilt = None
     routed_experts_prompt_start: NotBuilt = None
     stream_interval: Hint = None
-    thinking_token_budget: NotBuilt = None
     truncate_prompt_tokens: NotBuilt = None
     truncation_side: NotBuilt = None
     use_beam_search: NotBuilt = None

@@ -23,6 +23,7 @@ from draftwing.server.schema import (
     Body,
     Bookkeeping,
     Effort,
+    EffortTokens,
     Hint,
     Name,
     NotBuilt,
@@ -30,6 +31,7 @@ from draftwing.server.schema import (
     Prediction,
     TokenIds,
     sampled,
+    split_effort,
 )
 
 
@@ -265,12 +267,21 @@ class NamedChoice(Body):
     function: ChosenFunction
 
 
+class ReasoningConfig(Body):
+    """OpenRouter's field for what `reasoning_effort` and `thinking_budget` say."""
+
+    effort: Effort | EffortTokens | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    enabled: bool | None = None
+    exclude: NotBuilt = None
+
+
 class ChatRequest(OpenAIBody, ChatBody):
     """Body of /v1/chat/completions. Without max_tokens an answer runs to the context limit."""
 
     default_length = None
     source, id_prefix = "messages", "chatcmpl-"
-    names: ClassVar = {"top_logprobs_num": "top_logprobs", "thinking": "reasoning_effort"}
+    names: ClassVar = {"top_logprobs_num": "top_logprobs"}
 
     messages: list[Message]
     max_completion_tokens: Any = sampled("max_new_tokens")
@@ -282,7 +293,8 @@ class ChatRequest(OpenAIBody, ChatBody):
     tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: Effort | EffortTokens | None = None
+    reasoning: ReasoningConfig | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
 
@@ -312,6 +324,8 @@ class ChatRequest(OpenAIBody, ChatBody):
         if self.continue_final_message and self.add_generation_prompt:
             name = "add_generation_prompt"
             raise RequestError(f"{name} and continue_final_message cannot both be true", name)
+        effort, budget = self._reasoning
+        enabled = None if self.reasoning is None else self.reasoning.enabled
         choice = self.tool_choice or "auto"
         named = ToolChoice(choice) if isinstance(choice, str) else ToolChoice("named", choice.function.name)
         return Chat(
@@ -322,11 +336,26 @@ class ChatRequest(OpenAIBody, ChatBody):
             template=({"documents": self.documents} if self.documents else {}) | (self.chat_template_kwargs or {}),
             continued=bool(self.continue_final_message),
             prompted=self.add_generation_prompt is not False,
-            thinking=False if self.reasoning_effort == "none" else None,
-            effort=self.reasoning_effort,
+            thinking=False if effort == "none" or enabled is False else None,
+            effort=effort,
+            reasons=bool(budget or enabled),
             separate_reasoning=self.separate_reasoning is not False,
             stream_reasoning=self.stream_reasoning is not False,
         )
+
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        return super().sampling(defaults, thinking_budget=self._reasoning[1], **fields)
+
+    @property
+    def _reasoning(self) -> tuple[str | None, int | None]:
+        """How much to reason, and the most tokens for it."""
+        asked = self.reasoning or ReasoningConfig()
+        effort, budget = split_effort(asked.effort if self.reasoning_effort is None else self.reasoning_effort)
+        return effort, budget if asked.max_tokens is None else asked.max_tokens
+
+    @property
+    def thinking_field(self) -> str:
+        return "reasoning" if self.reasoning is not None and self.reasoning_effort is None else "reasoning_effort"
 
     def wanted_logprobs(self) -> LogprobParams | None:
         top = self.top_logprobs or 0

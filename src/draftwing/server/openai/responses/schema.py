@@ -12,7 +12,18 @@ from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody, Conversation, only
 from draftwing.server.openai.responses.tools import ChosenTool, ResponsesTool, Toolbox, flat_name
-from draftwing.server.schema import Body, Bookkeeping, Effort, Hint, Name, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import (
+    Body,
+    Bookkeeping,
+    Effort,
+    EffortTokens,
+    Hint,
+    Name,
+    NotBuilt,
+    OtherKind,
+    sampled,
+    split_effort,
+)
 
 # What responses may hold besides. Reasoning comes as text that can be sent again, and nothing comes of tools that a
 # server would run: these ask for nothing more.
@@ -101,7 +112,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    effort: Effort | None = None
+    effort: Effort | EffortTokens | None = None
     summary: Hint = None  # reasoning comes as it is
     generate_summary: Hint = None
     context: Hint = None  # the chat template decides which reasoning it shows
@@ -147,6 +158,7 @@ class ResponsesRequest(ChatBody):
     presence_penalty: Any = sampled("presence_penalty")
     repetition_penalty: Any = sampled("repetition_penalty")
     logit_bias: Any = sampled("logit_bias")
+    thinking_budget: Any = sampled("thinking_budget")
     chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None
@@ -196,7 +208,7 @@ class ResponsesRequest(ChatBody):
         places += [(f"input.{i}", item) for i, item in enumerate(self.items)]
         added = [(f"{where}.tools.{i}", tool) for where, item in places for i, tool in enumerate(item.tools or [])]
         self._toolbox = Toolbox(self.tools or (), added, self.tool_choice)
-        effort = None if self.reasoning is None else self.reasoning.effort
+        effort, budget = self._effort
         return Chat(
             _conversation(places, self.instructions),
             self._toolbox.functions,
@@ -206,12 +218,18 @@ class ResponsesRequest(ChatBody):
             thinking=False if effort == "none" else None,
             effort=effort,
             ignored=self._toolbox.ignored,
+            reasons=bool(budget),
         )
+
+    @property
+    def _effort(self) -> tuple[str | None, int | None]:
+        return split_effort(None if self.reasoning is None else self.reasoning.effort)
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         form = None if self.text is None else self.text.format
         made = None if form is None else _response_format(form)
-        return super().sampling(defaults, max_new_tokens=None, response_format=made, **fields)
+        fields |= {"response_format": made, "thinking_budget": self._effort[1]}
+        return super().sampling(defaults, max_new_tokens=None, **fields)
 
     def _check(self) -> None:
         if not self.items:

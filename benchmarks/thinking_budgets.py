@@ -1,0 +1,99 @@
+"""Answers with thinking budgets: those with drafts against those without, one request at a time.
+
+    python benchmarks/thinking_budgets.py [--model MODEL] [--prompts 80] [--tokens 96] [--only EAGLE3]
+
+The first turns of MT-bench with budgets of several sizes, half of them at temperature 0.8. The model is taken to reason
+from the first token on; the marker that ends it may be several tokens. For each way of drafting it prints how many
+answers are the same tokens, and how often reasoning was ended by force, where the budget says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftwing import LLM
+
+TURNS = Path(__file__).parent / "data" / "mt_bench.jsonl"
+BUDGETS = 0, 1, 5, 12, 30, 60, -1
+CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
+TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+FIXED = {"speculative_fixed_shape": True}
+
+
+def ways(pool: int) -> list[tuple[str, str, int, dict[str, Any]]]:
+    """Name, algorithm, requests at once and further options. pool: tokens of a pool that is too small."""
+    return [
+        ("none, 16 at once", "none", 16, {}),
+        ("NGRAM, one at a time", "NGRAM", 1, {}),
+        ("NGRAM, 16 at once, trees of 16", "NGRAM", 16, TREE | FIXED),
+        ("EAGLE3, 16 at once", "EAGLE3", 16, {}),
+        ("EAGLE3, 16 at once, trees of 16", "EAGLE3", 16, TREE | FIXED),
+        ("EAGLE3, 16 at once, chains of 5", "EAGLE3", 16, CHAIN | FIXED),
+        ("EAGLE3, one at a time, trees of 16", "EAGLE3", 1, TREE | FIXED),
+        ("EAGLE3, trees of 16, without overlap", "EAGLE3", 16, TREE | FIXED | {"disable_overlap_schedule": True}),
+        ("EAGLE3, trees of 16, preempted", "EAGLE3", 16, TREE | FIXED | {"max_total_tokens": pool}),
+        ("EAGLE3+NGRAM, 16 at once", "EAGLE3+NGRAM", 16, {}),
+    ]
+
+
+def answers(
+    args: argparse.Namespace, algorithm: str, at_once: int, more: dict[str, Any]
+) -> tuple[list[list[int]], str]:
+    """The tokens of all answers, and what else is to be told of the run."""
+    lines = TURNS.read_text(encoding="utf-8").splitlines()[: args.prompts]
+    asked = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+    params = [
+        {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True,
+         "thinking_budget": BUDGETS[i % len(BUDGETS)]}
+        for i in range(len(asked))
+    ]  # fmt: skip
+    options = {"max_total_tokens": 16384, "max_running_requests": at_once, "random_seed": 1} | more
+    with LLM(
+        args.model, reasoning_parser="deepseek-r1", speculative_algorithm=algorithm,
+        enable_deterministic_inference=args.deterministic, **options,
+    ) as llm:  # fmt: skip
+        marker = llm.engine.tokenizer.encode("</think>", add_special_tokens=False)
+        found = llm.chat(asked, params)
+        told = f"accept length {llm.engine.accept_length:.2f}"
+    texts = [list(one.token_ids) for one in found]
+    retracted = sum(one.meta_info["num_retractions"] for one in found)
+    told += f", {retracted} preempted, {forced(texts, marker)} ended where the budget says"
+    return texts, told
+
+
+def forced(texts: Sequence[Sequence[int]], marker: Sequence[int]) -> int:
+    """How many answers have the marker right after their budget. Raises AssertionError for one that goes on."""
+    count = 0
+    for i, text in enumerate(texts):
+        tokens = BUDGETS[i % len(BUDGETS)]
+        where = [at for at in range(len(text)) if list(text[at : at + len(marker)]) == list(marker)]
+        if 0 <= tokens <= len(text) - len(marker):
+            assert where and where[0] <= tokens, f"answer {i} reasons beyond its budget of {tokens}: {where}"
+            count += where[0] == tokens
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--prompts", type=int, default=80)
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--pool", type=int, default=2600, help="tokens of the pool in which requests are preempted")
+    parser.add_argument("--only", default="", help="ways whose name has this")
+    parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference: on a GPU")
+    args = parser.parse_args()
+    expected, told = answers(args, "none", 1, {})
+    print(f"{'none, one at a time':40s} {told}", flush=True)
+    for name, algorithm, at_once, more in ways(args.pool):
+        if args.only in name:
+            texts, told = answers(args, algorithm, at_once, more)
+            same = sum(a == b for a, b in zip(texts, expected, strict=True))
+            print(f"{name:40s} {same} of {len(expected)} the same, {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Thinking budgets: the text with drafts is that of decoding token by token and forcing by hand, in float32."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from reference.budgets import machine
+from toy_grammar import ToyGrammar
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.ops import make_ops
+from draftwing.requests.request import ThinkingBudget
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
+
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
+pytestmark = [
+    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
+    pytest.mark.further(harness=["blocks", "ranks"], lag=0),
+]
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
+TOKENS = 32
+ENDS = (7,), (7, 7, 8), (9, 10)
+
+
+def budget_of(draw: random.Random) -> ThinkingBudget | None:
+    """Of one of the requests: small ones, those that end nothing, and none."""
+    if draw.random() < 0.15:
+        return None
+    free = draw.random() < 0.4
+    tokens = draw.choice((0, 1, 3, 8, 15, 25, 60))
+    return ThinkingBudget(tokens, (draw.randrange(48),) if free else (), draw.choice(ENDS), not free, free)
+
+
+def ask(h, rig, requests):
+    for i, (prompt, params, budget) in enumerate(requests):
+        rig.submit(str(i), prompt, params, thinking=budget)
+    return rig.run()
+
+
+@pytest.fixture(scope="module")
+def case(harness):
+    """Model, requests with budgets, and answers of which each token is asked for by itself."""
+    h, draw = harness, random.Random(3)
+    model = h.tiny_model()
+    prompts = h.prompts_for(12)
+    params = [h.greedy(TOKENS) if i % 2 else h.seeded(TOKENS, seed=i) for i in range(12)]
+    requests = [(prompt, one, budget_of(draw)) for prompt, one in zip(prompts, params, strict=True)]
+    (whole,) = getattr(model, "whole", (model,))
+    alone = h.one_rank if hasattr(model, "whole") else h.Rig
+    rig = alone(whole, rows=12)
+    texts, forced = [[] for _ in requests], 0
+    for step in range(TOKENS):
+        must = [-1 if b is None else machine(text, b) for text, (_, _, b) in zip(texts, requests, strict=True)]
+        for i, (prompt, one, _) in enumerate(requests):
+            if must[i] < 0:
+                rig.submit(f"{step} {i}", [*prompt, *texts[i]], one.replace(max_new_tokens=1))
+        got = rig.run().tokens
+        for i, text in enumerate(texts):
+            text += got[f"{step} {i}"] if must[i] < 0 else [must[i]]
+        forced += sum(token >= 0 for token in must)
+    expected = {str(i): text for i, text in enumerate(texts)}
+    free = h.plain_answers(model, prompts, params).tokens
+    assert forced > 8 and sum(free[uid] != text for uid, text in expected.items()) > 5
+    return model, requests, expected
+
+
+def book_of(h, requests, expected):
+    return h.make_book([prompt for prompt, *_ in requests], SimpleNamespace(tokens=expected))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_without_drafts(harness, case, lag):
+    model, requests, expected = case
+    assert ask(harness, harness.Rig(model, lag=lag), requests).tokens == expected
+    assert ask(harness, harness.Rig(model, lag=lag, rows=1, radix=False, chunk=3), requests).tokens == expected
+
+
+@pytest.mark.further(harness=["blocks", "ranks"], drafter=["ngram", "suffix"])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
+def test_with_drafts(harness, case, drafter, shape, lag):
+    model, requests, expected = case
+    book = book_of(harness, requests, expected)
+    rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, miss=2, lag=lag)
+    assert ask(harness, rig, requests).tokens == expected
+    assert rig.accept_length > (1.8 if drafter == "oracle" else 1.0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_with_a_draft_model(harness, case, lag):
+    """Its drafts go on where the budget is spent: they are right but for what is forced."""
+    model, requests, expected = case
+    ops, draft = make_ops(torch.device(harness.device)), harness.tiny_model()
+    (draft,) = getattr(draft, "whole", (draft,))
+
+    def make(share=None):
+        return ModelDrafter(DraftLM(draft, harness.VOCAB), 7, TREE.topk, torch.float32, ops)
+
+    drafter = make if hasattr(model, "whole") else make()
+    rig = harness.Rig(model, shapes=(TREE,), drafter=drafter, lag=lag)
+    assert ask(harness, rig, requests).tokens == expected
+    assert rig.accept_length > 1.8
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_preemption_small_chunks_and_changing_shapes(harness, case, lag):
+    model, requests, expected = case
+    rig = harness.Rig(
+        model, drafter="oracle", policy=harness.Cycle(TREE, CHAIN), book=book_of(harness, requests, expected), miss=1,
+        lag=lag, slots=110, chunk=7,
+    )  # fmt: skip
+    got = ask(harness, rig, requests)
+    assert got.tokens == expected
+    assert rig.sched.retractions >= 2 and rig.accept_length > 1.5
+
+
+def test_beside_edits_filters_grammars_and_processors(harness, case):
+    """What else a request asks for holds where the model decides, and forbids the marker nowhere."""
+    h, (model, requests, _) = harness, case
+    markers = sorted({token for end in ENDS for token in end})
+
+    class Lenient(ToyGrammar):
+        def _allowed(self):
+            return super()._allowed() | set(markers)
+
+    def against(tokens, logits):
+        logits[markers] = -torch.inf
+        logits[len(tokens) % len(logits)] += 3.0
+        return logits
+
+    edits = {"repetition_penalty": 1.3, "logit_bias": ((3, 2.0), (7, -50.0)), "frequency_penalty": 0.4}
+    every = []
+    for i, (prompt, params, budget) in enumerate(requests):
+        if i % 3:
+            params = params.replace(**edits)
+        if i % 4 == 2:
+            params = params.replace(top_k=5)
+        more = {3: {"processor": against}}.get(i % 5, {})
+        every.append((prompt, params, more | {"thinking": budget and budget._replace(tokens=min(budget.tokens, 12))}))
+
+    def submit(rig):
+        for i, (prompt, params, more) in enumerate(every):
+            grammar = Lenient(i, h.VOCAB) if i % 5 == 4 else None
+            rig.submit(str(i), prompt, params, grammar=grammar, **more)
+        return rig.run()
+
+    whole = getattr(model, "whole", None)  # of a model that is spread over ranks
+    expected = submit(h.one_rank(*whole, rows=1, radix=False) if whole else h.Rig(model, rows=1, radix=False))
+    forced = 0
+    for i, (_, _, more) in enumerate(every):
+        text = expected.tokens[str(i)]
+        assert len(text) == TOKENS
+        must = [machine(text[:n], more["thinking"]) for n in range(TOKENS)] if more["thinking"] else []
+        assert all(token in (-1, text[n]) for n, token in enumerate(must))
+        forced += sum(token >= 0 for token in must)
+    assert forced > 8
+    book = h.make_book([prompt for prompt, *_ in every], expected)
+    for shape, lag in ((TREE, 1), (CHAIN, 0), (PLAIN, 1)):
+        rig = h.Rig(model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag)
+        assert submit(rig).tokens == expected.tokens
