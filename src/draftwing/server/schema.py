@@ -218,7 +218,7 @@ def ignored_fields(body: BaseModel) -> tuple[str, ...]:
                 continue
             model: type[BaseModel] = type(value)
             hints = _hints(model)
-            for name in value.model_fields_set:
+            for name in value.model_fields_set & model.model_fields.keys():
                 one = getattr(value, name)
                 if name in hints:
                     if not asks_for_nothing(name, one):

@@ -101,14 +101,14 @@ class Toolbox:
         given = [(f"tools.{i}", tool) for i, tool in enumerate(tools)]
         checked_functions([(offer.function, where) for offer, where in _offers(given)])
         found = {offer.function.name: (offer, where) for offer, where in _offers((*given, *added))}
-        checked_functions([(offer.function, where) for offer, where in found.values()])
+        functions = checked_functions([(offer.function, where) for offer, where in found.values()])
         hosted = [(where, tool.type) for where, tool in (*given, *added) if tool.type in HOSTED]
         if hosted and not found:
             where, kind = hosted[0]
             raise RequestError(f"{where}.type must not be {kind!r} alone: {_ALONE}", f"{where}.type")
         self.ignored = tuple(dict.fromkeys(f"tools.{kind}" for _, kind in hosted))
         self._offers = {name: offer for name, (offer, _) in found.items()}
-        self.functions = [offer.function for offer in self._offers.values()]
+        self.functions = functions
         self.choice = checked_choice(self._chosen(choice), self.functions)
 
     def __getitem__(self, name: str) -> Offer:
