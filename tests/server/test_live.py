@@ -123,8 +123,10 @@ def test_official_clients(url: str) -> None:
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
         usage = chunk.usage or usage
     assert text == whole.choices[0].message.content and usage is not None and whole.usage is not None
-    # How many drafts are right differs: the second answer is drafted from the first one.
-    counts = {"completion_tokens_details": None}
+    cached = [one.prompt_tokens_details and one.prompt_tokens_details.cached_tokens for one in (whole.usage, usage)]
+    assert cached == [0, usage.prompt_tokens - 1]
+    # How many drafts are right differs, too: the second answer is drafted from the first one.
+    counts = {"completion_tokens_details": None, "prompt_tokens_details": None}
     assert usage.model_copy(update=counts) == whole.usage.model_copy(update=counts)
 
     async def scenario() -> str | None:

@@ -87,9 +87,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_beam_search", "use_audio_in_video", "require_reasoning", "no_logs", "echo"), (False,)),
     **dict.fromkeys(("disable_fallback", "disable_additional_properties"), (False,)),
     **dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"), (False,)),
+    **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
     **dict.fromkeys(("return_cached_tokens_details", "return_spec_tokens_details"), (False,)),
     **dict.fromkeys(("return_progress", "timings_per_token"), (False,)),
-    **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
 }
 
 
@@ -197,11 +197,10 @@ def _inside(kind: Any, part: int | str) -> list[Any]:
 
 def _members(kind: Any) -> list[Any]:
     """The types of a union, or the type itself."""
-    if get_origin(kind) is Annotated:
+    origin = get_origin(kind)
+    if origin is Annotated:
         return _members(get_args(kind)[0])
-    return (
-        [one for each in get_args(kind) for one in _members(each)] if get_origin(kind) in (Union, UnionType) else [kind]
-    )
+    return [one for each in get_args(kind) for one in _members(each)] if origin in (Union, UnionType) else [kind]
 
 
 def ignored_fields(body: BaseModel) -> tuple[str, ...]:

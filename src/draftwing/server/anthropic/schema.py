@@ -144,6 +144,7 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     cache_control: Hint = None
     speed: Hint = None
+    billing_policy: Hint = None
     mcp_servers: Hint = None
     context_management: ContextManagement | None = None
 
@@ -207,7 +208,6 @@ class MessagesRequest(CountRequest, ChatBody):
     top_k: Any = sampled("top_k")
     metadata: Hint = None
     service_tier: Hint = None
-    billing_policy: Hint = None
     fallbacks: Hint = None
     fallback_credit_token: Hint = None
     diagnostics: Hint = None
