@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from typing import Any
 
 import jsonschema
@@ -162,3 +163,43 @@ def test_names_are_counted_however_often_they_are_referred_to() -> None:
     rewritten({"$defs": {"key": key}, "properties": dict(list(maps.items())[:4])})
     with pytest.raises(GrammarError, match=str(MAX_NAMES)):
         rewritten({"$defs": {"key": key}, "properties": maps})
+
+
+def test_texts_for_readers_may_hold_anything(byte_vocab: Any) -> None:
+    """Half of an emoji, say, as a client cuts them; in a value it can never come."""
+    half = json.loads('"\\ud83d"')
+    for schema in [{"title": half, "description": half, "properties": {"a": {"$comment": half}}}]:
+        byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    for schema in [{"const": half}, {"properties": {half: {}}}, {"enum": ["a", half]}, {"pattern": half}]:
+        with pytest.raises(RequestError, match="lone surrogate"):
+            byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_stands_in_a_schema_is_no_fault_of_ours(byte_vocab: Any, seed: int) -> None:
+    """Odd values of all keywords: taken or refused, and the refusal does not show the grammar."""
+    draw = random.Random(seed)
+    known = [*NOTHING, *SAID_OTHERWISE]
+    keywords = sorted(
+        {key for schema in known for key in schema} | {"required", "type", "pattern", "maxLength", "anyOf"}
+    )
+    odd = [None, True, False, -1, 2, 1.5, "x", "", "#/x", [], {}, [1], ["a", None], {"a": []}, {"": None}, [{}], 10**30]
+
+    def value(depth: int = 0) -> Any:
+        kind = draw.choice(("odd", "list", "map", "schema")) if depth < 3 else "odd"
+        if kind == "odd":
+            return draw.choice(odd)
+        if kind == "list":
+            return [value(depth + 1) for _ in range(draw.randint(0, 3))]
+        names = ["a", "b", "$ref"] if kind == "map" else keywords
+        return {draw.choice(names): value(depth + 1) for _ in range(draw.randint(0, 3))}
+
+    refused = 0
+    for _ in range(150):
+        schema = dict(draw.choice(known)) | {draw.choice(keywords): value() for _ in range(draw.randint(1, 3))}
+        try:
+            byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
+        except RequestError as error:
+            refused += 1
+            assert not any(word in str(error) for word in ("x-guidance", "$defs/s", "Unimplemented")), schema
+    assert 20 < refused < 150

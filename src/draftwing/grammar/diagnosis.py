@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from draftwing.grammar.schemas import moved, pointed, rewritten
 from draftwing.requests.grammar_field import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
@@ -54,7 +54,7 @@ def explained(why: str, schemas: Sequence[tuple[Path, Any]], fails: Fails) -> st
         made = rewritten(schema)
         alone = fails(made)
         if alone is not None:
-            where = _shown(_located(path, schema, made, fails, deadline))
+            where = _shown((*path, *_located(schema, made, fails, deadline)))
             return f"{where}: {in_words(alone)}" if where else in_words(alone)
     return in_words(why)
 
@@ -75,7 +75,7 @@ def _shown(path: Path) -> str:
     return whole if len(whole) <= _PATH_CHARS else f"...{whole[-_PATH_CHARS:]}"
 
 
-def _located(path: Path, schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -> Path:
+def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -> Path:
     """Where in the schema, which is `made` in the library's language, the smallest one is that fails as it does."""
     root = moved(made, _ROOT)
 
@@ -84,12 +84,14 @@ def _located(path: Path, schema: Any, made: dict[str, Any], fails: Fails, deadli
         if time.monotonic() > deadline:
             return None
         parts = {str(i): {"$ref": _ROOT + pointer} for i, pointer in enumerate(pointers)}
-        needed = {"type": "object", "properties": parts, "required": [*parts]} if len(parts) > 1 else parts["0"]
+        needed = {"type": "object", "properties": parts, "required": [*parts]} if len(parts) != 1 else parts["0"]
         told = fails({**needed, "$defs": {"s": root}})
         return told and told.split("\n  while processing")[0]
 
-    pointer, seen = "", {""}
+    pointer, path, seen = "", (), {""}
     told = why([pointer])
+    if told is not None and why([]) == told:  # whatever is needed: it leads out of the schema
+        return next((place for place, reference in _references(schema) if f"'{reference}'" in told), path)
     while told is not None:
         inner = [one for one in _inside(schema, made, pointer, path) if one[0] not in seen]
         while len(inner) > 1:
@@ -103,22 +105,44 @@ def _located(path: Path, schema: Any, made: dict[str, Any], fails: Fails, deadli
 
 
 def _inside(schema: Any, made: Any, pointer: str, path: Path) -> Iterator[tuple[str, Path]]:
-    """The schemas that the one at `pointer` consists of, in both of its forms: where, and how that is told."""
+    """The schemas that the one at `pointer` consists of, in both of its forms: where, and how that is told. Of a
+    reference what it stands for."""
     given, here = pointed(schema, f"#{pointer}"), pointed(made, f"#{pointer}")
     if not isinstance(given, dict) or not isinstance(here, dict):
         return
+    found: list[Path] = []
     for key, value in here.items():
         other = given.get(key)
-        if key == "$ref" and isinstance(value, str) and isinstance(pointed(schema, value), dict):
-            yield value[1:], tuple(part.replace("~1", "/").replace("~0", "~") for part in value[2:].split("/"))
-        elif key in SCHEMAS and isinstance(value, dict) and isinstance(other, dict):
-            yield f"{pointer}/{key}", (*path, key)
-        elif key in SCHEMA_LISTS and isinstance(value, list) and isinstance(other, list):
-            for i in range(min(len(value), len(other))):
-                yield f"{pointer}/{key}/{i}", (*path, key, str(i))
+        if key in SCHEMA_LISTS and isinstance(value, list) and isinstance(other, list):
+            found += [(key, str(i)) for i in range(min(len(value), len(other)))]
         elif key in SCHEMA_MAPS - {"$defs", "definitions"} and isinstance(value, dict) and isinstance(other, dict):
-            for name in value.keys() & other.keys():
-                yield f"{pointer}/{key}/{_escaped(name)}", (*path, key, name)
+            found += [(key, name) for name in value.keys() & other.keys()]
+        elif key in SCHEMAS and other is not None and not isinstance(value, bool):
+            found.append((key,))
+    for inner in found:
+        where = f"{pointer}/{'/'.join(map(_escaped, inner))}"
+        part = pointed(made, f"#{where}")
+        alone = isinstance(part, dict) and part.keys() == {"$ref"}
+        yield (alone and _target(made, part)) or (where, (*path, *inner))
+    if (target := _target(made, here)) is not None:
+        yield target
+
+
+def _target(made: Any, schema: Any) -> tuple[str, Path] | None:
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if not isinstance(reference, str) or not isinstance(pointed(made, reference), dict):
+        return None
+    parts = unquote(reference[1:]).split("/")[1:]
+    return reference[1:], tuple(part.replace("~1", "/").replace("~0", "~") for part in parts)
+
+
+def _references(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Every "$ref", and where."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        if key == "$ref" and isinstance(inner, str):
+            yield path, inner
+        yield from _references(inner, (*path, str(key)))
 
 
 def _escaped(name: str) -> str:

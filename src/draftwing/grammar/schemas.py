@@ -23,6 +23,7 @@ _ANNOTATIONS = frozenset({
     "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema",
     "default", "definitions", "deprecated", "description", "examples", "id", "readOnly", "title", "writeOnly",
 })  # fmt: skip
+_FOR_READERS = ("$comment", "description", "title")
 # Keywords of values of one type, which ask for nothing of others.
 _OF_TYPE = {
     "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
@@ -138,6 +139,8 @@ class _Rewriter:
             return schema
         made = {}
         for key, value in schema.items():
+            if key in _FOR_READERS:
+                continue
             if key in SCHEMA_DATA or key == "propertyNames":
                 made[key] = value
             elif key == "pattern" and isinstance(value, str):
@@ -187,7 +190,8 @@ class _Rewriter:
         _counted(made)
         added = [*_conditional(made), *_dependent(made), *self._named(made)]
         if added:
-            made["allOf"] = [*made.get("allOf", []), *added]
+            others = made.get("allOf", [])
+            made["allOf"] = [*others, *added] if isinstance(others, list) else others  # which is refused
 
     def _contains(self, made: dict[str, Any]) -> None:
         if self._old or "contains" not in made:
@@ -195,12 +199,13 @@ class _Rewriter:
         if "contains" not in made:
             return
         low, high = made.get("minContains", 1), made.get("maxContains")
-        if type(low) is not int or type(high) not in (int, type(None)):
+        least, most = made.get("minItems", 0), made.get("maxItems", 0)
+        if not all(map(_is_count, (low, 0 if high is None else high, least, most))):
             return
         wanted = made["contains"]
-        every = _allows_all(wanted) or (wanted == made.get("items") and not made.keys() & {"prefixItems"})
+        every = _allows_all(wanted) or (wanted == made.get("items") and "prefixItems" not in made)
         if every:
-            made["minItems"] = max(low, made.get("minItems", 0))
+            made["minItems"] = max(low, least)
             if high is not None:
                 made["maxItems"] = min(high, made.get("maxItems", high))
         if every or (low == 0 and high is None):
@@ -229,7 +234,7 @@ class _Rewriter:
                 found = [self._listed([only])]
             case {"pattern": str(pattern), **rest} if not rest:
                 found = [_matching(checked_regex(pattern))]
-            case _ if asked.keys() <= {"minLength", "maxLength"} and all(type(one) is int for one in asked.values()):
+            case _ if asked.keys() <= {"minLength", "maxLength"} and all(map(_is_count, asked.values())):
                 low, high = asked.get("minLength", 0), asked.get("maxLength", "")
                 found = [_matching(checked_regex(f"^(?s:.{{{low},{high}}})$"))]
             case _:
@@ -255,6 +260,10 @@ class _Rewriter:
         return {"properties": listed, "additionalProperties": False}
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _drop(made: dict[str, Any], *keys: str) -> None:
     for key in keys:
         made.pop(key, None)
@@ -278,7 +287,7 @@ def _unevaluated(made: dict[str, Any]) -> None:
 
 def _counted(made: dict[str, Any]) -> None:
     most = made.get("maxItems")
-    if made.get("uniqueItems") is False or (type(most) is int and most < 2):
+    if made.get("uniqueItems") is False or (_is_count(most) and most < 2):
         _drop(made, "uniqueItems")
     most, names = made.get("maxProperties"), made.get("properties", {})
     closed = made.get("additionalProperties") is False and not made.get("patternProperties")
@@ -314,6 +323,8 @@ def _dependent(made: dict[str, Any]) -> list[Any]:
             if not _allows_all(asked):
                 given.setdefault(name, []).append(asked)
     required = made.get("required", [])
+    if not isinstance(required, list):
+        return []
     needed = [name for name in given if name in required]
     free = [name for name in given if name not in required]
     if len(free) > MAX_DEPENDENT:

@@ -48,7 +48,12 @@ class Translator:
             space = self._whitespace if grammar.whitespace is None else whitespace_regex(grammar.whitespace)
             text = _translated(grammar, self._special, {**_OPTIONS, "whitespace_pattern": space})
             check_multiples(text)
-        except (GrammarError, RecursionError) as error:
+            text.encode()
+        except RecursionError:
+            raise refusal(grammar, "it is nested too deep", param) from None
+        except UnicodeEncodeError:
+            raise refusal(grammar, "it holds a lone surrogate, which no text can", param) from None
+        except GrammarError as error:
             raise refusal(grammar, str(error), param) from None
         return text
 

@@ -26,6 +26,7 @@ from draftwing.text.continuation import render_continued
 
 MOST_TOOLS = 512
 MOST_NAME = 256  # characters
+MOST_LOOSENED = 16  # functions of one request whose schemas are found not to be built
 # Values in what a template is given: it is copied to another process, which holds all others up.
 MOST_VALUES = 16_384  # in further variables
 MOST_TOLD = 65_536  # in the definitions of all tools, lists of what a parameter may be included; in all messages
@@ -260,8 +261,11 @@ class Chats:
             for function in chat.functions
             if function.strict or chat.choice.mode == "required" or chat.choice.name == function.name
         ]
-        found = []
-        for function in constrained:
+        found: list[Function] = []
+        for function in sorted(constrained, key=lambda one: not one.strict):
+            if len(found) == MOST_LOOSENED:  # what is looked for takes time
+                found = []
+                break
             grammar = Grammar("json_schema", json.dumps(function.schema))
             try:
                 await self._service.check_grammars([(params.replace(grammar=grammar), function.field)])
@@ -269,7 +273,7 @@ class Chats:
                 if function.strict:
                     raise
                 found.append(function)
-        found = found or [function for function in constrained if not function.strict]  # all together are too much
+        found = found or [function for function in constrained if not function.strict]  # or all together are too much
         functions = [
             dataclasses.replace(function, parameters=None) if function in found else function
             for function in chat.functions

@@ -242,7 +242,8 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
 
 
 def test_a_schema_that_is_none_is_refused_where_it_is_used(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    broken: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "no"}}}}}]
+    parameters = {"properties": {"a": {"type": "no"}}}
+    broken: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
     with pytest.raises(openai.BadRequestError, match="tools"):
         client.chat.completions.create(model="m", messages=HI, tools=broken, tool_choice="required")
 

@@ -211,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "text", "strict": True}}}, "text.format.strict"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),

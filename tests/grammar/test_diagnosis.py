@@ -1,0 +1,89 @@
+"""Why a schema is refused, and where in it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from draftwing.errors import RequestError
+from draftwing.grammar.diagnosis import SECONDS, in_words
+from draftwing.requests.grammar_field import Grammar
+
+WRONG = [
+    ({"uniqueItems": True}, "uniqueItems"), ({"type": "strin"}, "strin"), ({"format": "iri"}, "iri"), (3, "expected a"),
+    ({"pattern": "(?<=a)b"}, "look-around"), ({"minLength": "x"}, "minLength"), ({"$ref": "http://a/b"}, "http://a/b"),
+    ({"oneOf": [{"minLength": 1}, {"maxLength": 2}]}, "oneOf"), ({"$ref": "#/$defs/no"}, "/$defs/no"),
+    ({"type": "object", "properties": {"a": {}}, "maxProperties": 0}, "maxProperties"),
+    ({"patternProperties": {"a": True, "b": True}}, "/a/ and /b/"),
+]  # fmt: skip
+PLACES = [
+    (lambda one: {"properties": {"a": {}, "b": one, "c": {}}}, "properties.b"),
+    (lambda one: {"allOf": [{"title": "x"}, {"items": one}]}, "allOf.1.items"),
+    (lambda one: {"properties": {f"p{i}": {"type": "null"} for i in range(100)} | {"p77": one}}, "properties.p77"),
+    (lambda one: {"prefixItems": [True, {"additionalProperties": one}]}, "prefixItems.1.additionalProperties"),
+    (lambda one: {"properties": {"x/y~z %": {"type": "object", "properties": {"é": one}}}},
+     "properties.x/y~z %.properties.é"),
+    (lambda one: {"items": {"$ref": "#/$defs/T"},
+                  "$defs": {"U": {"type": "no"}, "T": {"anyOf": [{"const": 1}, {"items": one}]}}},
+     "$defs.T.anyOf.1.items"),
+    (lambda one: {"$ref": "#/$defs/T", "$defs": {"T": {"properties": {"t": {"$ref": "#/$defs/T"}, "u": one}}}},
+     "$defs.T.properties.u"),
+    (lambda one: {"properties": {"properties": {"patternProperties": {"^x": one}}}, "dependentRequired": {"a": ["b"]}},
+     "properties.properties.patternProperties.^x"),
+]  # fmt: skip
+
+
+def why(vocab: Any, grammar: Grammar) -> str:
+    with pytest.raises(RequestError) as refused:
+        vocab.compiler.compile(grammar, "f")
+    return str(refused.value).removeprefix("f: the grammar cannot be used: ")
+
+
+@pytest.mark.parametrize(("place", "where"), PLACES, ids=[where for _, where in PLACES])
+def test_the_place_in_the_schema_is_named(byte_vocab: Any, place: Any, where: str) -> None:
+    for wrong, word in WRONG:
+        told = why(byte_vocab, Grammar("json_schema", json.dumps(place(wrong))))
+        assert told.startswith(f"{where}: ") and word in told, told
+        first, content = ({"type": "json_schema", "json_schema": one} for one in ({"type": "null"}, place(wrong)))
+        second = {"type": "tag", "begin": "<", "content": content, "end": ">"}
+        tag = {"format": {"type": "or", "elements": [first, second]}}
+        told = why(byte_vocab, Grammar("structural_tag", json.dumps(tag)))
+        assert told.startswith(f"format.elements.1.content.json_schema.{where}: ") and word in told, told
+
+
+def test_at_the_top_there_is_no_place(byte_vocab: Any) -> None:
+    for wrong, word in WRONG[:3]:
+        told = why(byte_vocab, Grammar("json_schema", json.dumps(wrong)))
+        assert (word in told and told.startswith("'")) or told.startswith("the format")
+
+
+@pytest.mark.parametrize("kind", ["regex", "structural_tag"])
+def test_the_grammars_inside_is_not_shown(byte_vocab: Any, kind: Any) -> None:
+    expression = "a(b"
+    tag = {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": expression}] * 3}}
+    told = why(byte_vocab, Grammar(kind, expression if kind == "regex" else json.dumps(tag)))
+    assert "unclosed group" in told and not any(word in told for word in ("start:", "llguidance", " | ", "lark"))
+
+
+def test_of_what_nobody_knows_the_first_lines_are_told() -> None:
+    assert in_words("at 3(5): something else\n 1 | %llguidance {}\n 2 | start: s1") == "something else"
+    assert in_words('Unimplemented keys: ["if", "not"]') == "'if' is not supported; 'not' is not supported"
+
+
+def test_a_large_schema_takes_no_long_search(byte_vocab: Any) -> None:
+    """The place is looked for within a time; what there is of it then is told."""
+
+    def nested(depth: int) -> Any:
+        if depth == 0:
+            return {"type": "string"}
+        return {"properties": {f"p{i}": nested(depth - 1) for i in range(6)}}
+
+    schema = nested(4)
+    schema["properties"]["p5"]["properties"]["p5"]["properties"]["p5"]["properties"]["p5"] = {"uniqueItems": True}
+    begun = time.process_time()
+    told = why(byte_vocab, Grammar("json_schema", json.dumps(schema)))
+    assert told.startswith("properties.p5") and "uniqueItems" in told
+    assert time.process_time() - begun < 10 * SECONDS
