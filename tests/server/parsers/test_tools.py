@@ -121,6 +121,15 @@ CASES: list[tuple[str, str, list[str | Call]]] = [
     ("llama3", '```json\n{"name": "f", "parameters": {"a": 1}}\n```', [("f", '{"a": 1}')]),
     ("llama3", '```json\n{"a": 1}\n```', ['```json\n{"a": 1}\n```']),
     ("llama3", "```", ["```"]),
+    (
+        "hermes",
+        '{"name": "f", "arguments": {"a": 1}}\n{"name": "ff", "arguments": {}}',
+        [("f", '{"a": 1}'), ("ff", "{}")],
+    ),
+    ("hermes", '```json\n{"name": "f", "arguments": {"a": 1}}\n```', [("f", '{"a": 1}')]),
+    ("hermes", '```json\n{"a": 1}\n```\n<tool_call>{"name": "f"}', ['```json\n{"a": 1}\n```', ("f", "{}")]),
+    ("hermes", '{"name": "Alice", "arguments": {}}', ['{"name": "Alice", "arguments": {}}']),
+    ("mistral", '{"name": "f", "arguments": {"a": 1}}', [("f", '{"a": 1}')]),
     ("json", '```\n[{"name": "f", "arguments": {}}]\n```\nx', [("f", "{}"), "x"]),
     # arguments that are no JSON, or none that every reader takes
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d", "\\udc00": 1}}', [("f", HALVES)]),

@@ -106,6 +106,7 @@ class ToolParser:
         self._style, self._names, self._parallel = style, frozenset(names), parallel
         forms = (style.separator, style.given_id, "{") if style.separator else ()
         self._openings = sorted(f"{name}{form}" for name in self._names for form in forms)
+        self._starts = style.bare or "{"  # models leave markers out, too
         self._step = self._text
         self._fresh = True  # nothing but whitespace has come
         self._trim = False  # whitespace that comes next belongs to a call
@@ -155,11 +156,11 @@ class ToolParser:
             body = _end(_WHITE, text, at)
             if body == len(text):
                 return len(text) if self._trim else self._hold(text, at)
-            if self._fresh and self._style.bare:
+            if self._fresh:
                 start = self._behind_fence(text, body)
                 if start == len(text):
                     return self._hold(text, at)
-                if text[start] in self._style.bare:
+                if text[start] in self._starts:
                     self._begin(text[at:start], marked=False)
                     return start
             at = body if self._trim else at
