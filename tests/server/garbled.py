@@ -127,7 +127,7 @@ def call(draw: random.Random) -> str:
         f"[TOOL_CALLS]{name}[ARGS]{given}",
         f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{given}",
         f"[TOOL_CALLS][{text}, {text}]",
-        f"<|channel|>{channel} {header}<|message|>{given}<|call|>",
+        *[f"<|start|>assistant<|channel|>{channel} {header}<|message|>{given}<|call|>"] * 2,
     )
     return draw.choice(forms)
 

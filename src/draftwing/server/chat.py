@@ -112,6 +112,7 @@ class Chats:
                 params, added = self._constrained(chat, own, style, called)
                 if added:
                     await service.check_grammars([(params, field)])
+        style = dataclasses.replace(style, constrained=params.grammar is not None)
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)

@@ -141,6 +141,19 @@ def test_calls(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert ask(client).message.content == CALL
 
 
+def test_a_call_may_lack_its_marker_where_no_grammar_holds_it(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    call = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+    strict: Any = {"type": "function", "function": {**WEATHER, "strict": True}}
+    for script in (call, f"```json\n{call}\n```"):
+        engine.script = script
+        choice = ask(client, tools=TOOLS)
+        assert choice.message.content is None and choice.finish_reason == "tool_calls"
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Oslo"}
+        for more in ({"tools": [strict]}, {"tools": TOOLS, "response_format": {"type": "json_object"}}):
+            choice = ask(client, **more)
+            assert choice.message.content == script and choice.finish_reason == "stop"
+
+
 def test_n_answers_have_their_own_calls(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.script = f"{BLOCK}{CALL}"
     data = client.chat.completions.create(model="m", messages=HI, tools=TOOLS, n=3)

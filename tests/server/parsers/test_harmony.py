@@ -70,6 +70,9 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "a call with what is no object": (
         "<|channel|>commentary to=g code<|message|>f(1)<|call|>" + FINAL, "", "the answer", [("g", "{}")],
     ),
+    "an empty call before a stop token, which is not shown": (
+        "<|channel|>commentary to=functions.g<|message|>", "", "", [("g", "{}")],
+    ),
     "an empty call": (WHY + "<|start|>assistant<|channel|>commentary to=functions.g<|message|><|call|>", "why é", "",
                       [("g", "{}")]),
     "a preamble": (

@@ -106,4 +106,4 @@ def test_garbled_answers_are_read_alike_in_any_pieces(style: MessageStyle, answe
             if arguments:
                 value = pydantic_core.from_json(arguments, allow_partial=True, allow_inf_nan=False)
                 assert isinstance(value, dict)
-    assert calls > answers / 40 or style.start == "closed" or style.reasoning is not None
+    assert calls or style.start == "closed" or style.reasoning is not None

@@ -121,6 +121,15 @@ CASES: list[tuple[str, str, list[str | Call]]] = [
     ("llama3", '```json\n{"name": "f", "parameters": {"a": 1}}\n```', [("f", '{"a": 1}')]),
     ("llama3", '```json\n{"a": 1}\n```', ['```json\n{"a": 1}\n```']),
     ("llama3", "```", ["```"]),
+    (
+        "hermes",
+        '{"name": "f", "arguments": {"a": 1}}\n{"name": "ff", "arguments": {}}',
+        [("f", '{"a": 1}'), ("ff", "{}")],
+    ),
+    ("hermes", '```json\n{"name": "f", "arguments": {"a": 1}}\n```', [("f", '{"a": 1}')]),
+    ("hermes", '```json\n{"a": 1}\n```\n<tool_call>{"name": "f"}', ['```json\n{"a": 1}\n```', ("f", "{}")]),
+    ("hermes", '{"name": "Alice", "arguments": {}}', ['{"name": "Alice", "arguments": {}}']),
+    ("mistral", '{"name": "f", "arguments": {"a": 1}}', [("f", '{"a": 1}')]),
     ("json", '```\n[{"name": "f", "arguments": {}}]\n```\nx', [("f", "{}"), "x"]),
     # arguments that are no JSON, or none that every reader takes
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d", "\\udc00": 1}}', [("f", HALVES)]),
@@ -172,6 +181,8 @@ CASES: list[tuple[str, str, list[str | Call]]] = [
     ("mistral", "[TOOL_CALLS]g[ARGS]{}", ["[TOOL_CALLS]g[ARGS]{}"]),
     ("mistral", "[TOOL_CALLS]g[CALL_ID]a[ARGS]{}", ["[TOOL_CALLS]g[CALL_ID]a[ARGS]{}"]),
     ("mistral", "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
+    ("mistral", "[TOOL_CALLS]f{}\n[TOOL_CALLS] [1, 2] x", [("f", "{}"), "[TOOL_CALLS] [1, 2] x"]),
+    ("hermes", '<tool_call>{"name": "f"}\n<tool_call>no</tool_call> x', [("f", "{}"), "<tool_call>no</tool_call> x"]),
     ("mistral", "a list [1] and [TOOL", ["a list [1] and [TOOL"]),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', [("f", "{}")]),
     (
@@ -254,6 +265,16 @@ def test_without_parallel_calls_the_first_one_is_all() -> None:
     text = '[{"name": "f", "arguments": {}}, {"name": "ff", "arguments": {"a": 1}}]'
     for texts in ([text], list(text)):
         assert parts_of("json", texts, parallel=False) == [("f", "{}")]
+
+
+def test_a_strict_call_has_its_marker() -> None:
+    """A grammar holds what comes behind a marker, and nothing else."""
+    call = '{"name": "f", "arguments": {}}'
+    for text in (call, f"```json\n{call}\n```"):
+        assert parts_of("hermes", [text], needs_marker=True) == [text]
+        assert parts_of("hermes", [text]) == [("f", "{}")]
+    assert parts_of("hermes", [f"{HERMES % '{}'}{call}"], needs_marker=True) == [("f", "{}"), call]
+    assert parts_of("llama3", [f"{call}{call}"], needs_marker=True) == [("f", "{}"), ("f", "{}")]
 
 
 def test_every_name_has_a_style() -> None:

@@ -107,8 +107,6 @@ class HarmonyReader(MessageReader):
         end = _END.search(text, at)
         if end is not None:
             self._take(text[at : end.start()])
-            if self._call is not None and not self._call.known:
-                self._arguments("{}")  # the message is empty
             self._end_message()
             self._kind = None
             return end.end()
@@ -156,16 +154,13 @@ class HarmonyReader(MessageReader):
                 self._give_thought()
 
     def _arguments(self, text: str) -> None:
-        """Arguments are an object; where they stop being one, the call ends, and what is none from its beginning is an
-        empty one."""
+        """Arguments are an object; where they stop being one, the call ends."""
         for char in text:
             if self._call is None or self._call.done:
                 return
             try:
                 self._call.push(char)
             except ValueError:
-                if not self._call.known:
-                    self._arguments("{}")
                 self._end_call()
                 return
         self._give_call()
@@ -180,6 +175,9 @@ class HarmonyReader(MessageReader):
 
     def _end_call(self) -> None:
         if self._call is not None:
+            if not self._call.known:  # the message is empty, or no object from its beginning
+                for char in "{}":
+                    self._call.push(char)
             self._give_call()
             self._count_calls += 1
         self._call = None

@@ -38,9 +38,9 @@ class MessageStyle:
     """Says how the answers to one request are read; without styles everything is text.
 
     start: where answers begin.  names: of the functions that may be called.  parallel: whether calls after the first
-    are given out.  separate: False leaves reasoning in the text, with its markers.  stream_reasoning: False gives it
-    out at once, when it is complete.  harmony: messages in channels, which `HarmonyReader` reads; `start` is "closed"
-    where the answer goes on with a text.
+    are given out.  constrained: a grammar holds the answer, which knows calls by their marker.  separate: False leaves
+    reasoning in the text, with its markers.  stream_reasoning: False gives it out at once, when it is complete.
+    harmony: messages in channels, which `HarmonyReader` reads; `start` is "closed" where the answer goes on with a text.
     """
 
     reasoning: ReasoningStyle | None = None
@@ -48,6 +48,7 @@ class MessageStyle:
     tools: ToolStyle | None = None
     names: tuple[str, ...] = ()
     parallel: bool = True
+    constrained: bool = False
     separate: bool = True
     stream_reasoning: bool = True
     harmony: bool = False
@@ -65,7 +66,9 @@ class MessageReader:
         self.reasoning_tokens = 0
         self._style, self._tokenizer = style, tokenizer
         self._thoughts = None if style.reasoning is None else ReasoningParser(style.reasoning, style.start)
-        self._tools = None if style.tools is None else ToolParser(style.tools, style.names, style.parallel)
+        self._tools = (
+            None if style.tools is None else ToolParser(style.tools, style.names, style.parallel, style.constrained)
+        )
         self._held = ""  # reasoning that is not streamed
         self._counted = False
 

@@ -97,15 +97,19 @@ class ToolParser:
     Something is a call from where it names one of the functions and its arguments begin; they are given out as they
     come, and are incomplete where the answer is cut. What looked like a call before but is none is text, with its
     markers. Where arguments stop being JSON the call ends. What follows it up to the end marker, or the next call's, is
-    lost then, and so is what is no call among others between markers or in a list. Whitespace around calls is dropped,
-    and brackets too many, end markers too many and code fences are.
+    lost then, and so is what is no call behind another one in the same list or between the same markers. Whitespace
+    around calls is dropped, and so are brackets too many, end markers too many and code fences.
     """
 
-    def __init__(self, style: ToolStyle, names: Collection[str], parallel: bool = True) -> None:
-        """names: of the functions.  parallel: whether calls after the first are given out."""
+    def __init__(
+        self, style: ToolStyle, names: Collection[str], parallel: bool = True, needs_marker: bool = False
+    ) -> None:
+        """names: of the functions.  parallel: whether calls after the first are given out.  needs_marker: nothing is a
+        call without the family's marker. Else it may be left out at the start of the answer and behind another call."""
         self._style, self._names, self._parallel = style, frozenset(names), parallel
         forms = (style.separator, style.given_id, "{") if style.separator else ()
         self._openings = sorted(f"{name}{form}" for name in self._names for form in forms)
+        self._starts = style.bare or ("" if needs_marker else "{")
         self._step = self._text
         self._fresh = True  # nothing but whitespace has come
         self._trim = False  # whitespace that comes next belongs to a call
@@ -113,7 +117,7 @@ class ToolParser:
         self._blank = False  # and whitespace would not
         self._raw: list[str] = []  # of what may turn out to be no call
         self._marked = False  # a marker was there, before it
-        self._inside = False  # a call was, and the marker behind it is still to come
+        self._inside = False  # a call came, and the marker or bracket behind it is still to come
         self._array = False
         self._fenced = False
         self._call: CallReader | None = None
@@ -155,11 +159,11 @@ class ToolParser:
             body = _end(_WHITE, text, at)
             if body == len(text):
                 return len(text) if self._trim else self._hold(text, at)
-            if self._fresh and self._style.bare:
+            if self._fresh:
                 start = self._behind_fence(text, body)
                 if start == len(text):
                     return self._hold(text, at)
-                if text[start] in self._style.bare:
+                if text[start] in self._starts:
                     self._begin(text[at:start], marked=False)
                     return start
             at = body if self._trim else at
@@ -191,7 +195,7 @@ class ToolParser:
 
     def _begin(self, raw: str, marked: bool) -> None:
         """A call is to begin."""
-        self._fresh = self._trim = self._array = False
+        self._fresh = self._trim = self._array = self._inside = False
         self._raw, self._marked, self._step = [raw], marked, self._open
 
     def _behind_fence(self, text: str, at: int) -> int:
@@ -273,11 +277,16 @@ class ToolParser:
             if call.done:
                 self._arguments()
                 self._call, self._announced, self._raw, self._step = None, False, [], self._after
-                self._inside = self._marked and self._style.end is not None
+                self._inside = self._array or self._closes
                 return place + 1
         if not self._announced:
             self._raw.append(text[at:])
         return len(text)
+
+    @property
+    def _closes(self) -> bool:
+        """Whether an end marker belongs to what was opened."""
+        return self._marked and self._style.end is not None
 
     def _after(self, text: str, at: int) -> int:
         """Behind a call: another one, or the end of the calls."""
@@ -296,14 +305,15 @@ class ToolParser:
             self._inside = self._array = self._marked = False
             return body + len(end)
         if begin and text.startswith(begin, body):
-            self._begin(text[at:body] + begin, marked=True)
+            self._begin(begin, marked=True)
             return body + len(begin)
-        if text[body] == "{":
+        if text[body] == "{" and (self._inside or self._starts):
             self._raw, self._step = [], self._open
-            self._marked = self._marked and (self._inside or self._array)
+            self._marked = self._marked and self._inside
             return body
+        if text[body] == "]":
+            self._array, self._inside = False, self._closes
         if text[body] in "]}":
-            self._array = self._array and text[body] != "]"
             return body + 1
         self._array, self._trim, self._step = False, True, self._text
         return at
@@ -320,7 +330,7 @@ class ToolParser:
     def _no_call(self, at: int) -> int:
         """Ends what was no call: it is text, and so is what comes from there on, but behind a call."""
         self._arguments()
-        if self._announced or self._inside or (self._array and self.calls):
+        if self._announced or self._inside:
             self._step, self._array = self._skip, False
         else:
             self._trim = False
