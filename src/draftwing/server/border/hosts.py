@@ -97,7 +97,9 @@ class SiteCheck:
         if not wrong:
             await self._app(scope, receive, send)
             return
-        why = f"{wrong} is none of this server's, and it has no key; name its host with --allowed-hosts, or set --api-key"
+        why = (
+            f"{wrong} is none of this server's, and it has no key; name its host with --allowed-hosts, or set --api-key"
+        )
         await error_response(Request(scope), 403, why)(scope, receive, send)
 
     def _wrong(self, request: Request) -> str:

@@ -33,7 +33,9 @@ class Flushing:
         if not seconds:
             return False
         if len(self) >= MOST_WAITING:
-            raise QueueFull(f"{MOST_WAITING} clients, the most there may be, wait for the cache to be flushed", own=False)
+            raise QueueFull(
+                f"{MOST_WAITING} clients, the most there may be, wait for the cache to be flushed", own=False
+            )
         flushed = asyncio.get_running_loop().create_future()
         self._waiting.add(flushed)
         self._running = self._running or asyncio.ensure_future(self._run())
