@@ -23,8 +23,8 @@ import httpx
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "server")]
 
-from attacked import attacked
-from attackers import ATTACKS, attacking, feel
+from attacked import attacked  # noqa: E402
+from attackers import ATTACKS, attacking, feel  # noqa: E402
 
 KEY = "right"
 HEALTH, RATIO = 0.25, 1.25  # the most, in seconds and as a multiple

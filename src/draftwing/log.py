@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+from typing import TextIO
 
 
 def visible(text: str) -> str:
@@ -19,6 +21,24 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines = super().format(record).split("\n")
         return "\n    ".join(visible(line.replace("\t", "    ")) for line in lines)
+
+
+class Forgiving:
+    """A text file that may be full, closed or none at all: then what is written to it is lost, and nothing else."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._file.flush()
 
 
 def configure_logging(level: str) -> None:

@@ -16,7 +16,7 @@ from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.options import Options
 from draftwing.config.sglang_compat import from_environment
 from draftwing.errors import DraftwingError
-from draftwing.log import configure_logging
+from draftwing.log import Forgiving, configure_logging
 from draftwing.train.command import add_train, run_train
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs[command](arguments)
     except DraftwingError as error:
-        print(f"draftwing: error: {error}", file=sys.stderr)
+        Forgiving(sys.stderr).write(f"draftwing: error: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -44,10 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: dict[str, Any]) -> None:
+    _open_standard_files()
     options = serve_options(arguments).resolve()
     from draftwing.server.run import serve
 
     serve(options)
+
+
+def _open_standard_files() -> None:
+    """Those that are closed: else the first sockets would have their numbers, and get what libraries complain about."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:

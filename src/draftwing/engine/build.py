@@ -34,6 +34,7 @@ from draftwing.engine.startup.prices import GRAPH_SECONDS, experts_at_random, me
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool
+from draftwing.log import Forgiving
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
@@ -344,9 +345,8 @@ def load_with_progress(
     path: Path, precision: Precision, device: Device, options: Options, ranks: Ranks = ALONE, target: bool = True
 ) -> DecoderModel:
     """The model, packed. target: whether it is the one that options are of."""
-    with tqdm(
-        unit="B", unit_scale=True, desc="loading weights", file=sys.stderr, leave=False, disable=ranks.rank > 0
-    ) as bar:
+    file = Forgiving(sys.stderr)
+    with tqdm(unit="B", unit_scale=True, desc="loading weights", file=file, leave=False, disable=ranks.rank > 0) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total

@@ -32,6 +32,7 @@ from draftwing.engine.row_options import SpecialRows
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.steps import InFlight, Pending, TreeStep, Verified
 from draftwing.engine.traces import Traces
+from draftwing.log import Forgiving
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
 from draftwing.ops.torch.assign import forget, new_calibration
@@ -191,7 +192,9 @@ class Executor:
         seconds = {}
         sizes = len(self.prefills.sizes) if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
-        with tqdm(total=len(todo) + sizes, desc="capturing graphs", file=sys.stderr, leave=False, disable=quiet) as bar:
+        with tqdm(
+            total=len(todo) + sizes, desc="capturing graphs", file=Forgiving(sys.stderr), leave=False, disable=quiet
+        ) as bar:
             if self.prefills is not None:
                 self.prefills.capture(bar)
             if self._lag is not None:

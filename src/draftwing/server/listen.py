@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FrameType
 
@@ -21,6 +23,7 @@ from draftwing.server.border.connections import Intake, LimitedConnection, allow
 from draftwing.server.border.door import Door
 from draftwing.server.border.hosts import guarded
 from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.run import handled
 from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
 
@@ -132,7 +135,18 @@ class Server(uvicorn.Server):
             for timer in timers:
                 timer.cancel()
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            with handled(signal.SIGHUP, self.handle_exit):
+                yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGHUP:
+            return  # a shell sends it once more than the terminal that was closed
         if self.should_exit:
             self._engine.link.process.kill()
             os._exit(128 + sig)

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
 
 
 def serve(options: Options) -> None:
-    """Serves until SIGINT or SIGTERM. Raises ConfigError, CheckpointError or EngineDead before it listens, and
+    """Serves until SIGINT, SIGTERM or SIGHUP. Raises ConfigError, CheckpointError or EngineDead before it listens, and
     SystemExit with code 1 when the engine is lost for good: whoever runs the server may start another one."""
     with terminable(), bind(options.host, options.port) as sock:
         if options.trust_remote_code:
@@ -94,7 +94,7 @@ def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that what is to be cleaned up is."""
+    """SIGTERM and SIGHUP raise SystemExit, so that what is to be cleaned up is. SIGHUP may be ignored (nohup)."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -102,11 +102,20 @@ def terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    with handled(signal.SIGTERM, leave), handled(signal.SIGHUP, leave):
+        yield
+
+
+@contextlib.contextmanager
+def handled(number: int, by: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has a signal handled so meanwhile, unless it is ignored. On the main thread."""
+    before = signal.getsignal(number)
+    if before is not signal.SIG_IGN:
+        signal.signal(number, by)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -229,10 +229,10 @@ def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
 
 RANK_THAT_LOADS = """
 import os, sys, threading, time
-from multiprocessing.connection import Connection
 from draftwing.engine.process.rank import _beat
 from draftwing.engine.process.ranks import Failed
-plans, pulse = (Connection(int(number)) for number in sys.argv[1:])
+from draftwing.engine.process.spawn import joined
+plans, pulse = joined(sys.argv)
 threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
 setup = plans.recv()
 if setup.rank == 2:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -17,15 +16,14 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from draftwing.engine.process.ranks import PULSE, Failed, Loaded, Setup
+from draftwing.engine.process.spawn import joined
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.log import configure_logging
 
 
 def main(argv: list[str]) -> NoReturn:
     gc.disable()
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when this process ends
-        signal.signal(ignored, signal.SIG_IGN)
-    plans, pulse = (Connection(int(number)) for number in argv[1:])
+    plans, pulse = joined(argv)
     threading.Thread(target=_beat, args=(pulse,), name="draftwing-pulse", daemon=True).start()
     try:
         setup = plans.recv()

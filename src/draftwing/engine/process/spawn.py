@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+PR_SET_PDEATHSIG = 1
 KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
 
 
 def start_module(module: str, connections: int, new_session: bool) -> tuple[subprocess.Popen[bytes], list[Connection]]:
-    """Starts `python -m module FD ...` with the other ends of so many connections. What it needs to import is found
-    where this process found it. new_session: it does not get the terminal's Ctrl-C, and leads a process group."""
+    """Starts `python -m module` with the other ends of so many connections, see `joined`. What it needs to import is
+    found where this process found it. new_session: it does not get the terminal's Ctrl-C, and leads a process group."""
     pairs = [socket.socketpair() for _ in range(connections)]
     numbers = [theirs.fileno() for _, theirs in pairs]
+    # The system's signal comes when the thread ends that has started the process; the main one ends last.
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *map(str, numbers)],
+            [sys.executable, "-P", "-m", module, *map(str, numbers), str(parent)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
@@ -31,6 +36,19 @@ def start_module(module: str, connections: int, new_session: bool) -> tuple[subp
         for _, theirs in pairs:
             theirs.close()
     return process, [Connection(ours.detach()) for ours, _ in pairs]
+
+
+def joined(argv: Sequence[str]) -> list[Connection]:
+    """The connections of a process that `start_module` has started, by its arguments. From now on the process is killed
+    when its parent ends, however that ends: one that is stopped would not read that its connections have."""
+    *numbers, parent = map(int, argv[1:])
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # the parent, which may get them too, decides when this process ends
+    if parent:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    return [Connection(number) for number in numbers]
 
 
 def how_it_ended(process: subprocess.Popen[bytes]) -> str:

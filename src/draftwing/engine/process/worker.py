@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.compiling import CompileLanes, Work
 from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply
+from draftwing.engine.process.spawn import joined
 from draftwing.errors import CheckpointError, ConfigError, RequestError
 from draftwing.log import configure_logging
 from draftwing.requests.grammar_field import Grammar
@@ -34,10 +34,7 @@ logger = logging.getLogger("draftwing")
 
 def main(argv: list[str]) -> int:
     gc.disable()  # what is imported and loaded stays: to look through it again and again takes a tenth of the time
-    # In case it is signalled together with the server, which decides when this process ends.
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    conn = Connection(int(argv[1]))
+    (conn,) = joined(argv)
     try:
         options = conn.recv()
     except EOFError:

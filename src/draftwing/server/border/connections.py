@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -25,7 +25,9 @@ MOST_HEADERS = 128
 MOST_PIPELINED = 16
 MOST_CHUNKS = 1024  # of a body, beside one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
 CHUNK_BYTES = 64
-MOST_UNREAD = 2**20  # bytes of a body that come when its request has been answered
+MOST_UNREAD = 2**18  # bytes of a body that come when its request has been answered
+CHUNK_COST = 1024  # of these, for each chunk
+PIECE = 4096  # bytes that are read of a connection before it is another one's turn
 TURN_SECONDS = 0.001  # for what connections have sent, in one turn of the event loop
 SPARE_DESCRIPTORS = 256  # for files, the engine and what else a server opens
 
@@ -43,66 +45,64 @@ def allow_descriptors(connections: int) -> None:
 class Flow(FlowControl):
     """uvicorn's, and a reason of ours not to read, which it does not know of."""
 
-    held = False
+    def __init__(self, transport: asyncio.Transport, resumed: Callable[[], None]) -> None:
+        """resumed: is called when uvicorn's reason is none any more."""
+        super().__init__(transport)
+        self._resumed = resumed
+        self.held = False
 
     def pause_reading(self) -> None:
-        if not self.read_paused:
-            self.read_paused = True
-            self._read(not self.held, False)
+        self._change(True, self.held)
 
     def resume_reading(self) -> None:
         if self.read_paused:
-            self.read_paused = False
-            self._read(not self.held, True)
+            self._change(False, self.held)
+            self._resumed()
 
-    def hold(self) -> None:
-        if not self.held:
-            self.held = True
-            self._read(not self.read_paused, False)
+    def hold(self, held: bool) -> None:
+        self._change(self.read_paused, held)
 
-    def release(self) -> None:
-        if self.held:
-            self.held = False
-            self._read(not self.read_paused, True)
-
-    def _read(self, changes: bool, on: bool) -> None:
-        if changes and not self._transport.is_closing():
-            (self._transport.resume_reading if on else self._transport.pause_reading)()
+    def _change(self, paused: bool, held: bool) -> None:
+        before, after = self.read_paused or self.held, paused or held
+        self.read_paused, self.held = paused, held
+        if before != after and not self._transport.is_closing():
+            (self._transport.pause_reading if after else self._transport.resume_reading)()
 
 
 class Intake:
     """Reads what all connections of a server send: for `TURN_SECONDS` in one turn of the event loop, the rest in the
-    next ones, in the order in which it came. So whoever is served is never behind many who send much."""
+    next ones, a piece of each connection in turn. So whoever is served is never behind many who send much."""
 
     def __init__(self) -> None:
         self.refusals = Refusals()
         self.held = 0  # connections that are refused, in a moment
         self._left = TURN_SECONDS
-        self._waiting: deque[tuple[LimitedConnection, bytes]] = deque()
+        self._waiting: dict[LimitedConnection, None] = {}  # that have sent something, whose turn is next first
         self._next: asyncio.Handle | None = None
 
-    def take(self, connection: LimitedConnection, data: bytes) -> None:
-        if self._left > 0 and not self._waiting:
-            self._read(connection, data)
-        else:
-            connection.flow.hold()
-            self._waiting.append((connection, data))
+    def put(self, connection: LimitedConnection) -> None:
+        """It has sent something, or may be read again."""
+        self._waiting.setdefault(connection)
         if self._next is None:
             self._next = connection.loop.call_soon(self._turn, connection.loop)
+            self._go_on()  # mostly nobody waits
+        elif len(self._waiting) == 1:
+            self._go_on()
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._left, self._next = TURN_SECONDS, None
-        while self._waiting and self._left > 0:
-            connection, data = self._waiting.popleft()
-            connection.flow.release()
-            self._read(connection, data)
+        self._go_on()
         if self._waiting:
             self._next = loop.call_soon(self._turn, loop)
 
-    def _read(self, connection: LimitedConnection, data: bytes) -> None:
-        begun = time.perf_counter()
-        connection.read(data)
-        self._left -= time.perf_counter() - begun
+    def _go_on(self) -> None:
+        while self._waiting and self._left > 0:
+            connection = next(iter(self._waiting))
+            del self._waiting[connection]
+            begun = time.perf_counter()
+            if connection.read():
+                self._waiting[connection] = None  # behind all others
+            self._left -= time.perf_counter() - begun
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -124,6 +124,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._no_body = 0  # bytes since the last ones of a body
         self._chunks = self._body = 0  # of the request: chunks, and bytes of its body
         self._unread = 0  # of these, those that came after the answer
+        self._sent = memoryview(b"")  # what has come and was not read
         self._wrong = ""  # why it is refused, in words
         self._refused = False
         self._waiting_since = time.monotonic()
@@ -133,7 +134,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = Flow(self.transport)
+        self.flow = Flow(self.transport, self._resumed)
         self._await(self.header_seconds)
         if len(self.connections) > self._most:
             self._make_room()
@@ -146,16 +147,29 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._intake.take(self, data)
+        self._sent = memoryview(bytes(self._sent) + data if self._sent else data)
+        self._intake.put(self)
 
-    def read(self, data: bytes) -> None:
-        """Takes what the client has sent, in its turn."""
+    def _resumed(self) -> None:
+        if self._sent:
+            self._intake.put(self)
+
+    def read(self) -> bool:
+        """Reads a piece of what the client has sent. Whether it can go on: there is more, and uvicorn takes it."""
+        if not self._refused and not self.transport.is_closing() and not self.flow.read_paused:
+            piece, self._sent = self._sent[:PIECE], self._sent[PIECE:]
+            self._read(piece)
         if self._refused or self.transport.is_closing():
-            return
+            self._sent = memoryview(b"")
+            return False
+        self.flow.hold(bool(self._sent))
+        return bool(self._sent) and not self.flow.read_paused
+
+    def _read(self, data: memoryview) -> None:
         self._no_body += len(data)
         if self._reading is None and not self._coming:
             self._await(self.header_seconds)
-        super().data_received(data)
+        super().data_received(data)  # type: ignore[arg-type]
         if self._no_body > MOST_BYTES and not self.transport.is_closing():
             self._refuse(431)
         elif self._unread > MOST_UNREAD and not self.transport.is_closing():
@@ -194,7 +208,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._no_body = 0
         self._body += len(body)
         if self.cycle.response_complete:
-            self._unread += len(body)
+            self._unread += len(body) + (CHUNK_COST if self._chunks else 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -263,7 +277,7 @@ class LimitedConnection(HttpToolsProtocol):
         if seconds == 0 or self._intake.held >= MOST_HELD:
             self._end(status, why)
             return
-        self.flow.hold()
+        self.flow.hold(True)
         self._intake.held += 1
         self._ending = self.loop.call_later(seconds or MOST_SECONDS, self._end, status, why)
 

@@ -1,4 +1,4 @@
-"""Where connections come in: one in a turn of the event loop, so that whoever is served is never behind many of them.
+"""Where connections come in: a few in a turn of the event loop, so that whoever is served is never behind many of them.
 
 Those that have left meanwhile are let go at once: else who comes and leaves as fast as it can would fill the backlog,
 and others would wait behind it."""
@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that wait to come in
-LOOKED_AT = 64  # connections in a turn, of which all but the last have left
+LOOKED_AT = 64  # connections in a turn
+TAKEN = 4  # of these, at most; the others have left
 ESTABLISHED = 1  # a state of Linux's `TCP_INFO`; another one: the client has sent all that it ever will
 FULL_SECONDS = 0.5  # until the next one is tried where there are no descriptors
 
@@ -39,6 +40,7 @@ class Door:
         self._loop.add_reader(self._sock, self._take)
 
     def _take(self) -> None:
+        taken = 0
         for _ in range(LOOKED_AT):
             try:
                 connection, _address = self._sock.accept()
@@ -54,8 +56,11 @@ class Door:
                 entering = self._loop.create_task(self._enter(connection))
                 self._entering.add(entering)
                 entering.add_done_callback(self._entering.discard)
-                return
-            connection.close()
+                taken += 1
+                if taken == TAKEN:
+                    return
+            else:
+                connection.close()
 
     async def _enter(self, connection: socket.socket) -> None:
         try:

@@ -80,9 +80,8 @@ class AnswerPace:
         async def paced(message: Message) -> None:
             if message["type"] == "http.response.start":
                 refused = _refuses(scope["path"], message["status"])
-                if refused or self._free(scope["path"]):
-                    if await self._waits(refused, received):
-                        message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                if (refused or self._free(scope["path"])) and await self._waits(refused, received):
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
         if scope["type"] == "http":
