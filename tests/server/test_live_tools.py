@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,3 +125,39 @@ def test_openais_chat(url: str) -> None:
         messages: Any = [*HI, choice.message.to_dict(), result]
         client.chat.completions.create(model="m", messages=messages, tools=tools, max_tokens=5)
     assert found[0] == found[1]
+
+
+LINES = r"""
+start: "*** Begin" LF line line? "*** \"End\""
+line: ("+" | "-") WORD LF
+WORD: /[a-c"\\é]{1,4}/
+%import common.LF
+"""
+FORMATS = {
+    "lark": (LINES, r'\*\*\* Begin\n([+-][a-c"\\é]{1,4}\n){1,2}\*\*\* "End"'),
+    "regex": (r"^\d{2}\n\"[a-c]\"$", r'\d{2}\n"[a-c]"'),
+}
+
+
+@pytest.mark.parametrize("syntax", FORMATS)
+def test_custom_tools_hold_to_their_format(url: str, syntax: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    definition, right = FORMATS[syntax]
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    choice: Any = {"type": "custom", "name": "edit"}
+    found = []
+    for extra in ({}, OFF):
+        body: dict[str, Any] = {
+            "model": "m",
+            "input": "hi",
+            "tools": [{"type": "custom", "name": "edit", "format": form}],
+            "tool_choice": choice,
+            "max_output_tokens": 300,
+            "extra_body": {"seed": 7, **extra},
+        }
+        (call,) = client.responses.create(**body).output
+        assert call.type == "custom_tool_call" and re.fullmatch(right, call.input), call.input
+        with client.responses.stream(**body) as stream:
+            (same,) = stream.get_final_response().output
+        found += [call.input, same.input]
+    assert len(set(found)) == 1

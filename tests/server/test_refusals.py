@@ -477,7 +477,7 @@ def test_abort_request_needs_a_name(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        (CHAT_PATH, {"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type must be 'function'"),
+        (CHAT_PATH, {"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type must be 'function' or 'custom'"),
         (CHAT_PATH, {"messages": MESSAGES, "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
         (CHAT_PATH, {"messages": MESSAGES, "top_logprobs": 30}, "top_logprobs must be less than or equal to 20"),
         (CHAT_PATH, {}, "messages is missing"),

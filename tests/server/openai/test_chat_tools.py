@@ -226,7 +226,7 @@ def test_markers_that_are_special_tokens_are_seen() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
-    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
+    ({"tools": [{"type": "custom", "function": {"name": "x"}}]}, "tools.0.function"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.function.name"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools.0.function"),

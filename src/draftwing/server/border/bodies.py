@@ -16,6 +16,7 @@ LINGER_SECONDS = 2.0  # for what a client still sends while it is refused
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
 LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
 _CLOSE = {"connection": "close"}
+_HERE = "draftwing.body"  # in a request's scope
 
 
 @functools.cache
@@ -45,13 +46,20 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self, self._most, scope, receive, send)
+        scope[_HERE] = body = _Body(self, self._most, scope, receive, send)
         try:
             await self._app(scope, body.receive, body.send)
         finally:
             self.held -= body.size
             if max(body.size, body.sent) >= LARGE:
                 await asyncio.to_thread(_give_back)
+
+
+def count_as_body(scope: Scope, size: int) -> None:
+    """Counts bytes that a request makes the server hold, as if they had come with it. Raises HTTPException (503) where
+    those of all requests are too many."""
+    body: _Body = scope[_HERE]
+    body.count(size)
 
 
 class _Body:
@@ -70,17 +78,20 @@ class _Body:
             self._too_large()
         message = await self._receive()
         if message["type"] == "http.request":
-            size = len(message.get("body", b""))
-            self.size += size
-            self._limit.held += size
             self._ended = not message.get("more_body", False)
-            if self.size > self._most:
-                self._too_large()
-            if self.size > SMALL and self._limit.held > ALL_BODIES * self._most:
-                self._refused = True
-                why = "the bodies of all requests together are too large; try again later"
-                raise HTTPException(503, why, _CLOSE | {"retry-after": "1"})
+            self.count(len(message.get("body", b"")), self._most)
         return message
+
+    def count(self, size: int, most: int | None = None) -> None:
+        """most: that the body may have, if it is one."""
+        self.size += size
+        self._limit.held += size
+        if most is not None and self.size > most:
+            self._too_large()
+        if self.size > SMALL and self._limit.held > ALL_BODIES * self._most:
+            self._refused = True
+            why = "the bodies of all requests together are too large; try again later"
+            raise HTTPException(503, why, _CLOSE | {"retry-after": "1"})
 
     def _too_large(self) -> None:
         self._refused = True

@@ -11,7 +11,7 @@ from draftwing.errors import RequestError
 from draftwing.requests.request import MOST_OPENAI_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody, Conversation, checked_functions
-from draftwing.server.openai.schema import ChatTool
+from draftwing.server.openai.tools import ChatTool
 from draftwing.server.schema import Body, Bookkeeping, Hint, Name, NotBuilt
 
 # Fields of `options`, and what each is called in `SamplingParams`.
@@ -167,8 +167,7 @@ class OllamaChatRequest(OllamaBody):
     tools: list[ChatTool] | None = None
 
     def chat(self) -> Chat:
-        given = self.tools or []
-        functions = checked_functions([(tool.function.plain(), f"tools.{i}.function") for i, tool in enumerate(given)])
+        functions = checked_functions([tool.plain(f"tools.{i}") for i, tool in enumerate(self.tools or [])])
         return self._chat(_conversation(self.messages or []), functions=functions)
 
 

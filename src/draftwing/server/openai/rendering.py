@@ -10,10 +10,10 @@ from typing import Any
 from draftwing.server.http import event
 from draftwing.server.openai.figures import measured
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
-from draftwing.server.openai.schema import OpenAIBody
+from draftwing.server.openai.schema import ChatRequest, OpenAIBody
+from draftwing.server.openai.tools import CallDeltas, whole_call
 from draftwing.server.openai.trace import traced_step
 from draftwing.server.parsers.message import MessageReader, Thought
-from draftwing.server.parsers.tools import CallPiece
 from draftwing.server.service import Generation, Service
 from draftwing.text.answer import Answer
 
@@ -220,10 +220,12 @@ class ChatCompletion(Completion):
     objects = ("chat.completion", "chat.completion.chunk")
 
     def __init__(
-        self, generation: Generation, service: Service, body: OpenAIBody, reader: Callable[[], MessageReader]
+        self, generation: Generation, service: Service, body: ChatRequest, reader: Callable[[], MessageReader]
     ) -> None:
         """reader: makes one for each answer."""
         super().__init__(generation, service, body)
+        self._customs = body.customs
+        self._calls = {answer.index: CallDeltas(body.customs) for answer in generation.answers}
         self._readers = {answer.index: reader() for answer in generation.answers}
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
@@ -262,7 +264,9 @@ class ChatCompletion(Completion):
             elif isinstance(part, str):
                 deltas.append({"content": part, "reasoning_content": None})
             else:
-                deltas += [{"tool_calls": [call]} for call in _call_deltas(part)]
+                deltas += [{"tool_calls": [call]} for call in self._calls[answer.index].push(part)]
+        if answer.finish_reason is not None:
+            deltas += [{"tool_calls": [call]} for call in self._calls[answer.index].finish()]
         answer.reasoning_tokens = reader.reasoning_tokens
         return deltas
 
@@ -274,10 +278,7 @@ class ChatCompletion(Completion):
         message: dict[str, Any] = {"role": "assistant", "content": content}
         message["reasoning_content"] = reader.reasoning or None
         if reader.calls:
-            message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in reader.calls
-            ]
+            message["tool_calls"] = [whole_call(call, call.name in self._customs) for call in reader.calls]
         return message
 
     def _logprobs(self, answer: Answer, empty: bool = False) -> dict[str, Any] | None:
@@ -286,17 +287,6 @@ class ChatCompletion(Completion):
             return None
         tokens = answer.take_shown()
         return chat_logprobs(answer, tokens, self._texts) if tokens or empty else None
-
-
-def _call_deltas(piece: CallPiece) -> list[dict[str, Any]]:
-    """As OpenAI streams a call: its id and name, then pieces of its arguments."""
-    deltas: list[dict[str, Any]] = []
-    if piece.name is not None:
-        function = {"name": piece.name, "arguments": ""}
-        deltas.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
-    if piece.arguments:
-        deltas.append({"index": piece.index, "function": {"arguments": piece.arguments}})
-    return deltas
 
 
 def model_card(name: str, created: int, context_length: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
@@ -16,9 +16,9 @@ from draftwing.requests.request import (
     prediction_text,
 )
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody, checked_choice, checked_functions, template_call
+from draftwing.server.chat import Chat, ChatBody, template_call
 from draftwing.server.openai.peers import PeerFields
-from draftwing.server.parsers.grammars import Function, ToolChoice
+from draftwing.server.openai.tools import CalledCustom, CalledFunction, ChatTool, ChosenTool, check_kind, offered
 from draftwing.server.schema import (
     Body,
     Bookkeeping,
@@ -60,23 +60,25 @@ class TextPart(Body):
         return {"text": self.text, "refusal": self.refusal if answers else None}.get(self.type)
 
 
-class CalledFunction(Body):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-    parsed_arguments: Bookkeeping = None
-    provider_specific_fields: Bookkeeping = None
-
-
 class ToolCall(Body):
     """A call that an answer made, as it comes back in the conversation."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     index: Bookkeeping = None
     extra_content: Bookkeeping = None
     provider_specific_fields: Bookkeeping = None
     cache_control: Hint = None
+
+    def plain(self, where: str) -> tuple[str, str, Any]:
+        """Its id, and the name and arguments of the function that the model called. Raises RequestError."""
+        check_kind(self, where)
+        if self.custom is not None:
+            return self.id, self.custom.name, {"input": self.custom.input}
+        assert self.function is not None
+        return self.id, self.function.name, self.function.arguments
 
 
 class Message(Body):
@@ -122,9 +124,8 @@ class Message(Body):
             message["reasoning_content"] = thought
         # Templates ask whether the key is there.
         if self.tool_calls:
-            message["tool_calls"] = [
-                template_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
-            ]
+            calls = [call.plain(f"{where}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [template_call(*call) for call in calls]
         return message
 
     def _text(self, where: str) -> str:
@@ -151,8 +152,8 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
     called: dict[str, str] = {}  # names of functions by call id
     plain = []
     for i, message in enumerate(messages):
-        called |= {call.id: call.function.name for call in message.tool_calls or []}
         plain.append(message.plain(f"messages.{i}"))
+        called |= {call["id"]: call["function"]["name"] for call in plain[-1].get("tool_calls", [])}
         if message.tool_call_id in called:
             plain[-1].setdefault("name", called[message.tool_call_id])  # some templates show it with the result
     return plain
@@ -242,31 +243,6 @@ class OpenAIBody(PeerFields):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class ChatFunction(Body):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def plain(self) -> Function:
-        return Function(self.name, self.description, self.parameters, bool(self.strict))
-
-
-class ChatTool(Body):
-    type: Literal["function"]
-    function: ChatFunction
-    cache_control: Hint = None
-
-
-class ChosenFunction(Body):
-    name: str
-
-
-class NamedChoice(Body):
-    type: Literal["function"]
-    function: ChosenFunction
-
-
 class ReasoningConfig(Body):
     """OpenRouter's field for what `reasoning_effort` and `thinking_budget` say."""
 
@@ -291,7 +267,7 @@ class ChatRequest(OpenAIBody, ChatBody):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     tools: list[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | EffortTokens | None = None
     reasoning: ReasoningConfig | None = None
@@ -318,20 +294,24 @@ class ChatRequest(OpenAIBody, ChatBody):
     use_audio_in_video: Hint = None
     video_config: Hint = None
 
+    _customs: frozenset[str] = PrivateAttr(default=frozenset())
+
+    @property
+    def customs(self) -> frozenset[str]:
+        """Names of its custom tools; once `chat` has been called."""
+        return self._customs
+
     def chat(self) -> Chat:
-        given = self.tools or []
-        functions = checked_functions([(tool.function.plain(), f"tools.{i}.function") for i, tool in enumerate(given)])
+        functions, choice, self._customs = offered(self.tools or (), self.tool_choice)
         if self.continue_final_message and self.add_generation_prompt:
             name = "add_generation_prompt"
             raise RequestError(f"{name} and continue_final_message cannot both be true", name)
         effort, budget = self._reasoning
         enabled = None if self.reasoning is None else self.reasoning.enabled
-        choice = self.tool_choice or "auto"
-        named = ToolChoice(choice) if isinstance(choice, str) else ToolChoice("named", choice.function.name)
         return Chat(
             conversation(self.messages),
             functions,
-            checked_choice(named, functions),
+            choice,
             parallel=self.parallel_tool_calls is not False,
             template=({"documents": self.documents} if self.documents else {}) | (self.chat_template_kwargs or {}),
             continued=bool(self.continue_final_message),

@@ -13,6 +13,8 @@ import openai
 import pytest
 from scripted import ScriptedEngine, serving
 
+from draftwing.server.border import bodies
+
 TOOLS: list[Any] = [
     {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}, "strict": False}
 ]
@@ -236,3 +238,24 @@ def test_a_conversation_is_no_longer_than_a_body_may_be() -> None:
                 )
                 ids.append(sent.id)
         assert error.value.code == "context_length_exceeded" and len(ids) == 6
+
+
+def test_what_comes_from_the_store_counts_as_the_body_that_it_is_instead_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small request may stand for much: 64 of them hold no more than 64 large ones."""
+    monkeypatch.setattr(bodies, "SMALL", 10)
+    monkeypatch.setattr(bodies, "ALL_BODIES", 1)
+    with served(ScriptedEngine("Hello."), max_body_size=1000) as url:
+        client = client_of(url)
+        sent = client.responses.create(model="m", input="x" * 100)
+        assert client.responses.create(model="m", input="y", previous_response_id=sent.id).output_text == "Hello."
+        for ask in (
+            lambda: client.responses.create(model="m", input="y" * 700, previous_response_id=sent.id),
+            lambda: client.responses.create(
+                model="m",
+                input=[{"type": "item_reference", "id": sent.output[0].id}, {"role": "user", "content": "y" * 700}],
+            ),
+        ):
+            with pytest.raises(openai.InternalServerError, match="together") as error:
+                ask()
+            assert error.value.status_code == 503
+        assert client.responses.create(model="m", input="y" * 700).output_text == "Hello."

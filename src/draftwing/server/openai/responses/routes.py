@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
 from draftwing.errors import RequestError
+from draftwing.server.border.bodies import count_as_body
 from draftwing.server.border.keys import client_name
 from draftwing.server.chat import Chats
 from draftwing.server.encoding import encode
@@ -40,7 +41,7 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         async with asking(request, ResponsesRequest) as body:
             try:
                 history = History(body, store, client)
-                await _read(service, history.size, history.enter)
+                await _read(request, service, history.size, history.enter)
             except NotStored as error:
                 return error_response(request, 404, str(error), error.param)
             generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
@@ -83,7 +84,7 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         if found is None:
             return _missing(request, id)
         line = store.conversation(client_name(), id) or [found]
-        items = await _read(service, sum(one.items_size for one in line), lambda: listed(line))
+        items = await _read(request, service, sum(one.items_size for one in line), lambda: listed(line))
         items = items if order == "asc" else items[::-1]
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
@@ -94,8 +95,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         return json_response(encode({"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}))
 
 
-async def _read(service: Service, size: int, work: Callable[[], T]) -> T:
-    """The result of `work`, which reads so many bytes of JSON: no more than a body may have, and as those are read."""
+async def _read(request: Request, service: Service, size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, which reads so many bytes of JSON from the store: as if they had come as the body."""
     most = service.options.max_body_size
     if size > most:
         raise RequestError(
@@ -103,6 +104,7 @@ async def _read(service: Service, size: int, work: Callable[[], T]) -> T:
             "previous_response_id",
             "context_length_exceeded",
         )
+    count_as_body(request.scope, size)
     return work() if size <= SMALL else await service.lanes.read(work)
 
 

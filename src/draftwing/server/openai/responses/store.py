@@ -9,12 +9,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 MOST_RESPONSES = 1024
 SECONDS = 3600.0  # since a response was stored, or gone on from
 _BYTES = 2048  # that a response takes beside its JSON, at most
-_ITEM_BYTES = 320  # and each of its items
+_ITEM_BYTES = 256  # and each of its items, beside its id
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class Stored:
     ids: tuple[str, ...]
     previous: str | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of memory."""
-        return len(self.head) + self.items_size + _BYTES + _ITEM_BYTES * len(self.ids)
+        ids = sum(map(len, self.ids)) + _ITEM_BYTES * len(self.ids)
+        return len(self.head) + self.items_size + ids + _BYTES
 
     @property
     def items_size(self) -> int:
