@@ -175,7 +175,9 @@ def ignored_fields(body: BaseModel) -> tuple[str, ...]:
 
 def split_effort(effort: str | int | None) -> tuple[str | None, int | None]:
     """How much to reason, of an `Effort`, and the most tokens for it, of `EffortTokens`."""
-    return (effort, None) if isinstance(effort, str) and not effort.isdecimal() else (None, effort and int(effort))
+    if effort is None or (isinstance(effort, str) and not effort.isdecimal()):
+        return effort, None
+    return None, int(effort)
 
 
 def characters(value: Any) -> int:
