@@ -184,8 +184,7 @@ class LLM:
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
             for ids, (wanted, given) in zip(prompts, params, strict=True)
         ]
-        begun: list[Start | None] = [*starts] if starts else [None] * len(asked)
-        asked = [self._reasoning.bounded(one, start) for one, start in zip(asked, begun, strict=True)]
+        asked = [self._reasoning.bounded(one, starts[i] if starts else None) for i, one in enumerate(asked)]
         answers = self._session.prepare(asked, wishes.get("speculative"))
         for _ in self._session.stream(answers):
             pass

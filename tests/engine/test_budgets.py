@@ -166,3 +166,28 @@ def test_beside_edits_filters_grammars_and_processors(harness, case):
     for shape, lag in ((TREE, 1), (CHAIN, 0), (PLAIN, 1)):
         rig = h.Rig(model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag)
         assert submit(rig).tokens == expected.tokens
+
+
+@pytest.mark.further(harness=["blocks", "ranks"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_how_answers_end(harness, lag):
+    """Stop ids end an answer inside of its reasoning; the marker does where it is one, also below min_new_tokens."""
+    h, model = harness, harness.tiny_model()
+    prompts = h.prompts_for(6)
+    free = h.plain_answers(model, prompts, [h.greedy(20)] * 6).tokens
+    requests, want = [], {}
+    for i, prompt in enumerate(prompts):
+        text, marker = free[str(i)], next(token for token in range(h.VOCAB) if token not in free[str(i)])
+        budget = ThinkingBudget(8, (), (marker,), True)
+        if i % 3 == 0:
+            requests.append((prompt, h.greedy(20, stop_token_ids=(text[4],)), budget))
+            want[str(i)] = text[: text.index(text[4]) + 1]
+        else:
+            least = {"min_new_tokens": 15} if i % 3 == 1 else {}
+            requests.append((prompt, h.greedy(20, stop_token_ids=(marker,), **least), budget))
+            want[str(i)] = [*text[:8], marker]
+    book = book_of(h, requests, free)  # which has other tokens where the marker is
+    for shape in (PLAIN, TREE):
+        got = ask(h, h.Rig(model, shapes=(shape,), drafter="oracle", book=book, lag=lag), requests)
+        assert got.tokens == want
+        assert all(out.finish_reason == {"type": "stop", "matched": want[uid][-1]} for uid, out in got.final.items())

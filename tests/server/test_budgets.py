@@ -210,6 +210,7 @@ def test_a_model_without_reasoning(silent: Served) -> None:
     for path, fields, named in (
         (CHAT, {"thinking_budget": 5}, "thinking_budget"),
         (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
+        (CHAT, {"custom_params": {"thinking_budget": 5}}, "custom_params"),
         (CHAT, {"reasoning_effort": 5, "thinking_budget_tokens": 5}, "thinking_budget_tokens"),
         (RESPONSES, {"thinking_budget": 5}, "thinking_budget"),
         (COMPLETIONS, {"thinking_budget": 5}, "thinking_budget"),
@@ -219,6 +220,13 @@ def test_a_model_without_reasoning(silent: Served) -> None:
         response = silent.ask(path, **fields)
         assert response.status_code == 400 and named in response.text and "--reasoning-parser" in response.text
         assert path == "/generate" or response.json()["param"] == named
+
+
+def test_what_nobody_hears_is_named() -> None:
+    for served in serve(None, WITHOUT_TOOLS):
+        for fields in ({"enabled": True}, {"effort": "high"}, {"max_tokens": 5}):
+            assert served.budget(CHAT, reasoning=fields) is None and served.ignored == "reasoning"
+        assert served.budget(CHAT, reasoning={"enabled": False}) is None and served.ignored is None
 
 
 def test_thinking_that_the_template_does_not_switch_on() -> None:

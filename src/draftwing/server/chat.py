@@ -117,7 +117,8 @@ class Chats:
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
         ignored = (*chat.ignored, *unheard)
-        if chat.effort in _REASONS and not self._knows_effort:
+        asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
+        if asks and not self._knows_effort:
             ignored = (*ignored, called.get("effort", called["thinking"]))
         try:
             asked = GenerationRequest("", ids, params, logprobs=logprobs)

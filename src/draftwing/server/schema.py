@@ -234,9 +234,9 @@ _PLAIN = frozenset({str, int, float, bool, dict, type(None)})  # types of values
 
 def split_effort(effort: str | int | None) -> tuple[str | None, int | None]:
     """How much to reason, of an `Effort`, and the most tokens for it, of `EffortTokens`."""
-    if effort is None:
-        return None, None
-    return (None, int(effort)) if isinstance(effort, int) or effort.isdecimal() else (effort, None)
+    if effort is None or (isinstance(effort, str) and not effort.isdecimal()):
+        return effort, None
+    return None, int(effort)
 
 
 def characters(value: Any) -> int:
@@ -332,12 +332,19 @@ class Asking(Body):
     @property
     def budget_field(self) -> str:
         """Name of the field that bounds reasoning."""
-        return self._given("thinking_budget") or self.names.get("thinking_budget", self.thinking_field)
+        return self._bound or self.names.get("thinking_budget", self.thinking_field)
 
     @property
     def hints_at_budget(self) -> bool:
         """Whether that is a field that asks for reasoning: a model that has none gives a right answer."""
-        return self._given("thinking_budget") is None
+        return self._bound is None
+
+    @property
+    def _bound(self) -> str | None:
+        """Name of a field that bounds reasoning and does nothing else."""
+        params = getattr(self, "custom_params", None)
+        there = isinstance(params, Mapping) and "thinking_budget" in params
+        return self._given("thinking_budget") or ("custom_params" if there else None)
 
     @property
     def thinking_field(self) -> str:

@@ -247,7 +247,7 @@ class ReasoningConfig(Body):
     """OpenRouter's field for what `reasoning_effort` and `thinking_budget` say."""
 
     effort: Effort | EffortTokens | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=10**9)] | None = None
     enabled: bool | None = None
     exclude: NotBuilt = None
 
