@@ -68,7 +68,7 @@ class Executor:
         self.ops = device.ops
         self.graphs = GraphCache(device, table.rows, graph_size)
         if not graph_size and self.ops.records_calls:
-            self.graphs = RecordedStages(device, table.rows)
+            self.graphs = RecordedStages(device, table.rows, drafter)
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles:
             tiled, heads = cast(TiledAttention, attn), model.layer_config.heads
