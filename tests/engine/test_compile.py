@@ -140,6 +140,8 @@ def test_not_with_deterministic_inference(monkeypatch):
     device = SimpleNamespace(device=torch.device("cuda"), ops=ops, total_memory=lambda: 80 << 30)
     monkeypatch.setattr(build, "pick_device", lambda name: device)
     monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM"))
-    options = Options(enable_deterministic_inference=True, enable_torch_compile=True).resolve()
+    options = Options(
+        enable_deterministic_inference=True, enable_torch_compile=True, speculative_algorithm="none"
+    ).resolve()
     with pytest.raises(ConfigError, match="--enable-deterministic-inference and --enable-torch-compile exclude"):
         build.build(options, Path("/nowhere"))

@@ -26,6 +26,7 @@ from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.capability import capability, in_words
 from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
+from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.memory import row_length
 from draftwing.engine.startup.precompile import Job, precompile
@@ -215,6 +216,11 @@ def assemble(
     executor, pool, context, pool_tokens, spans, graph_size = made
     executor.mirror = mirror
     executor.landed = None if mirror.digest is None else mirror.digest.add
+    if options.deterministic and not device.ops.exact_by_design and not executor.everywhere(keeps_bits):
+        raise ConfigError(
+            "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
+            "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
+        )
     prices = Prices(policy.menu, graph_size > 0) if isinstance(policy, MostTokens) else None
     if prices is not None:
         prices = (file and file.read(policy.menu, prices.stepwise)) or prices

@@ -69,7 +69,7 @@ class Executor:
         self.ops = device.ops
         self.graphs = GraphCache(device, table.rows, graph_size)
         if not graph_size and self.ops.records_calls:
-            self.graphs = RecordedStages(device, table.rows)
+            self.graphs = RecordedStages(device, table.rows, drafter)
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles:
             tiled, heads = cast(TiledAttention, attn), model.layer_config.heads
@@ -139,6 +139,18 @@ class Executor:
     def _seconds(self, started: Any, begun: Any, done: Any) -> tuple[float, float]:
         """Between marks, all past: of a step, and of them those in which the drafter caught up."""
         return self.device.seconds(started, done), self.device.seconds(started, begun)
+
+    @torch.inference_mode()
+    def states(self, plan: Plan, draft: Draft | None = None) -> Tensor:
+        """The target's hidden states of a prefill, of plain steps, or of a tree step with these drafts. Nobody drafts,
+        nothing is committed, and no other rank is told."""
+        if plan.kind == "prefill":
+            return self._target(self._batches.prompts(plan, self.table.upload(plan), 0))[0]
+        rows, _ = self.table.upload_step(plan)
+        if draft is None:
+            return self._target(self._batches.last_tokens(rows, plan.max_kv_len).batch)[0]
+        drafted = self._batches.trees(rows, draft, plan.shape, plan.max_kv_len, self.calibration, 0)
+        return self._target(drafted.batch)[0]
 
     def set_rows(self, rows: IntArray, size: int) -> None:
         """The rows that replays of graphs run, of so many; the others are the dummy."""

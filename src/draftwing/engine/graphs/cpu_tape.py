@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,20 +14,36 @@ from draftwing.engine.device import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
 from draftwing.ops.cpu.tape import Recording, record
 from draftwing.ops.torch.layer_ops import FEW_ROWS
+from draftwing.spec.drafter import Drafter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def foreign_steps(drafter: Drafter | None) -> Literal["", "drafts", "all"]:
+    """In which steps a user's drafter runs code of its own. That may read tensors in Python, by `tolist` or by an array
+    that it keeps, count its calls or throw dice, of which a recording would know nothing: it would do for ever what
+    the first call did."""
+    kind = type(drafter)
+    if drafter is None or kind.__module__.partition(".")[0] == __package__.partition(".")[0]:
+        return ""
+    idle = all(getattr(kind, name) is getattr(Drafter, name) for name in ("extend", "watch", "confidence"))
+    found: Literal["drafts", "all"] = "drafts" if idle else "all"
+    logger.debug("steps with %s are not recorded (%s): it is code from outside", kind.__qualname__, found)
+    return found
 
 
 class RecordedStages(GraphCache):
     """A `GraphCache` that captures in passing. Its keys have memory of their own, so all that a stage gives lasts.
 
     A step of few rows is recorded if all that its stages do are calls of the C kernels, as with weights in blocks or in
-    bfloat16. `refused` has those of which this turned out not to be so; they run as they are written.
+    bfloat16. `refused` has those of which this turned out not to be so; they run as they are written. So do steps in
+    which code from outside of this package runs.
     """
 
-    def __init__(self, device: Device, dummy_row: int) -> None:
+    def __init__(self, device: Device, dummy_row: int, drafter: Drafter | None = None) -> None:
         super().__init__(device, dummy_row, 0)
+        self._foreign = foreign_steps(drafter)
         self.rows = torch.full((FEW_ROWS,), dummy_row, dtype=torch.int64, device=device.device)
         self._host_rows = np.full(FEW_ROWS, dummy_row, np.int64)
         self.refused: set[Hashable] = set()
@@ -39,7 +55,8 @@ class RecordedStages(GraphCache):
 
     def key(self, shape: TreeShape, size: int) -> Key | None:
         key = Key(shape, size)
-        return key if size * shape.queries <= FEW_ROWS and key not in self.refused else None
+        foreign = self._foreign == "all" or (self._foreign == "drafts" and shape.depth > 0)
+        return key if size * shape.queries <= FEW_ROWS and key not in self.refused and not foreign else None
 
     def run(self, stage: str, key: Any, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
         if key is None:

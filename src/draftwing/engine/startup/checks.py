@@ -18,8 +18,8 @@ from draftwing.spec.token_map import check_topk
 
 def check_target(options: Options, path: Path, config: ModelConfig) -> None:
     """Raises ConfigError for a context that the model does not have, CheckpointError for weights that are not there."""
-    wanted = options.context_length or 0
-    if wanted > config.max_positions:
+    wanted = options.context_length
+    if wanted and wanted > config.max_positions:
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
     if path.is_dir() and not options.dummy:
         weight_files(path)

@@ -98,7 +98,8 @@ class Recording:
 def record(function: Callable[[], T]) -> tuple[Recording | str, T]:
     """Calls it once. The recording does the same again, on what is then in the same places, and writes what the
     function returned anew; the name of an operation where torch computes something itself. What the function does in
-    Python alone, such as reading a tensor as a list, goes unnoticed and is not done again."""
+    Python alone, such as reading a tensor as a list, goes unnoticed and is not done again: it must be code of which
+    that is known."""
     calls: Calls = []
     token = _noted.set(calls)
     try:

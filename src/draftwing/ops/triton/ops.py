@@ -40,6 +40,7 @@ class TritonOps(
     widens_pool = False
     attention_bytes = 512 << 20
     batch_invariant = True
+    exact_by_design = True
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:

@@ -1,0 +1,71 @@
+"""Tries out whether what the target makes of a token depends on what else is in the step: how a library sums is its own
+affair, and follows from CPU, version and sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.core import NOBODY, PLAIN, Admission, Chunk, Plan, TreeShape
+from draftwing.engine.executor import Executor
+from draftwing.engine.startup.prices import filled
+from draftwing.ops.types import Draft
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+
+TOKENS = 130  # of the text: more than one stretch of the attention in torch
+ROWS = 3  # that run together
+TREE = 5  # nodes that are verified together
+CUTS = (0, 1, 4, 37)  # where parts of a prompt begin, beside the text's own beginning
+
+
+@torch.inference_mode()
+def keeps_bits(executor: Executor) -> bool:
+    """Whether a text's hidden states and logits have the same bits in one prompt, in parts of it, with other rows, as
+    plain steps and as nodes of trees. Of several ranks all do it at the same time. Leaves no trace."""
+    table, model = executor.table, executor.model
+    slots = executor.attn.pool.slots
+    rows = min(ROWS, table.rows, max(slots // (4 * TREE), 1))
+    count = max(min(TOKENS, table.length - TREE - 1, slots // rows - TREE), 1)
+    text = np.random.default_rng(0).integers(model.config.vocab_size, size=count).tolist()
+    with filled(executor, rows, 0, count + TREE):
+        expected = _prompts(executor, text, [(0, count)], 1)
+        logits = model.logits(expected)
+        same = all(torch.equal(model.logits(expected[i : i + 1])[0], logits[i]) for i in range(0, count, 7))
+        for start in (cut for cut in CUTS if cut < count):
+            parts = [(at, min(at + 17 + start, count)) for at in range(start, count, 17 + start)]
+            found = _prompts(executor, text, [(0, start)] * (start > 0) + parts, 1)
+            same = same and torch.equal(found, expected)
+        together = _prompts(executor, text, [(0, count)], rows)
+        same = same and all(torch.equal(part, expected) for part in together.split(count))
+        for at in range(1, count - TREE, 11):
+            for size, nodes in ((1, 1), (rows, 1), (1, TREE), (rows, TREE)):
+                found = _step(executor, text, at, size, nodes)
+                same = same and torch.equal(found, expected[at : at + nodes].repeat(size, 1))
+    return same
+
+
+def _prompts(executor: Executor, text: list[int], parts: list[tuple[int, int]], rows: int) -> Tensor:
+    """The hidden states of the text, in parts one after the other, each of so many rows together: [rows * T, H]."""
+    found = []
+    request, every = GenerationRequest("", text, SamplingParams(temperature=0.0)), np.arange(rows)
+    for begin, end in parts:
+        admits = tuple(Admission(row, text, NOBODY, request, seed=0) for row in range(rows)) if not begin else ()
+        chunks = tuple(Chunk(row, begin, end - begin, end == len(text)) for row in range(rows))
+        plan = Plan(0, "prefill", every, every, PLAIN, end, admits, chunks=chunks)
+        found.append(executor.states(plan).clone())
+    return torch.cat(found)
+
+
+def _step(executor: Executor, text: list[int], at: int, rows: int, nodes: int) -> Tensor:
+    """The hidden states of tokens from `at` on, as chains of so many nodes of so many rows: [rows * nodes, H]."""
+    table, every = executor.table, np.arange(rows)
+    table.kv_len[:rows], table.last[:rows] = at, text[at]
+    draft = None
+    if nodes > 1:
+        tokens = torch.tensor(text[at : at + nodes], device=table.last.device).expand(rows, -1).contiguous()
+        parent = torch.arange(-1, nodes - 1, device=table.last.device).clamp(min=0).expand(rows, -1).contiguous()
+        draft = Draft(tokens, parent, torch.ones_like(tokens, dtype=torch.bool))
+    shape = TreeShape(nodes - 1, 1, nodes) if nodes > 1 else PLAIN
+    return executor.states(Plan(0, "tree", every, every, shape, at), draft).clone()
