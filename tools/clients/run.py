@@ -61,6 +61,7 @@ class Program(NamedTuple):
     replies: list[str] = []
     last: str = ""
     small: list[str] = []
+    refused: str = ""
 
     @property
     def packages(self) -> list[str]:
@@ -204,9 +205,8 @@ def environ(program: Program, folder: Path, values: dict[str, str]) -> dict[str,
         "PROMPT": values["prompt"],
         "DIALECT": program.dialect,
     }
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        own |= {name: CLOSED, name.upper(): CLOSED}
-    own |= {"no_proxy": "127.0.0.1,localhost", "NO_PROXY": "127.0.0.1,localhost"}
+    for name, value in ("https_proxy", CLOSED), ("no_proxy", "127.0.0.1,localhost"):
+        own |= {name: value, name.upper(): value}
     return own | {name: filled(value, values) for name, value in {**program.environ, **program.quiet}.items()}
 
 
@@ -228,9 +228,11 @@ def wait(condition: Any, seconds: float) -> bool:
 # ---- what has to hold ------------------------------------------------------------------------------------------------
 
 
-def refusals(seen: list[Any]) -> list[str]:
+def refusals(program: Program, seen: list[Any]) -> list[str]:
     """Requests that were not served; what a program asks for that is no endpoint of a model may be missing."""
-    return [str(one) for one in seen if one.status >= 400 and one.method == "POST"]
+    refused = [one for one in seen if one.status >= 400 and one.method == "POST"]
+    known = program.refused or "nothing"
+    return [f"{one.path}: {one.status}: {one.error}" for one in refused if known not in one.answer.decode()]
 
 
 def script_of(program: Program, values: dict[str, str]) -> list[str]:
@@ -238,7 +240,7 @@ def script_of(program: Program, values: dict[str, str]) -> list[str]:
     from scene import call
 
     calls = program.calls or [{"name": "read_file", "arguments": {"path": name}} for name in ("one.txt", "two.txt")]
-    return program.replies or [call(one["name"], one["arguments"]) for one in calls]
+    return program.replies or [f"I read a file.\n{call(one['name'], one['arguments'])}" for one in calls]
 
 
 def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str, Any], str]:
@@ -255,7 +257,7 @@ def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str
             wrong = cancelled(program, engine, process) if kind == "cancel" else looped(engine, process, printed)
             log = printed.read_text(errors="replace")
     seen = recorder.seen
-    wrong += refusals(seen)
+    wrong += refusals(program, seen)
     if not any(one.stream and one.status == 200 for one in seen):
         wrong.append("no answer was streamed")
     told = {"ignored": sorted({name for one in seen for name in one.ignored.split(", ") if name})}
@@ -278,9 +280,10 @@ def looped(engine: Any, process: subprocess.Popen[bytes], printed: Path) -> list
 
 def cancelled(program: Program, engine: Any, process: subprocess.Popen[bytes]) -> list[str]:
     """What is wrong where an answer is cancelled: by Ctrl-C, or by the script itself."""
-    if not wait(lambda: engine.streaming() or engine.aborted or process.poll() is not None, LOOP_SECONDS):
+    wait(lambda: engine.streaming() or engine.aborted or process.poll() is not None, LOOP_SECONDS)
+    if not (engine.streaming() or engine.aborted):
         return ["the long answer did not begin"]
-    if program.command:
+    if program.command and process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
     if not wait(lambda: engine.aborted and not engine.running, STOP_SECONDS):
         return [f"the engine still writes {STOP_SECONDS} s after the cancel"]
@@ -300,7 +303,7 @@ def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> 
         ended = wait(lambda: process.poll() is not None, MODEL_SECONDS)
         log = printed.read_text(errors="replace")
     seen = list(recorder.seen)
-    wrong = refusals(seen)
+    wrong = refusals(program, seen)
     wrong += [] if ended else [f"it did not end within {MODEL_SECONDS} s"]
     wrong += [f"exit code {process.returncode}"] if ended and process.returncode else []
     if not any(one.done and one.status == 200 and one.method == "POST" for one in seen):

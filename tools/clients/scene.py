@@ -81,6 +81,13 @@ class Exchange:
     body: bytes = b""
     answer: bytes = b""
 
+    @property
+    def error(self) -> str:
+        """The message of an answer that refuses."""
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return json.loads(self.answer)["error"]["message"]
+        return self.answer.decode(errors="replace")
+
     def __str__(self) -> str:
         line = f"{self.method} {self.path}: {self.status}{', a stream' if self.stream else ''}"
         return line + (f"\n{self.body.decode()}\n{self.answer.decode()}" if self.status >= 400 else "")
