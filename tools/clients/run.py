@@ -38,7 +38,9 @@ PROMPTS = {
     "cancel": "Tell me the long story.",
     "ask": "Say hello in one short sentence.",
 }
-LOOP_SECONDS, MODEL_SECONDS = 120, 300  # for one run of a program
+LOOP_SECONDS, MODEL_SECONDS = 120, 180  # for one run of a program
+SIZES = {"context": "200000", "output": "4096"}  # bytes: what programs are told of the scripted model
+SMALL = {"context": "32768", "output": "400"}  # of the default model: more output says nothing more
 STOP_SECONDS = 15  # until the engine has been told that nobody waits for the answer
 CLOSED = "http://127.0.0.1:9"  # a proxy that is not there: nothing is fetched from elsewhere
 
@@ -250,7 +252,7 @@ def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str
     engine = scene.Player([], program.last, not program.replies)
     files = {f"{{work}}/{name}.txt": f"{code}\n" for name, code in zip(("one", "two"), engine.codes, strict=True)}
     with scene.scripted(engine) as (url, recorder):
-        values = {"url": url, "key": scene.KEY, "model": "smollm2"}
+        values = {"url": url, "key": scene.KEY, "model": "smollm2", **SIZES}
         with started(program, folder, kind, values, files) as (process, printed):
             place = {"work": str(printed.parent / "work")}
             engine.replies = [filled(reply, place) for reply in script_of(program, values)]
@@ -297,7 +299,7 @@ def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> 
     import scene
 
     recorder.seen.clear()
-    values = {"url": url, "key": scene.KEY, "model": model}
+    values = {"url": url, "key": scene.KEY, "model": model, **SMALL}
     files = {f"{{work}}/{name}.txt": "nothing\n" for name in ("one", "two")}
     with started(program, folder, "ask", values, files) as (process, printed):
         ended = wait(lambda: process.poll() is not None, MODEL_SECONDS)

@@ -155,8 +155,8 @@ def scripted(engine: FakeEngine) -> Iterator[tuple[str, Recorder]]:
 def real(model: str) -> Iterator[tuple[str, Recorder]]:
     """A server of a model. Its template knows tools, which the default model's own does not."""
     template = str(HERE.parent / "chatml_tools.jinja")
-    options = Options(model=model, chat_template=template, tool_call_parser="hermes", api_key=KEY).resolve()
-    with opened(options) as (engine, tokenizer):
+    options = Options(model=model, chat_template=template, tool_call_parser="hermes", api_key=KEY, log_level="error")
+    with opened(options.resolve()) as (engine, tokenizer):
         recorder = Recorder(create_app(engine, tokenizer))
         with listening(recorder) as url:
             yield url, recorder
