@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -23,16 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-BUILD = ROOT / "build" / "clients"
-RECORD = HERE / "record.json"
-NODE = BUILD / "node" / "node_modules" / "node" / "bin"
+import page
+from programs import BUILD, HERE, NODE, InstallError, Program, filled, install, load, today, versions
+
 PROMPTS = {
     "loop": "Read the files one.txt and two.txt, one after the other, and tell me the code in each.",
     "cancel": "Tell me the long story.",
@@ -43,116 +40,6 @@ SIZES = {"context": "200000", "output": "4096"}  # bytes: what programs are told
 SMALL = {"context": "32768", "output": "400"}  # of the default model: more output says nothing more
 STOP_SECONDS = 15  # until the engine has been told that nobody waits for the answer
 CLOSED = "http://127.0.0.1:9"  # a proxy that is not there: nothing is fetched from elsewhere
-
-
-class Program(NamedTuple):
-    """What programs.toml says of one program."""
-
-    name: str
-    title: str
-    dialect: str
-    folder: str  # whose packages it uses
-    npm: list[str] = []
-    pypi: list[str] = []
-    command: list[str] = []
-    script: str = ""
-    environ: dict[str, str] = {}
-    quiet: dict[str, str] = {}
-    files: dict[str, str] = {}
-    calls: list[dict[str, Any]] = []
-    replies: list[str] = []
-    last: str = ""
-    small: list[str] = []
-    refused: str = ""
-
-    @property
-    def packages(self) -> list[str]:
-        return self.npm or self.pypi
-
-
-def load() -> tuple[dict[str, Program], str]:
-    """All programs by name, and the version of Node.js that runs some of them."""
-    tables = tomllib.loads((HERE / "programs.toml").read_text())
-    node = tables.pop("node")
-    programs = {}
-    for name, table in tables.items():
-        folder = table.pop("like", name)
-        programs[name] = Program(**{"name": name, "folder": folder, **tables[folder], **table})
-    return programs, node
-
-
-def filled(text: str, values: dict[str, str]) -> str:
-    """The text with values in place of {names}; other braces stay."""
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
-
-
-# ---- install ---------------------------------------------------------------------------------------------------------
-
-
-def split(package: str) -> tuple[str, str]:
-    """Name and pinned version of a package, of PyPI (with its extras) or npm."""
-    name, _, version = package.partition("==") if "==" in package else package.rpartition("@")
-    return name, version
-
-
-def npm_install(folder: Path, packages: list[str], env: dict[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "package.json").exists():
-        (folder / "package.json").write_text('{"private": true}')
-    run(["npm", "install", "--no-fund", "--no-audit", "--save-exact", *packages], folder, env)
-
-
-def run(command: list[str], folder: Path, env: dict[str, str]) -> None:
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode:
-        raise InstallError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-
-
-class InstallError(Exception):
-    """A program cannot be had here; says what its installer said."""
-
-
-def install(program: Program, newest: bool, node: str) -> Path:
-    """The folder that has the program's packages. Raises InstallError."""
-    folder = BUILD / program.folder / ("newest" if newest else "pinned")
-    wanted = [split(package)[0] + ("@latest" if program.npm else "") for package in program.packages]
-    wanted = wanted if newest else program.packages
-    marker = folder / "installed.json"
-    if marker.exists() and json.loads(marker.read_text()) == [wanted, node if program.npm else "", today() if newest else ""]:
-        return folder
-    env = {**os.environ, "PATH": f"{NODE}:{os.environ['PATH']}"}
-    try:
-        if program.npm:
-            if not (NODE / "node").exists() or output([str(NODE / "node"), "--version"]) != f"v{node}":
-                npm_install(BUILD / "node", [f"node@{node}"], env)
-            npm_install(folder, wanted, env)
-        else:
-            run([sys.executable, "-m", "venv", str(folder / "venv")], ROOT, env)
-            pip = [str(folder / "venv/bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            run([*pip, *(["--upgrade"] if newest else []), *wanted], ROOT, env)
-    except (InstallError, subprocess.TimeoutExpired, FileNotFoundError) as error:
-        raise InstallError(str(error)) from None
-    marker.write_text(json.dumps([wanted, node if program.npm else "", today() if newest else ""]))
-    return folder
-
-
-def versions(program: Program, folder: Path) -> dict[str, str]:
-    """Of the packages that are installed."""
-    names = [split(package)[0] for package in program.packages]
-    if program.npm:
-        found = [json.loads((folder / "node_modules" / name / "package.json").read_text())["version"] for name in names]
-        return dict(zip(names, found, strict=True))
-    names = [re.sub(r"\[.*", "", name) for name in names]
-    code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
-    return dict(zip(names, output([str(folder / "venv/bin/python"), "-c", code, *names]).split(), strict=True))
-
-
-def output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def today() -> str:
-    return datetime.date.today().isoformat()
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -167,13 +54,11 @@ def started(
         home, work = Path(parent) / "home", Path(parent) / "work"
         values = {**values, "home": str(home), "work": str(work), "here": str(folder), "prompt": PROMPTS[kind]}
         home.mkdir(), work.mkdir()
-        for path, text in {**program.files, **files}.items():
+        for path, text in {**program.files, **program.fixtures, **files}.items():
             path = Path(filled(path, values))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(filled(text, values))
-        command = [filled(word, values) for word in program.command]
-        if kind == "ask":
-            command += [filled(word, values) for word in program.small]
+        command = [filled(word, values) for word in words_of(program, kind)]
         if program.script:
             shutil.copy(HERE / "scripts" / program.script, folder)
             command = ["node" if program.npm else "python", str(folder / program.script), kind]
@@ -189,6 +74,12 @@ def started(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             end_strays(parent)
+
+
+def words_of(program: Program, kind: str) -> list[str]:
+    """Of the command."""
+    extra = [*program.alone, *(program.small if kind == "ask" else [])]
+    return [word for one in program.command for word in (extra if one == "{alone}" else [one])]
 
 
 def environ(program: Program, folder: Path, values: dict[str, str]) -> dict[str, str]:
@@ -323,8 +214,8 @@ def result(program: Program, newest: bool, node: str, server: Any, model: str | 
         folder = install(program, newest, node)
     except InstallError as error:
         return {**told, "wrong": {"install": str(error)[-2000:]}}
-    told |= {"versions": versions(program, folder), "node" if program.npm else "python": node if program.npm else "{}.{}.{}".format(*sys.version_info)}
-    told["wrong"] = {}
+    language = {"node": node} if program.npm else {"python": platform.python_version()}
+    told |= {"versions": versions(program, folder), **language, "wrong": {}}
     for kind in ("ask",) if model else ("loop", "cancel"):
         wrong, more, log = ask(program, folder, model, *server) if model else play(program, folder, kind)
         told |= more
@@ -334,6 +225,13 @@ def result(program: Program, newest: bool, node: str, server: Any, model: str | 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([*wrong, "", log]))
     return told
+
+
+def keep(name: str, way: str, told: dict[str, Any]) -> None:
+    """Puts a result into the record."""
+    record = json.loads(page.RECORD.read_text()) if page.RECORD.exists() else {}
+    record.setdefault(name, {})[way] = told
+    page.RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -346,7 +244,6 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.names) - set(programs):
         parser.error(f"no such programs: {', '.join(sorted(unknown))}; there are {', '.join(programs)}")
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     failed = []
     if not args.page:
         import scene
@@ -357,8 +254,8 @@ def main() -> None:
                 told = result(programs[name], args.newest, node, server, args.model)
                 print(f"{name} {', '.join(told.get('versions', {}).values())}:", told["wrong"] or "works", flush=True)
                 failed += [name] if told["wrong"] else []
-                record.setdefault(name, {})[way] = told
-                RECORD.write_text(json.dumps(record, indent=1) + "\n")
+                keep(name, way, told)
+    page.write()
     sys.exit(f"not as they should: {', '.join(failed)}" if failed else None)
 
 
