@@ -87,7 +87,7 @@ def set_up(program: Program) -> Iterator[str]:
     names = " ".join(shlex.quote(split(package)[0]) for package in program.packages)
     install = "pip install" if program.pypi else "npm install -g" if program.command else "npm install"
     if program.note:
-        yield from [program.note, ""]
+        yield from [*program.note.strip().splitlines(), ""]
     for path, text in program.files.items():
         path = filled(path, {**SHOWN, "work": "."}).removeprefix("./")
         yield from [f"`{path}`:", "", f"```{kind_of(path)}", *filled(text, SHOWN).strip().splitlines(), "```", ""]

@@ -128,7 +128,7 @@ def refusals(program: Program, seen: list[Any]) -> list[str]:
     return [f"{one.path}: {one.status}: {one.error}" for one in refused if known not in one.answer.decode()]
 
 
-def script_of(program: Program, values: dict[str, str]) -> list[str]:
+def script_of(program: Program) -> list[str]:
     """What the model says in its first two turns."""
     from scene import call
 
@@ -146,7 +146,7 @@ def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str
         values = {"url": url, "key": scene.KEY, "model": "smollm2", **SIZES}
         with started(program, folder, kind, values, files) as (process, printed):
             place = {"work": str(printed.parent / "work")}
-            engine.replies = [filled(reply, place) for reply in script_of(program, values)]
+            engine.replies = [filled(reply, place) for reply in script_of(program)]
             wrong = cancelled(program, engine, process) if kind == "cancel" else looped(engine, process, printed)
             log = printed.read_text(errors="replace")
     seen = recorder.seen

@@ -12,7 +12,7 @@ url, key, model = (os.environ[name] for name in ("BASE_URL", "API_KEY", "MODEL")
 models = {
     "chat": lambda: ChatOpenAI(model=model, base_url=f"{url}/v1", api_key=key, max_retries=0, stream_usage=True),
     "responses": lambda: ChatOpenAI(
-        model=model, base_url=f"{url}/v1", api_key=key, max_retries=0, use_responses_api=True
+        model=model, base_url=f"{url}/v1", api_key=key, max_retries=0, use_responses_api=True, stream_chunk_timeout=0
     ),
     "anthropic": lambda: ChatAnthropic(model=model, base_url=url, api_key=key, max_retries=0, max_tokens=1000),
 }
@@ -33,7 +33,12 @@ async def main() -> None:
             print(message.text, end="", flush=True)
             deltas += 1
             if sys.argv[1] == "cancel" and deltas == 5:
-                break
+                task = asyncio.current_task()
+                assert task
+                task.cancel()
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except asyncio.CancelledError:
+    pass
