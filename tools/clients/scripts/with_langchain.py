@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -38,7 +39,5 @@ async def main() -> None:
                 task.cancel()
 
 
-try:
+with contextlib.suppress(asyncio.CancelledError):
     asyncio.run(main())
-except asyncio.CancelledError:
-    pass
