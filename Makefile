@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
-.PHONY: serve check test test-all test-cluster style lint sanitize neon soak build setup clean
+.PHONY: serve check test test-all test-cluster test-clients style lint sanitize neon soak build setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
@@ -31,6 +31,11 @@ test-all: style
 # Several servers behind Ray Serve and behind smg, on this machine: some minutes, and 600 MB of packages the first time.
 test-cluster: $(VENV)/.installed-cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 0 tests/cluster tests/test_kubernetes.py $(ARGS)
+
+# Other people's client programs against a server here, see docs/integrations.md: a gigabyte of packages the first time.
+# `ARGS=--newest`, `ARGS="--model smollm2"`, `ARGS="codex opencode"`.
+test-clients: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python tools/clients/run.py $(ARGS)
 
 check: style
 	$(call WITH_TYPES,"not slow and not exhaustive")

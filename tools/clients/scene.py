@@ -1,0 +1,167 @@
+"""The server that the programs meet: draftwing's own application around a scripted engine or a model, and a record of
+what arrived."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1] / "tests" / "server"))
+
+from fake_engine import FakeEngine, local  # noqa: E402
+from scripted import ScriptedEngine  # noqa: E402
+
+from draftwing.config.options import Options  # noqa: E402
+from draftwing.requests.request import GenerationRequest  # noqa: E402
+from draftwing.server.app import create_app  # noqa: E402
+from draftwing.server.run import opened  # noqa: E402
+
+KEY = "local-key"
+LONG = "long story"  # words of a prompt whose answer is to be cancelled
+STORY = "Once upon a time there was a server. " * 1500
+CONTEXT = 1_000_000  # byte tokens: the prompt of an agent has 100,000 and more
+SLOW, QUICK = 0.01, 0.0005  # seconds of a step of three bytes
+
+
+class Player(ScriptedEngine):
+    """Plays the model of a tool loop: each of its first two answers asks for a file, or what `replies` say; the files
+    hold `codes`, which the last answer tells. So the prompt itself says which turn it is."""
+
+    def __init__(self, replies: list[str], last: str, with_tools: bool) -> None:
+        super().__init__(tools="hermes", api_key=KEY)
+        self.info = dataclasses.replace(self.info, context_length=CONTEXT, max_total_tokens=2 * CONTEXT)
+        first, second = random.sample(range(1000, 10000), 2)
+        self.codes = [f"code {first}", f"code {second}"]
+        self.answer = f"The first file has {self.codes[0]}, the second has {self.codes[1]}."
+        self.replies, self.last, self.with_tools = replies, last, with_tools
+        self.turns: set[int] = set()  # that were played
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.script = self.reply(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
+        super().submit(request)
+
+    def reply(self, prompt: str) -> str:
+        """What the model says to a prompt. Agents ask for titles, too, and offer no tools then."""
+        self.pause = SLOW if LONG in prompt else QUICK
+        if LONG in prompt:
+            return STORY
+        if self.with_tools and "<tools>" not in prompt:
+            return "Two files"
+        turn = sum(code in prompt for code in self.codes)
+        self.turns.add(turn)
+        return self.replies[turn] if turn < 2 else self.answer + self.last
+
+    def streaming(self) -> bool:
+        """Whether a part of a long answer has been given."""
+        return any(len(done) > 60 for _, done, _ in list(self.running.values()))
+
+
+@dataclasses.dataclass
+class Exchange:
+    """One request; the texts are kept where it was refused."""
+
+    method: str
+    path: str
+    status: int = 0
+    stream: bool = False
+    ignored: str = ""
+    done: bool = False
+    body: bytes = b""
+    answer: bytes = b""
+
+    @property
+    def error(self) -> str:
+        """The message of an answer that refuses."""
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return json.loads(self.answer)["error"]["message"]
+        return self.answer.decode(errors="replace")
+
+    def __str__(self) -> str:
+        line = f"{self.method} {self.path}: {self.status}{', a stream' if self.stream else ''}"
+        return line + (f"\n{self.body.decode()}\n{self.answer.decode()}" if self.status >= 400 else "")
+
+
+class Recorder:
+    """Middleware that keeps an `Exchange` for each request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.seen: list[Exchange] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        one = Exchange(scope["method"], scope["path"])
+        self.seen.append(one)
+
+        async def heard() -> Message:
+            message = await receive()
+            one.body += message.get("body", b"")
+            return message
+
+        async def said(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = {name.lower(): value.decode() for name, value in message["headers"]}
+                one.status, one.ignored = message["status"], headers.get(b"draftwing-ignored", "")
+                one.stream = headers.get(b"content-type", "").startswith(("text/event-stream", "application/x-ndjson"))
+            elif one.status >= 400:
+                one.answer += message.get("body", b"")
+            elif not message.get("more_body"):
+                one.done = True
+            await send(message)
+
+        await self.app(scope, heard, said)
+
+
+@contextlib.contextmanager
+def listening(app: Recorder) -> Iterator[str]:
+    """Serves the application in a thread, on a free port of this machine; gives its URL."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(15)
+
+
+@contextlib.contextmanager
+def scripted(engine: FakeEngine) -> Iterator[tuple[str, Recorder]]:
+    """A server around an engine in this process."""
+    recorder = Recorder(create_app(local(engine), engine.tokenizer))
+    with listening(recorder) as url:
+        yield url, recorder
+
+
+@contextlib.contextmanager
+def real(model: str) -> Iterator[tuple[str, Recorder]]:
+    """A server of a model. Its template knows tools, which the default model's own does not."""
+    template = str(HERE.parent / "chatml_tools.jinja")
+    options = Options(model=model, chat_template=template, tool_call_parser="hermes", api_key=KEY, log_level="error")
+    with opened(options.resolve()) as (engine, tokenizer):
+        recorder = Recorder(create_app(engine, tokenizer))
+        with listening(recorder) as url:
+            yield url, recorder
+
+
+def call(name: str, arguments: dict[str, object]) -> str:
+    """A call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
