@@ -10,7 +10,7 @@ from fake_engine import CONTEXT, FakeEngine
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from draftwing.server import service
+from draftwing.server import schema
 from draftwing.server.anthropic.schema import MessagesRequest
 from draftwing.server.native.schema import GenerateRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
@@ -182,7 +182,7 @@ def test_hints_inside_of_objects_are_named(client: TestClient) -> None:
 
 def test_the_header_holds_what_a_header_can(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("tools.a\r\nset-cookie: b", "tools.wéb 😀", "tools." + "x" * 10_000)
-    monkeypatch.setattr(service, "ignored_fields", lambda body: names)
+    monkeypatch.setattr(schema, "ignored_fields", lambda body: names)
     response = client.post(COMPLETION, json={"prompt": "a"})
     assert response.status_code == 200 and "set-cookie" not in response.headers
     found = response.headers["draftwing-ignored"]

@@ -207,7 +207,7 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_that_names_the_field(client:
             "name": "a", "schema": {"type": "string", "minLength": 3, "maxLength": 2}}}}  # fmt: skip
         refused = client.post("/v1/completions", json=body)
         assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "response_format", refused.text
+        assert refused.json()["error"]["param"] == "response_format.json_schema.schema", refused.text
 
 
 def test_a_grammar_that_the_engine_fails_at_is_a_500(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,7 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
 
     class Asking:
         predicted = asked_id = body = cache_salt = priority = length = speculative = None
+        ignored = ()
         id_prefix, traced, place = "", False, ExitStack()
 
     assert asyncio.run(run()) >= 2048 / 64
