@@ -53,7 +53,7 @@ class ChatTemplate:
         Raises RequestError when the template refuses the messages or cannot work with them, or takes too long.
         """
         variables = {**self._special_tokens, "documents": None, **kwargs}
-        shaped = _in_parts(messages, self._in_parts)
+        shaped = _parted(messages, self._in_parts)
         conversation = {"messages": shaped, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return rendering.render(self.source, variables | conversation)
 
@@ -72,7 +72,7 @@ class ChatTemplate:
         return found
 
     def _shows(self, role: str, in_parts: frozenset[str]) -> bool:
-        messages = _in_parts(_PROBES[role], in_parts)
+        messages = _parted(_PROBES[role], in_parts)
         variables = {**self._special_tokens, "documents": None, "tools": None, "add_generation_prompt": False}
         try:
             return _SENTINEL in rendering.render(self.source, variables | {"messages": messages})
@@ -94,7 +94,7 @@ class ChatTemplate:
         return text.rpartition(_SENTINEL)[2] if _SENTINEL in text else ""
 
 
-def _in_parts(messages: Sequence[Message], roles: frozenset[str]) -> list[Message]:
+def _parted(messages: Sequence[Message], roles: frozenset[str]) -> list[Message]:
     """Messages with the text of some roles as a list of one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}

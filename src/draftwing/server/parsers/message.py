@@ -40,7 +40,7 @@ class MessageStyle:
     start: where answers begin.  names: of the functions that may be called.  parallel: whether calls after the first
     are given out.  constrained: a grammar holds the answer, which knows calls by their marker.  separate: False leaves
     reasoning in the text, with its markers.  stream_reasoning: False gives it out at once, when it is complete.
-    harmony: messages in channels, which `HarmonyReader` reads; `start` is "closed" where the answer goes on with a text.
+    harmony: messages in channels, which `HarmonyReader` reads; `start` is "closed" where an answer goes on with a text.
     """
 
     reasoning: ReasoningStyle | None = None
