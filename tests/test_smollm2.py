@@ -1,8 +1,10 @@
 """The default model through the Python API: known answers, and the same tokens with speculation on and off."""
 
+import json
 import subprocess
 import sys
 
+import jsonschema
 import pytest
 
 from draftwing import LLM, SamplingParams
@@ -53,6 +55,31 @@ def test_ngram_changes_no_token(plain, ngram):
     assert [a.token_ids for a in alone] == [a.token_ids for a in together]
     assert together[0].meta_info["spec_accept_length"] > 1.5, "nothing was copied"
     assert sum(a.meta_info["spec_num_correct_drafts"] for a in together) > 15
+
+
+THREE = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3}
+PAIR = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "maximum": 999}},
+        "required": ["ok", "n"], "additionalProperties": False}  # fmt: skip
+TAGS = {"type": "object", "properties": {
+    "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2}, "p": {"type": ["null", "boolean"]}},
+    "required": ["tags", "p"], "additionalProperties": False}  # fmt: skip
+
+
+def test_answers_of_small_schemas_come_to_an_end(plain, ngram):
+    """With any white space two of these twelve go on with it up to their limit. Drafts change none of them."""
+    asked = [(THREE, "Hello"), (PAIR, "What is the capital of France?"), (TAGS, "Write a poem."), (TAGS, "Once upon"),
+             (PAIR, "The weather"), (THREE, "def f(x):")]  # fmt: skip
+    prompts = [[{"role": "user", "content": text}] for _, text in asked for _ in range(2)]
+    params = [
+        SamplingParams.read({"json_schema": schema, "max_new_tokens": 120, "temperature": heat, "seed": 1})
+        for schema, _ in asked
+        for heat in (0.0, 0.8)
+    ]
+    answers = plain.chat(prompts, params)
+    assert [answer.finish_reason["type"] for answer in answers] == ["stop"] * 12
+    for answer, (schema, _) in zip(answers, [one for one in asked for _ in range(2)], strict=True):
+        jsonschema.validate(json.loads(answer.text), schema)
+    assert [answer.token_ids for answer in ngram.chat(prompts, params)] == [answer.token_ids for answer in answers]
 
 
 def test_stop_string_n_and_min_new_tokens(dense):

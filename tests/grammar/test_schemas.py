@@ -165,6 +165,20 @@ def test_names_are_counted_however_often_they_are_referred_to() -> None:
         rewritten({"$defs": {"key": key}, "properties": maps})
 
 
+def test_expressions_are_checked_wherever_a_reference_may_find_them() -> None:
+    """In data, in what nobody knows, where another kind of value should stand."""
+    huge = {"pattern": "a{100000}" * 3}
+    for schema in [
+        {"$ref": "#/default/x", "default": {"x": huge}}, {"$ref": "#/examples/0", "examples": [huge]},
+        {"$ref": "#/own/0", "allOf": [{"$ref": "#/own"}], "own": [huge]}, {"$ref": "#/not/0", "not": [huge]},
+        {"$ref": "#/$defs/a/propertyNames", "$defs": {"a": {"propertyNames": huge}}}, {"properties": [huge]},
+        {"own": {"patternProperties": {huge["pattern"]: True}}}, {"items": {"own": [[huge]]}}, {"allOf": {"x": huge}},
+    ]:  # fmt: skip
+        with pytest.raises(GrammarError, match="repetitions"):
+            rewritten(schema)
+    assert rewritten({"const": huge, "enum": [huge]}) == {"const": huge, "enum": [huge]}
+
+
 def test_texts_for_readers_may_hold_anything(byte_vocab: Any) -> None:
     """Half of an emoji, say, as a client cuts them; in a value it can never come."""
     half = json.loads('"\\ud83d"')

@@ -88,7 +88,8 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
         told = fails({**needed, "$defs": {"s": root}})
         return told and told.split("\n  while processing")[0]
 
-    pointer, path, seen = "", tuple[str, ...](), {""}
+    path: Path = ()
+    pointer, seen = "", {""}
     told = why([pointer])
     if told is not None and why([]) == told:  # whatever is needed: it leads out of the schema
         return next((place for place, reference in _references(schema) if f"'{reference}'" in told), path)

@@ -136,44 +136,36 @@ class _Rewriter:
 
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
-            return schema
+            return self._other(schema)
         made = {}
         for key, value in schema.items():
-            if key in _FOR_READERS:
-                continue
-            if key in SCHEMA_DATA or key == "propertyNames":
-                made[key] = value
-            elif key == "pattern" and isinstance(value, str):
-                made[key] = checked_regex(value)
-            elif key in SCHEMA_MAPS and isinstance(value, dict):
-                named = {name: self.schema(one) for name, one in value.items()}
-                made[key] = named
-                if key == "patternProperties":
-                    made[key] = {checked_regex(name): one for name, one in named.items()}
+            if key in SCHEMA_MAPS and isinstance(value, dict):
+                made[key] = {name: self.schema(one) for name, one in value.items()}
             elif key in SCHEMA_LISTS and isinstance(value, list):
                 made[key] = [self.schema(one) for one in value]
             elif key in SCHEMAS:
                 made[key] = self.schema(value)
-            elif key not in ("$schema", "x-guidance") or (isinstance(value, str) and value.rstrip("#") in _DRAFTS):
-                made[key] = self._other(value)
-        self._reduce(made)
+            elif key not in (*_FOR_READERS, "x-guidance", "$schema") or _is_draft(value):
+                made[key] = self._other(value, key in SCHEMA_DATA)
+        _check_patterns(made)
+        self._reduce(made, schema)
         return made
 
-    def _other(self, value: Any) -> Any:
-        """The value of a keyword that nobody knows: no schema unless something refers to it."""
-        if id(value) in self._targets:
-            return self.schema(value)
+    def _other(self, value: Any, data: bool = False) -> Any:
+        """The value of a keyword that nobody knows, or data: no schema unless something refers to it."""
         if isinstance(value, list):
-            return [self._other(one) for one in value]
+            return [self._other(one, data) for one in value]
         if not isinstance(value, dict):
             return value
-        return {
-            key: checked_regex(one) if key == "pattern" and isinstance(one, str) else self._other(one)
-            for key, one in value.items()
-        }
+        if id(value) in self._targets:
+            return self.schema(value)
+        made = {key: self._other(one, data) for key, one in value.items()}
+        if not data:
+            _check_patterns(made)
+        return made
 
-    def _reduce(self, made: dict[str, Any]) -> None:
-        """Rewrites what the library does not build."""
+    def _reduce(self, made: dict[str, Any], given: Mapping[str, Any]) -> None:
+        """Rewrites what the library does not build. given: the schema as it was."""
         kinds = _types(made)
         for kind, keys in _OF_TYPE.items():
             if kinds is not None and kind not in kinds:
@@ -188,7 +180,7 @@ class _Rewriter:
         _unevaluated(made)
         self._contains(made)
         _counted(made)
-        added = [*_conditional(made), *_dependent(made), *self._named(made)]
+        added = [*_conditional(made), *_dependent(made), *self._named(made, given)]
         if added:
             others = made.get("allOf", [])
             made["allOf"] = [*others, *added] if isinstance(others, list) else others  # which is refused
@@ -211,11 +203,11 @@ class _Rewriter:
         if every or (low == 0 and high is None):
             _drop(made, "contains", "minContains", "maxContains")
 
-    def _named(self, made: dict[str, Any]) -> list[dict[str, Any]]:
+    def _named(self, made: dict[str, Any], given: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Schemas of objects whose properties have such names as `propertyNames` asks for."""
         if "propertyNames" not in made:
             return []
-        names = self._followed(made["propertyNames"])
+        names = self._followed(given["propertyNames"])
         if isinstance(names, bool):
             _drop(made, "propertyNames")
             return [] if names else [{"additionalProperties": False}]
@@ -264,6 +256,17 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_draft(value: Any) -> bool:
+    return isinstance(value, str) and value.rstrip("#") in _DRAFTS
+
+
+def _check_patterns(made: dict[str, Any]) -> None:
+    if isinstance(pattern := made.get("pattern"), str):
+        made["pattern"] = checked_regex(pattern)
+    if isinstance(named := made.get("patternProperties"), dict):
+        made["patternProperties"] = {checked_regex(name): one for name, one in named.items()}
+
+
 def _drop(made: dict[str, Any], *keys: str) -> None:
     for key in keys:
         made.pop(key, None)
@@ -287,7 +290,7 @@ def _unevaluated(made: dict[str, Any]) -> None:
 
 def _counted(made: dict[str, Any]) -> None:
     most = made.get("maxItems")
-    if made.get("uniqueItems") is False or (_is_count(most) and most < 2):
+    if made.get("uniqueItems") is False or (type(most) is int and most < 2):
         _drop(made, "uniqueItems")
     most, names = made.get("maxProperties"), made.get("properties", {})
     closed = made.get("additionalProperties") is False and not made.get("patternProperties")
@@ -299,12 +302,13 @@ def _conditional(made: dict[str, Any]) -> list[Any]:
     """What `if`, `then` and `else` ask for where that depends on nothing."""
     then, otherwise = made.get("then", True), made.get("else", True)
     condition = made.get("if")
-    if condition is not None and not _allows_all(condition) and condition is not False:
-        if not (_allows_all(then) and _allows_all(otherwise)):
-            return []
-        condition = None
+    if "if" not in made or (_allows_all(then) and _allows_all(otherwise)):
+        wanted: Any = True
+    elif condition is False or _allows_all(condition):
+        wanted = then if condition is not False else otherwise
+    else:
+        return []
     _drop(made, "if", "then", "else")
-    wanted = True if condition is None else otherwise if condition is False else then
     return [] if _allows_all(wanted) else [wanted]
 
 
