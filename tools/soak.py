@@ -238,8 +238,8 @@ def records(log: str) -> list[tuple[datetime, str]]:
         try:
             found.append((datetime.strptime(line[:21], "[%Y-%m-%d %H:%M:%S]"), line))
         except ValueError:
-            at, before = found.pop() if found else (datetime.min, "")
-            found.append((at, f"{before}\n{line}"))
+            at, *before = found.pop() if found else (datetime.min,)
+            found.append((at, "\n".join([*before, line])))
     return found
 
 

@@ -311,12 +311,14 @@ def test_tiny_chunks_are_refused_early(server: Attacked, first: bytes, size: int
 @pytest.mark.parametrize(
     "headers",
     [
-        b"GET /health HTTP/1.1\r\ntransfer-encoding: chunked\r\n", b"HEAD / HTTP/1.1\r\ntransfer-encoding: chunked\r\n",
-        b"POST /nothing HTTP/1.1\r\ntransfer-encoding: chunked\r\n", b"POST /nothing HTTP/1.1\r\ncontent-length: 999999999\r\n",
+        b"GET /health HTTP/1.1\r\ntransfer-encoding: chunked\r\n",
+        b"HEAD / HTTP/1.1\r\ntransfer-encoding: chunked\r\n",
+        b"POST /nothing HTTP/1.1\r\ntransfer-encoding: chunked\r\n",
+        b"POST /nothing HTTP/1.1\r\ncontent-length: 999999999\r\n",
         b"PUT /v1/models HTTP/1.1\r\ncontent-length: 999999999\r\n",
         b"POST /generate HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-type: text/plain\r\n",
     ],
-)  # fmt: skip
+)
 def test_a_body_that_nobody_reads_ends_its_connection(server: Attacked, headers: bytes) -> None:
     unit = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
     with server.connect(10) as sock:

@@ -199,7 +199,7 @@ def test_what_a_slow_client_has_not_taken_is_not_copied_each_time() -> None:
 
         async def scenario() -> float:
             engine.start()
-            wanted = LogprobParams(0, 0, ())
+            wanted = LogprobParams(start=0)
             stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
             begun = time.thread_time()
             for i in range(count):
