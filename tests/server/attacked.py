@@ -34,6 +34,12 @@ class Attacked:
         return sock
 
     @property
+    def seconds(self) -> float:
+        """Of processors, since its start."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    @property
     def resident(self) -> int:
         """Bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from attacked import Attacked, attacked
+from attackers import ATTACKS, attacking, feel
 
 MB = 1 << 20
 JSON = {"content-type": "application/json"}
@@ -24,6 +25,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server() -> Iterator[Attacked]:
     with attacked() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Attacked]:
+    """One that needs a key, and whose steps take as long as a model's."""
+    with attacked(options={"api_key": "right"}, pause=0.02) as one:
         yield one
 
 
@@ -287,6 +295,90 @@ def test_what_is_no_body_is_limited(server: Attacked) -> None:
             assert sent < 20 * MB, name
     assert server.resident - before < 50 * MB
     works(server)
+
+
+@pytest.mark.parametrize("size", [1, 8, 60])
+@pytest.mark.parametrize("first", [b"GET /health HTTP/1.1\r\nhost: a\r\n", head("/generate")[:-2], head("/x")[:-2]])
+def test_tiny_chunks_are_refused_early(server: Attacked, first: bytes, size: int) -> None:
+    """A few hundred kilobytes of them are read, of any number."""
+    unit = b"%x\r\n" % size + b" " * size + b"\r\n"
+    with server.connect(10) as sock:
+        sock.sendall(first + b"transfer-encoding: chunked\r\n\r\n")
+        assert sent_until_closed(sock, unit, 60 * MB) < 20 * MB
+    works(server)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"GET /health HTTP/1.1\r\ntransfer-encoding: chunked\r\n",
+        b"HEAD / HTTP/1.1\r\ntransfer-encoding: chunked\r\n",
+        b"POST /nothing HTTP/1.1\r\ntransfer-encoding: chunked\r\n",
+        b"POST /nothing HTTP/1.1\r\ncontent-length: 999999999\r\n",
+        b"PUT /v1/models HTTP/1.1\r\ncontent-length: 999999999\r\n",
+        b"POST /generate HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-type: text/plain\r\n",
+    ],
+)
+def test_a_body_that_nobody_reads_ends_its_connection(server: Attacked, headers: bytes) -> None:
+    unit = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
+    with server.connect(10) as sock:
+        sock.sendall(headers + b"\r\n")
+        answer = sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 ") and b" 500 " not in answer[:20]
+        assert sent_until_closed(sock, unit, 200 * MB) < 20 * MB
+    works(server)
+
+
+def sent_until_closed(sock: socket.socket, unit: bytes, most: int) -> int:
+    """Bytes that the server's system took before the server closed the connection, or so many."""
+    sent, block = 0, unit * max(65536 // len(unit), 1)
+    with contextlib.suppress(ConnectionError):
+        while sent < most:
+            sent += sock.send(block)
+    return sent
+
+
+def test_honest_bodies_in_small_chunks_are_taken(server: Attacked) -> None:
+    body = {"text": "ab" * 300, "sampling_params": {"max_new_tokens": 2}}
+    whole = json.dumps(body)
+
+    def pieces(size: int) -> Iterator[bytes]:
+        for at in range(0, len(whole), size):
+            yield whole[at : at + size].encode()
+
+    for size in (1, 3, 64, 500):
+        assert httpx.post(f"{server.url}/generate", content=pieces(size), headers=JSON).status_code == 200
+    large = json.dumps({"text": "a" * 1_000_000})
+    chunks = (large[at : at + 100].encode() for at in range(0, len(large), 100))
+    answer = httpx.post(f"{server.url}/generate", content=chunks, headers=JSON, timeout=30)
+    assert answer.status_code == 400 and "context" in answer.text
+
+
+@pytest.mark.parametrize("name", [*ATTACKS])
+def test_others_are_served_while_many_attack(guarded: Attacked, name: str) -> None:
+    """64 connections without a key. `tools/attacks.py` measures what is felt of them on an idle machine; here others
+    may run beside it."""
+    with attacking(name, guarded.port, 20):
+        time.sleep(0.3)
+        felt = feel(guarded.port, 1.2, "right")
+    assert len(felt.gaps) > 8 and max(felt.health) < 5
+    assert sorted(felt.gaps)[len(felt.gaps) // 2] < 0.25
+
+
+def test_thousands_who_wait_for_a_flush_and_leave_cost_little() -> None:
+    with attacked(pause=0.02) as server:
+        body = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}).encode()
+        with server.connect(60) as running:
+            running.sendall(head("/generate", f"content-length: {len(body)}") + body)
+            time.sleep(0.3)
+            for _ in range(3000):
+                with server.connect() as sock:
+                    sock.sendall(b"POST /flush_cache?timeout=3600 HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+            time.sleep(1)
+            before = server.seconds
+            time.sleep(2)
+            assert server.seconds - before < 0.6, "of 2 s, with an answer that runs"
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
 
 
 def test_odd_clients(server: Attacked) -> None:

@@ -13,13 +13,14 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from fake_engine import FakeEngine, local
+from fake_engine import FakeEngine, local, logprob, traced
 
+from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
-from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.engine_client import AsyncEngine, Stream
 from draftwing.server.run import bind
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
@@ -188,3 +189,35 @@ def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
             bridge.submit([request("b")])
 
     asyncio.run(scenario())
+
+
+def test_what_a_slow_client_has_not_taken_is_not_copied_each_time() -> None:
+    """Answers of 4 and of 16 times as many tokens take about so many times as long, and nothing is lost."""
+
+    def unread(count: int) -> float:
+        engine = local(FakeEngine())
+
+        async def scenario() -> float:
+            engine.start()
+            wanted = LogprobParams(start=0)
+            stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
+            begun = time.thread_time()
+            for i in range(count):
+                first = [None, logprob(2, wanted)] if i == 0 else []
+                step = traced([i % 200], i, False)
+                stream.put(Output("x", [i % 200], None, {}, [logprob(i % 200, wanted)], first, [step]))
+            stream.put(Output("x", [7], {"type": "length", "length": count}, {"a": 1}, [logprob(7, wanted)]))
+            took = time.thread_time() - begun
+            (output,) = [one async for one in stream]
+            assert output.token_ids == [*(i % 200 for i in range(count)), 7] and output.meta == {"a": 1}
+            assert output.finish_reason == {"type": "length", "length": count}
+            assert len(output.logprobs) == count + 1 and len(output.prompt_logprobs) == 2
+            assert len(output.trace) == 64 and output.trace[-1].number == count - 1
+            stream.close()
+            await engine.stop()
+            return took
+
+        return asyncio.run(scenario())
+
+    few, many = min(unread(2500) for _ in range(3)), min(unread(40_000) for _ in range(3))
+    assert many < 16 * few * 2.5

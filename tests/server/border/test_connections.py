@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import pytest
 from fake_engine import FakeEngine, local
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from draftwing.server.border.connections import LimitedConnection
+from draftwing.errors import ConfigError
+from draftwing.server.border.connections import TRIED, LimitedConnection
 from draftwing.server.listen import make_server
 
 
@@ -19,3 +25,32 @@ def test_the_time_outs_of_a_server_are_those_of_the_docs() -> None:
     assert connection.keywords["most"] == 1024 and config.timeout_keep_alive == 75
     limits = LimitedConnection.header_seconds, LimitedConnection.body_seconds, LimitedConnection.write_seconds
     assert limits == (10, 60, 60)
+
+
+@pytest.mark.parametrize("name", ["on_body", "data_received", "connection_lost", "send_400_response", "pause_writing"])
+def test_a_uvicorn_without_what_is_overridden_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a release could switch limits off unnoticed."""
+    monkeypatch.delattr(HttpToolsProtocol, name)
+    engine = FakeEngine()
+    with pytest.raises(ConfigError, match=rf"uvicorn \d.* has no {name}") as refused:
+        make_server(local(engine), engine.tokenizer, [], 5.0, 30000)
+    assert TRIED in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["cycle", "pipeline", "connections"])
+def test_so_is_one_without_what_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = HttpToolsProtocol.__init__
+
+    def without(self: HttpToolsProtocol, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        delattr(self, name)
+
+    monkeypatch.setattr(HttpToolsProtocol, "__init__", without)
+    engine = FakeEngine()
+    with pytest.raises(ConfigError, match=name):
+        make_server(local(engine), engine.tokenizer, [], 5.0, 30000)
+
+
+def test_the_versions_that_were_tried_are_those_of_the_package() -> None:
+    dependencies = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert TRIED in dependencies

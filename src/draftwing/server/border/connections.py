@@ -303,8 +303,8 @@ def check_uvicorn(config: uvicorn.Config) -> None:
     """Raises ConfigError where the uvicorn that is installed has not what `LimitedConnection` overrides or uses: its
     limits would not hold."""
     connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, _loop=object())
-    methods = [name for name in vars(LimitedConnection) if name in _OVERRIDDEN]
-    missing = [name for name in methods if not callable(getattr(HttpToolsProtocol, name, None))]
+    found = {name: getattr(HttpToolsProtocol, name, None) for name in _OVERRIDDEN}
+    missing = [name for name, one in found.items() if one is getattr(asyncio.Protocol, name, None)]
     missing += [name for name in ("pause_reading", "resume_reading") if not hasattr(FlowControl, name)]
     missing += [name for name in _USED if not hasattr(connection, name)]
     if missing:

@@ -72,8 +72,11 @@ class Sharing(CORSMiddleware):
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
+        allowed = "access-control-allow-private-network"
         if response.status_code == 200 and "access-control-request-private-network" in request_headers:
-            response.headers["access-control-allow-private-network"] = "true"
+            response.headers[allowed] = "true"
+        elif allowed in response.headers:
+            del response.headers[allowed]
         return response
 
 
