@@ -260,3 +260,37 @@ def test_of_many_steps_without_drafts_one_in_four_is_a_price() -> None:
         gap = 0 if steps.take(tree_step(number, PLAIN)) else gap + 1
         longest = max(longest, gap)
     assert longest == PricedSteps.UNPRICED
+
+
+def test_of_two_looks_the_lesser_counts_and_they_agree_or_not() -> None:
+    """Noise only ever adds; against the least of both, and the rule of a quarter."""
+    random_ = random.Random(0)
+    truth = {(shape, batch): 0.01 * (1 + shape.nodes / 16) * batch**0.5 for shape in MENU for batch in (1, 4)}
+    for trial in range(50):
+        looks, noises = [], []
+        for _ in range(2):
+            prices, noise = Prices(MENU, False), {}
+            for (shape, batch), seconds in truth.items():
+                noise[shape, batch] = 1 + random_.random() * (0.1 if trial % 2 else 2)
+                prices.measured(shape, batch, 0, seconds * noise[shape, batch])
+            looks.append(prices)
+            noises.append(noise)
+        kept, fresh = looks
+        agreed = kept.look_again(fresh)
+        for shape, batch, _, seconds in kept.points():
+            least = min(noise[shape, batch] for noise in noises)
+            assert seconds == pytest.approx(truth[shape, batch] * least)
+        ratios = [noises[0][step] / noises[1][step] for step in truth]
+        assert agreed == all(1 / 1.25 < ratio < 1.25 for ratio in ratios), trial
+
+
+def test_looks_that_lack_a_shape_do_not_agree() -> None:
+    for missing in MENU:
+        kept, fresh = Prices(MENU, False), Prices(MENU, False)
+        for shape in MENU:
+            kept.measured(shape, 1, 0, 0.01)
+            if shape != missing:
+                fresh.measured(shape, 1, 0, 0.01)
+        assert not kept.look_again(fresh) and not fresh.look_again(kept)
+        assert kept.complete and fresh.complete, "what the other has is taken"
+        assert kept.look_again(fresh)

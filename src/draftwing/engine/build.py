@@ -32,6 +32,7 @@ from draftwing.engine.startup.memory import row_length
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.engine.startup.prices import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
+from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool
@@ -222,9 +223,9 @@ def assemble(
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
         )
     prices = Prices(policy.menu, graph_size > 0) if isinstance(policy, MostTokens) else None
-    if prices is not None:
-        prices = (file and file.read(policy.menu, prices.stepwise)) or prices
-    known = prices is None or prices.complete
+    kept = file.read(policy.menu, prices.stepwise) if prices is not None and file is not None else None
+    known = prices is None or (file is not None and file.settled)
+    started, waited = time.monotonic(), delays()
     if graph_size:
         capture(executor, pool, policy.menu, None if known else prices)
         if not options.drafter_spec.own:
@@ -232,9 +233,10 @@ def assemble(
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
     if prices is not None and isinstance(policy, MostTokens):
-        policy.prices = prices
         if not known and file is not None:
-            file.write(prices)
+            quiet = sum(since(waited)) < BUSY * (time.monotonic() - started)
+            kept = file.compared(prices, kept, quiet)
+        policy.prices = prices = kept or prices
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,

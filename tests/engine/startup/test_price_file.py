@@ -6,6 +6,8 @@ import dataclasses
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine import build
 from draftwing.engine.device import Device
 from draftwing.engine.precision import Precision
 from draftwing.engine.startup import price_file as files
 from draftwing.engine.startup import prices as measuring
+from draftwing.engine.startup import quiet
 from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
@@ -126,27 +130,139 @@ def test_a_build_is_what_its_files_say(tmp_path: Path, monkeypatch: pytest.Monke
     assert files._build() == build
 
 
-def test_the_next_engine_measures_nothing(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwing.engine.startup.warm_up.SECONDS", 600.0)
-    monkeypatch.setattr(measuring, "CPU_CONTEXT", 64)
-    options = dict(
-        device="cpu", max_total_tokens=2048, max_running_requests=4, num_threads=1, speculative_algorithm="NGRAM",
-        speculative_num_draft_tokens=4,
-    )  # fmt: skip
-    model = str(write_checkpoint(tmp_path / "model", hidden=64, heads=2, size=32))
-    with LLM(model, **options) as llm:
+OPTIONS = dict(
+    device="cpu", max_total_tokens=2048, max_running_requests=4, num_threads=1, speculative_algorithm="NGRAM",
+    speculative_num_draft_tokens=4,
+)  # fmt: skip
+
+
+class Machine:
+    """Steps take what they take, times what other programs add: some number for each step that is measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs, self.waits = 0, 0.0  # share of the time that threads wait
+        self.load: Callable[[TreeShape], float] = lambda shape: 1.0
+        self._began = time.monotonic()
+        monkeypatch.setattr("draftwing.engine.startup.warm_up.SECONDS", 600.0)
+        monkeypatch.setattr(measuring, "CPU_CONTEXT", 64)
+        monkeypatch.setattr(measuring, "_run", self.run)
+        monkeypatch.setattr(quiet, "delays", lambda: {"1": self.waits * (time.monotonic() - self._began)})
+        monkeypatch.setattr(build, "delays", quiet.delays)
+
+    def run(self, executor: object, shape: TreeShape, size: int, context: int) -> float:
+        self.runs += 1
+        return self.price(shape, size, context) * self.load(shape)
+
+    @staticmethod
+    def price(shape: TreeShape, size: int = 1, context: int = 0) -> float:
+        return (0.01 + 0.001 * shape.nodes) * (1 + 0.1 * size) + 1e-6 * context
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", hidden=64, heads=2, size=32))
+
+
+def start(machine: Machine, model: str) -> tuple[dict[tuple[TreeShape, int, int], float], int]:
+    """An engine's prices, and how many steps it measured."""
+    before = machine.runs
+    with LLM(model, **OPTIONS) as llm:
         prices = llm.engine.parts.prices
-        (file,) = folder.iterdir()
-        assert prices.complete and {batch for _, batch, *_ in prices.points()} == {1, 4}
-        assert {context for *_, context, _ in prices.points()} == {0, 64}
+        assert prices is not None and prices.complete
+        return {
+            point: seconds for *point, seconds in prices.points() for point in [tuple(point)]
+        }, machine.runs - before
+
+
+def right(found: dict[tuple[TreeShape, int, int], float]) -> bool:
+    return all(seconds == pytest.approx(Machine.price(*point)) for point, seconds in found.items())
+
+
+def test_prices_that_two_starts_agree_on_are_measured_no_more(machine: Machine, model: str) -> None:
+    runs = []
+    for _ in range(4):
+        found, count = start(machine, model)
+        assert right(found)
+        runs.append(count)
+    assert runs[0] == runs[1] > 0 and runs[2:] == [0, 0]
+    assert {batch for _, batch, _ in found} == {1, 4} and {context for *_, context in found} == {0, 64}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda shape: 1 + 4 * (shape.depth > 0),  # something else ran while trees were measured
+        lambda shape: 3.0,
+        lambda shape: 6.0 if shape == PLAIN else 1.0,
+        lambda shape: 1 + shape.nodes,
+    ],
+)
+def test_what_a_busy_machine_has_added_goes(machine: Machine, model: str, load: Callable[[TreeShape], float]) -> None:
+    machine.load = load
+    assert not right(start(machine, model)[0])
+    machine.load = lambda shape: 1.0
+    found, count = start(machine, model)
+    assert right(found) and count > 0
+    assert start(machine, model)[1] > 0, "nothing has agreed yet"
+    found, count = start(machine, model)
+    assert right(found) and count == 0
+
+
+def test_a_busy_second_look_changes_nothing_and_settles_nothing(machine: Machine, model: str) -> None:
+    start(machine, model)
+    machine.load = lambda shape: 2.0
+    found, _ = start(machine, model)
+    assert right(found)
+    machine.load, machine.waits = lambda shape: 1.0, 0.5  # it agrees, though threads were kept waiting
+    for _ in range(2):
+        found, count = start(machine, model)
+        assert right(found) and count > 0
+    machine.waits = 0.01
+    assert start(machine, model)[1] > 0 and start(machine, model)[1] == 0
+
+
+def test_a_file_of_an_earlier_version_is_looked_at_again(machine: Machine, model: str, folder: Path) -> None:
+    machine.load = lambda shape: 5.0 if shape.depth else 1.0
+    start(machine, model)
+    (file,) = folder.iterdir()
+    content = json.loads(file.read_text())
+    for settled in ({}, {"settled": 1}, {"settled": None}):
+        file.write_text(json.dumps({"key": content["key"], "prices": content["prices"]} | settled))
+        machine.load = lambda shape: 1.0
+        found, count = start(machine, model)
+        assert right(found) and count > 0
+
+
+def test_what_was_learnt_of_prices_that_do_not_hold_goes_with_them(machine: Machine, model: str) -> None:
+    """Steps in operation said that all is cheaper than measured; now it is measured so."""
+    machine.load = lambda shape: 2.0
+    with LLM(model, **OPTIONS) as llm:
+        prices = llm.engine.parts.prices
+        for _ in range(50):
+            prices.record(PLAIN, 1, 0, Machine.price(PLAIN))
+        assert prices.seconds(PLAIN, 1, 0) == pytest.approx(Machine.price(PLAIN), rel=0.1)
+    machine.load = lambda shape: 1.0
+    with LLM(model, **OPTIONS) as llm:
+        assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == pytest.approx(Machine.price(PLAIN))
+
+
+def test_the_next_engine_goes_on_with_what_was_learnt(machine: Machine, model: str, folder: Path) -> None:
+    start(machine, model)
+    with LLM(model, **OPTIONS) as llm:
+        prices = llm.engine.parts.prices
         prices.record(PLAIN, 1, 0, 2 * prices.seconds(PLAIN, 1, 0))
         expected = prices.seconds(PLAIN, 1, 0)
+    (file,) = folder.iterdir()
     assert json.loads(file.read_text())["prices"]["corrections"], "what was corrected is written when the engine ends"
-    monkeypatch.setattr("draftwing.engine.startup.warm_up.measure_steps", None)
-    with LLM(model, **options) as llm:
+    with LLM(model, **OPTIONS) as llm:
         assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == expected
         assert llm.generate("the cat sat", {"max_new_tokens": 4})
     for other in ({"speculative_algorithm": "none"}, {"speculative_fixed_shape": True}):
-        with LLM(model, **options | other) as llm:
+        with LLM(model, **OPTIONS | other) as llm:
             assert llm.engine.parts.prices is None, "nothing is chosen"
     assert list(folder.iterdir()) == [file]

@@ -35,13 +35,17 @@ _CODE = ("ops", "parallel", "kv", "layers", "models", "sampling", "spec", "engin
 
 
 class PriceFile:
-    """Prices of one kind of engine. What cannot be read or written is logged and costs a measurement, nothing else."""
+    """Prices of one kind of engine. What cannot be read or written is logged and costs a measurement, nothing else.
+
+    settled: whether two starts on a quiet machine have measured the same. Until then each start measures, and what a
+    busy machine has added goes."""
 
     def __init__(self, key: Mapping[str, Any]) -> None:
         """key: all that prices depend on, as JSON has it."""
         self.key = json.loads(json.dumps(key, sort_keys=True))
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.name = f"{digest[:32]}.json"
+        self.settled = False
 
     @property
     def path(self) -> Path:
@@ -54,17 +58,28 @@ class PriceFile:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["key"] != self.key:
                 raise ValueError("it is of another engine")
-            return Prices.from_json(content["prices"], menu, stepwise)
+            prices = Prices.from_json(content["prices"], menu, stepwise)
+            self.settled = prices.complete and content.get("settled") is True
+            return prices
         except FileNotFoundError:
             return None
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
             log.debug("prices of steps are measured anew: %s cannot be used: %s", self.name, error)
             return None
 
+    def compared(self, measured: Prices, kept: Prices | None, quiet: bool) -> Prices:
+        """Returns what is to be believed of prices that were measured now and of those that `read` gave, and keeps it.
+        quiet: whether the machine had nothing else to do."""
+        if kept is not None:
+            self.settled = kept.look_again(measured) and quiet
+        prices = measured if kept is None else kept
+        self.write(prices)
+        return prices
+
     def write(self, prices: Prices) -> None:
         """Keeps them. Of many files the oldest go."""
         try:
-            write_json(self.path, {"key": self.key, "prices": prices.to_json()})
+            write_json(self.path, {"key": self.key, "settled": self.settled, "prices": prices.to_json()})
             files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for file in files[:-MOST_FILES]:
                 file.unlink()

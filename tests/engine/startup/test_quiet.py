@@ -1,0 +1,66 @@
+"""How long this process waited for a processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftwing.core import PLAIN
+from draftwing.engine.startup import prices, quiet
+
+told = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
+
+
+@told
+def test_two_programs_on_one_processor_wait_for_each_other() -> None:
+    """Of the time that passes, what is waited and what is computed are all there is."""
+    here = os.sched_getaffinity(0)
+    only = min(here)
+    spin = f"import os; os.sched_setaffinity(0, [{only}]); print(flush=True)\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+    try:
+        os.sched_setaffinity(0, [only])
+        assert other.stdout is not None and other.stdout.readline()
+        before, began, computed = quiet.delays(), time.perf_counter(), time.thread_time()
+        while time.perf_counter() < began + 0.3:
+            pass
+        waited, passed = max(quiet.since(before)), time.perf_counter() - began
+        computed = time.thread_time() - computed
+    finally:
+        os.sched_setaffinity(0, here)
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    assert waited > 0.05 and waited + computed == pytest.approx(passed, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "left"),
+    [
+        ({}, {}, 0.8),  # nothing is told
+        ({"1": 5.0}, {"1": 5.0}, 0.8),
+        ({"1": 5.0, "2": 1.0}, {"1": 5.1, "2": 1.5}, 0.3),  # who works together waits for the slowest
+        ({"1": 5.0}, {"1": 5.1, "3": 0.2}, 0.6),  # a thread that is new
+        ({"1": 5.0}, {"1": 9.0}, 0.1),  # of other steps, too: some of the time was the step's own
+    ],
+)
+def test_what_others_took_is_no_price(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, float], after: dict[str, float], left: float
+) -> None:
+    told = iter([before, after])
+    monkeypatch.setattr(prices, "delays", lambda: next(told))
+    monkeypatch.setattr(quiet, "delays", lambda: next(told))
+    result = SimpleNamespace(seconds=0.8)
+    executor: Any = SimpleNamespace(
+        table=SimpleNamespace(rows=2),
+        launch=lambda plan: plan,
+        commit=lambda plan: SimpleNamespace(wait=lambda: result),
+    )
+    assert prices._run(executor, PLAIN, 1, 0) == pytest.approx(left)
