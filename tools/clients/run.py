@@ -35,7 +35,7 @@ PROMPTS = {
     "cancel": "Tell me the long story.",
     "ask": "Say hello in one short sentence.",
 }
-LOOP_SECONDS, MODEL_SECONDS = 120, 180  # for one run of a program
+LOOP_SECONDS, MODEL_SECONDS = 120, 300  # for one run of a program
 SIZES = {"context": "200000", "output": "4096"}  # bytes: what programs are told of the scripted model
 SMALL = {"context": "32768", "output": "400"}  # of the default model: more output says nothing more
 STOP_SECONDS = 15  # until the engine has been told that nobody waits for the answer
@@ -52,7 +52,7 @@ def started(
     """The program at work, with a home of its own, and what it prints; at the end nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="draftwing-clients-", ignore_cleanup_errors=True) as parent:
         home, work = Path(parent) / "home", Path(parent) / "work"
-        values = {**values, "home": str(home), "work": str(work), "here": str(folder), "prompt": PROMPTS[kind]}
+        values = {**values, "home": str(home), "work": str(work), "prompt": PROMPTS[kind]}
         home.mkdir(), work.mkdir()
         for path, text in {**program.files, **program.fixtures, **files}.items():
             path = Path(filled(path, values))
