@@ -140,7 +140,7 @@ def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str
     """One run against the scripted engine: what is wrong, what is told of it, and its log."""
     import scene
 
-    engine = scene.Player([], program.last, not program.replies)
+    engine = scene.Player([], program.last or "{answer}", not program.replies)
     files = {f"{{work}}/{name}.txt": f"{code}\n" for name, code in zip(("one", "two"), engine.codes, strict=True)}
     with scene.scripted(engine) as (url, recorder):
         values = {"url": url, "key": scene.KEY, "model": "smollm2", **SIZES}

@@ -36,8 +36,8 @@ SLOW, QUICK = 0.01, 0.0005  # seconds of a step of three bytes
 
 
 class Player(ScriptedEngine):
-    """Plays the model of a tool loop: each of its first two answers asks for a file, or what `replies` say; the files
-    hold `codes`, which the last answer tells. So the prompt itself says which turn it is."""
+    """Plays the model of a tool loop. Its first two answers, `replies`, each make the program read a file; the files hold
+    `codes`, which the last one tells in place of {answer}. So the prompt itself says which turn it is."""
 
     def __init__(self, replies: list[str], last: str, with_tools: bool) -> None:
         super().__init__(tools="hermes", api_key=KEY)
@@ -61,7 +61,7 @@ class Player(ScriptedEngine):
             return "Two files"
         turn = sum(code in prompt for code in self.codes)
         self.turns.add(turn)
-        return self.replies[turn] if turn < 2 else self.answer + self.last
+        return self.replies[turn] if turn < 2 else self.last.replace("{answer}", self.answer)
 
     def streaming(self) -> bool:
         """Whether a part of a long answer has been given."""
