@@ -36,8 +36,8 @@ SLOW, QUICK = 0.01, 0.0005  # seconds of a step of three bytes
 
 
 class Player(ScriptedEngine):
-    """Plays the model of a tool loop. Its first two answers, `replies`, each make the program read a file; the files hold
-    `codes`, which the last one tells in place of {answer}. So the prompt itself says which turn it is."""
+    """Plays the model of a tool loop. Its first two answers, `replies`, each make the program read a file; the files
+    hold `codes`, which the last one tells in place of {answer}. So the prompt itself says which turn it is."""
 
     def __init__(self, replies: list[str], last: str, with_tools: bool) -> None:
         super().__init__(tools="hermes", api_key=KEY)
