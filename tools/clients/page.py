@@ -69,6 +69,7 @@ def cell(told: Mapping[str, Any] | None) -> str:
     where = f"Node.js {told['node'].split('.')[0]}" if "node" in told else f"Python {told['python'].rpartition('.')[0]}"
     wrong = [f"{kind}: {' '.join(text.split())[:160]}" for kind, text in told["wrong"].items()]
     what = f"**fails**: {'; '.join(wrong)}".replace("|", "\\|") if wrong else "works"
+    what += ", its answer without end was cut off" if told.get("cut") else ""
     return f"{version}: {what} ({where}, {told['date']})"
 
 

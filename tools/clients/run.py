@@ -35,7 +35,8 @@ PROMPTS = {
     "cancel": "Tell me the long story.",
     "ask": "Say hello in one short sentence.",
 }
-LOOP_SECONDS, MODEL_SECONDS = 120, 300  # for one run of a program
+LOOP_SECONDS, MODEL_SECONDS = 120, 200  # for one run of a program
+STALL_SECONDS = 20  # without a token of an answer, on a busy machine
 SIZES = {"context": "200000", "output": "4096"}  # bytes: what programs are told of the scripted model
 SMALL = {"context": "32768", "output": "400"}  # of the default model: more output says nothing more
 STOP_SECONDS = 15  # until the engine has been told that nobody waits for the answer
@@ -194,14 +195,17 @@ def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> 
     files = {f"{{work}}/{name}.txt": "nothing\n" for name in ("one", "two")}
     with started(program, folder, "ask", values, files) as (process, printed):
         ended = wait(lambda: process.poll() is not None, MODEL_SECONDS)
-        log = printed.read_text(errors="replace")
-    seen = list(recorder.seen)
+        seen, log = list(recorder.seen), printed.read_text(errors="replace")
     wrong = refusals(program, seen)
-    wrong += [] if ended else [f"it did not end within {MODEL_SECONDS} s"]
-    wrong += [f"exit code {process.returncode}"] if ended and process.returncode else []
-    if not any(one.done and one.status == 200 and one.method == "POST" for one in seen):
-        wrong.append("no answer was completed")
-    return wrong, {"answers": sum(one.done and one.method == "POST" for one in seen)}, log + "\n".join(map(str, seen))
+    answers = [one for one in seen if one.stream and one.status == 200]
+    # A model that small may not find an end.
+    cut = not ended and any(time.monotonic() - one.newest < STALL_SECONDS for one in answers)
+    if ended:
+        wrong += [f"exit code {process.returncode}"] if process.returncode else []
+        wrong += [] if any(one.done for one in answers) else ["no answer was completed"]
+    elif not cut:
+        wrong.append(f"it did not end within {MODEL_SECONDS} s")
+    return wrong, {"answers": len(answers), "cut": cut}, log + "\n".join(map(str, seen))
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class Exchange:
     stream: bool = False
     ignored: str = ""
     done: bool = False
+    newest: float = 0.0  # when a part of the answer was sent, by the monotonic clock
     body: bytes = b""
     answer: bytes = b""
 
@@ -112,6 +113,7 @@ class Recorder:
             return message
 
         async def said(message: Message) -> None:
+            one.newest = time.monotonic()
             if message["type"] == "http.response.start":
                 headers = {name.lower(): value.decode() for name, value in message["headers"]}
                 one.status, one.ignored = message["status"], headers.get(b"draftwing-ignored", "")
