@@ -33,7 +33,7 @@ SHOWN = {
 
 def written(page: str, programs: Mapping[str, Program], record: Mapping[str, Any]) -> str:
     """The page with what is between its marks made anew."""
-    parts = {"table": table(programs, record), "programs": set_ups(programs)}
+    parts = {"table": table(programs, record), "programs": set_ups(programs, record)}
     for name, lines in parts.items():
         start, end = f"<!-- {name}: made by tools/clients/page.py -->", f"<!-- end of {name} -->"
         before, _, rest = page.partition(start)
@@ -69,18 +69,22 @@ def cell(told: Mapping[str, Any] | None) -> str:
     where = f"Node.js {told['node'].split('.')[0]}" if "node" in told else f"Python {told['python'].rpartition('.')[0]}"
     wrong = [f"{kind}: {' '.join(text.split())[:160]}" for kind, text in told["wrong"].items()]
     what = f"**fails**: {'; '.join(wrong)}".replace("|", "\\|") if wrong else "works"
+    what += ", its answer without end was cut off" if told.get("cut") else ""
     return f"{version}: {what} ({where}, {told['date']})"
 
 
 # ---- how to set it up ------------------------------------------------------------------------------------------------
 
 
-def set_ups(programs: Mapping[str, Program]) -> Iterator[str]:
+def set_ups(programs: Mapping[str, Program], record: Mapping[str, Any]) -> Iterator[str]:
     """A section for each program; what shares its packages stands together."""
     for index, (_, group) in enumerate(groupby(programs.values(), lambda program: program.folder)):
-        first = next(iter(group))
-        yield from ([""] if index else []) + [f"### {first.title}", ""]
+        first, *others = group
+        yield from [""] * bool(index) + [f"### {first.title}", ""]
         yield from set_up(first)
+        told = [ways for one in (first, *others) for ways in record.get(one.name, {}).values()]
+        if fields := sorted({field for ways in told for field in ways.get("ignored", [])}):
+            yield from ["", f"Of what it sends, without effect: {', '.join(f'`{field}`' for field in fields)}."]
 
 
 def set_up(program: Program) -> Iterator[str]:

@@ -36,8 +36,8 @@ SLOW, QUICK = 0.01, 0.0005  # seconds of a step of three bytes
 
 
 class Player(ScriptedEngine):
-    """Plays the model of a tool loop: each of its first two answers asks for a file, or what `replies` say; the files
-    hold `codes`, which the last answer tells. So the prompt itself says which turn it is."""
+    """Plays the model of a tool loop. Its first two answers, `replies`, each make the program read a file; the files
+    hold `codes`, which the last one tells in place of {answer}. So the prompt itself says which turn it is."""
 
     def __init__(self, replies: list[str], last: str, with_tools: bool) -> None:
         super().__init__(tools="hermes", api_key=KEY)
@@ -61,7 +61,7 @@ class Player(ScriptedEngine):
             return "Two files"
         turn = sum(code in prompt for code in self.codes)
         self.turns.add(turn)
-        return self.replies[turn] if turn < 2 else self.answer + self.last
+        return self.replies[turn] if turn < 2 else self.last.replace("{answer}", self.answer)
 
     def streaming(self) -> bool:
         """Whether a part of a long answer has been given."""
@@ -78,6 +78,7 @@ class Exchange:
     stream: bool = False
     ignored: str = ""
     done: bool = False
+    newest: float = 0.0  # when a part of the answer was sent, by the monotonic clock
     body: bytes = b""
     answer: bytes = b""
 
@@ -112,6 +113,7 @@ class Recorder:
             return message
 
         async def said(message: Message) -> None:
+            one.newest = time.monotonic()
             if message["type"] == "http.response.start":
                 headers = {name.lower(): value.decode() for name, value in message["headers"]}
                 one.status, one.ignored = message["status"], headers.get(b"draftwing-ignored", "")
