@@ -96,6 +96,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
             break
         _run(executor, _prompt(length))
     for shape in menu:
+        _run(executor, _prompt(tokens))  # else the row would be longer than the step's bound
         executor.everywhere(_constrain, shape)
         _run(executor, _asking(_step(0, shape, tokens)))
     executor.everywhere(Executor.restore_calibration)
