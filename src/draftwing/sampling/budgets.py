@@ -11,7 +11,7 @@ on, whatever was drawn. What the path has of the marker already is not said agai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -76,49 +76,60 @@ class BudgetTable:
 
         longest: as of the method; all else as of `EditTable.apply`. What a dead node gets is not defined.
         """
-        state = self._state.index_select(0, rows)
-        tokens, prompt_len, begin_len, end_len, lead, opened = state[:, :_NUMBERS, None].unbind(1)  # [b, 1] each
-        begins, ends, begun = state[:, _NUMBERS:].view(-1, 3, MAX_MARKER).unbind(1)
-        begins, ends, begun = begins[:, -longest:], ends[:, -longest:], begun[:, :longest]
+        state = self._state.index_select(0, rows)[:, None, None]  # [b, 1, 1, S]
+        numbers, begins, ends, begun = state.split((_NUMBERS, *[MAX_MARKER] * 3), -1)
+        tokens, prompt_len, begin_len, end_len, lead, opened = numbers.unbind(-1)  # [b, 1, 1] each
+        markers = _Markers(begins[..., -longest:], ends[..., -longest:], begin_len, end_len, lead)
 
         # Committed tokens. `order` counts those of the answer, up to and including one.
-        known = history[:, : bound + 1].index_select(0, rows)  # [b, L]
-        position = torch.arange(known.shape[1], device=rows.device)
-        order, past = position + 1 - prompt_len, position <= newest[:, None]
-        known = known.masked_fill((order < 1) | ~past, _NOTHING)
-        windows = pad(known, (longest - 1, 0), value=_NOTHING).unfold(-1, longest, 1)  # [b, L, K]: each ends at a token
-        found = _equal(windows, begins[:, None]) & (order - begin_len <= lead)
-        begun_at = torch.where(found, order, 0).cummax(-1).values  # the answer's beginning counts as a marker, too
-        found = _equal(windows, ends[:, None]) & (order - begun_at >= end_len)
-        ended_at = torch.where(found, order, -opened).cummax(-1).values
-        counted = (order >= 0) & (position < newest[:, None])
-        used = ((begun_at > ended_at) & counted).sum(-1)[:, None, None]  # [b, 1, 1], without the root's own block
+        known = history[:, : bound + 1].index_select(0, rows)[:, None]  # [b, 1, L]
+        position, root = torch.arange(known.shape[-1], device=rows.device), newest[:, None, None]
+        order = position + 1 - prompt_len
+        known = known.masked_fill((order < 1) | (position > root), _NOTHING)
+        windows = pad(known, (longest - 1, 0), value=_NOTHING).unfold(-1, longest, 1)  # [b, 1, L, K]: each ends at one
+        begun_at, ended_at = markers.newest(windows, order, torch.zeros_like(opened), -opened)
+        before = (order >= 0) & (position < root)
+        used = ((begun_at > ended_at) & before).sum(-1)  # [b, 1]
 
-        # Paths: level 0 is the root, whose window is committed.
-        level = torch.arange(path.shape[-1], device=rows.device)  # [D + 1]
-        root = newest[:, None, None].expand(-1, 1, longest)
+        # Paths. Level 0 is the root, whose window is committed.
+        level, here = torch.arange(path.shape[-1], device=rows.device), (path_len - 1)[..., None]
         own = drafts.gather(1, path[..., 1:].flatten(1)).view(*drafts.shape, -1)  # [b, N, D]
-        own = own.masked_fill(level[1:] >= path_len[..., None], _NOTHING)
-        text = torch.cat((windows.gather(1, root).expand(-1, own.shape[1], -1), own), -1)
-        windows = text.unfold(-1, longest, 1)  # [b, N, D + 1, K]
-        order = (newest[:, None] + 1 - prompt_len)[..., None] + level  # [b, 1, D + 1]
-        below = level > 0
-        found = _equal(windows, begins[:, None, None]) & (order - begin_len[..., None] <= lead[..., None]) & below
-        begun_at = torch.where(found, order, begun_at[:, None, -1:]).cummax(-1).values
-        found = _equal(windows, ends[:, None, None]) & (order - begun_at >= end_len[..., None]) & below
-        ended_at = torch.where(found, order, ended_at[:, None, -1:]).cummax(-1).values
+        own = own.masked_fill(level[1:] > here, _NOTHING)
+        window = windows.gather(2, root[..., None].expand(-1, -1, -1, longest)).squeeze(2)  # [b, 1, K]
+        windows = torch.cat((window.expand(-1, own.shape[1], -1), own), -1).unfold(-1, longest, 1)  # [b, N, D + 1, K]
+        order = root + 1 - prompt_len + level  # [b, 1, D + 1]
+        begun_at, ended_at = markers.newest(windows, order, begun_at[..., -1:], ended_at[..., -1:])
         inside = begun_at > ended_at  # [b, N, D + 1]
+        used = used + (inside & (level < here)).sum(-1)  # [b, N]
 
-        here = (path_len - 1)[..., None]  # the node's own level
-        used = used.squeeze(-1) + (inside & (level < here)).sum(-1)  # [b, N]
-        since = (order - begun_at).gather(-1, here)
+        # What the end of each node's path has of the end marker, within its block.
         window = windows.gather(2, here[..., None].expand(-1, -1, -1, longest)).squeeze(2)  # [b, N, K]
-        said = torch.zeros_like(here)  # of the end marker
+        since, said = (order - begun_at).gather(-1, here), torch.zeros_like(here)
+        begun = begun.squeeze(1)  # [b, 1, MAX_MARKER]
         for count in range(1, longest):
-            begins_so = (window[..., longest - count :] == begun[:, None, :count]).all(-1, keepdim=True)
-            said = torch.where(begins_so & (since >= count), count, said)
-        following = begun[:, None].expand(-1, drafts.shape[1], -1).gather(-1, said).squeeze(-1)
-        return torch.where(inside.gather(-1, here).squeeze(-1) & (used >= tokens), following, -1)
+            same = (window[..., longest - count :] == begun[..., :count]).all(-1, keepdim=True)
+            said = torch.where(same & (since >= count), count, said)
+        following = begun.expand(-1, drafts.shape[1], -1).gather(-1, said).squeeze(-1)
+        return torch.where(inside.gather(-1, here).squeeze(-1) & (used >= tokens.squeeze(-1)), following, -1)
+
+
+class _Markers(NamedTuple):
+    """Of b rows."""
+
+    begins: Tensor  # [b, 1, 1, K], padded on the left
+    ends: Tensor
+    begin_len: Tensor  # [b, 1, 1]
+    end_len: Tensor
+    lead: Tensor  # the most answer tokens before a block
+
+    def newest(self, windows: Tensor, order: Tensor, begun: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
+        """The orders of the newest markers up to each token, [b, N, T]; the answer's beginning is one of order 0.
+
+        windows [b, N, T, K], which end at tokens of the orders [b, 1, T]; begun, ended [b, N or 1, 1]: those before."""
+        found = _equal(windows, self.begins) & (order - self.begin_len <= self.lead)
+        begun_at = torch.where(found, order, begun).cummax(-1).values
+        found = _equal(windows, self.ends) & (order - begun_at >= self.end_len)  # all of it is inside of the block
+        return begun_at, torch.where(found, order, ended).cummax(-1).values
 
 
 def _equal(windows: Tensor, marker: Tensor) -> Tensor:
