@@ -17,7 +17,7 @@ from draftwing.core import NOBODY, PLAIN, Plan, TreeShape
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.quiet import delays, since
+from draftwing.engine.startup.quiet import delays, own
 from draftwing.kv.pool import KVPool
 from draftwing.sched.prices import Prices
 
@@ -28,7 +28,6 @@ CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the la
 STEPS = 3  # without graphs: the first ones make constants and memory, so the fastest counts
 SIZES = (4, 16)  # batches beside that of one row
 CPU_CONTEXT = 1024
-LEAST = 8  # a step that was measured takes at least this part of the time that passed
 
 
 @contextmanager
@@ -132,13 +131,12 @@ def _measure_context(executor: Executor, pool: KVPool, prices: Prices, menu: Seq
 
 
 def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float:
-    """-> seconds, counted as those of any step, but for those in which other programs had the processor: of threads
-    that work together the one that waited longest. Without context the rows are the row table's dummy."""
+    """-> seconds of our own, else counted as those of any step. Without context the rows are the row table's dummy."""
     rows = np.arange(size) if context else np.full(size, executor.table.rows)
     plan = Plan(0, "tree", rows, rows, shape, context or 1)
     before = delays()
     result = executor.commit(executor.launch(plan)).wait()
-    return max(result.seconds - max(since(before), default=0.0), result.seconds / LEAST)
+    return own(result.seconds, before)
 
 
 # ---- rows with a context ---------------------------------------------------------------------------------------------

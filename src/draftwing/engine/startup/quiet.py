@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 BUSY = 0.1  # share of a measurement's time that threads waited, all together, from which on it is not believed
+LEAST = 8  # of the time that passed, one part in so many is own whatever is told
 
 
 def delays() -> dict[str, float]:
@@ -24,3 +25,9 @@ def delays() -> dict[str, float]:
 def since(before: Mapping[str, float]) -> list[float]:
     """Seconds that each thread has waited since `delays` gave this."""
     return [seconds - before.get(thread, 0.0) for thread, seconds in delays().items()]
+
+
+def own(seconds: float, before: Mapping[str, float]) -> float:
+    """What of so many seconds, which began when `delays` gave this, other programs did not take: of threads that work
+    together the one that waited longest tells."""
+    return max(seconds - max(since(before), default=0.0), seconds / LEAST)

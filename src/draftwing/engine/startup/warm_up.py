@@ -14,6 +14,7 @@ from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, Tr
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM
 from draftwing.engine.startup.prices import experts_at_random, measure_steps
+from draftwing.engine.startup.quiet import delays, own
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
 from draftwing.ops.even import even, evens
@@ -62,11 +63,12 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
 
 
 def _run(executor: Executor, plan: Plan) -> float:
-    """-> seconds, counted as those of any step"""
+    """-> seconds of our own, else counted as those of any step"""
+    before = delays()
     result = executor.commit(executor.launch(plan)).wait()
     if (result.tokens >= NOT_FINITE).any():
         raise CheckpointError(f"found in the first steps: {SPOILT}")
-    return result.seconds
+    return own(result.seconds, before)
 
 
 def try_prompt(executor: Executor) -> None:
