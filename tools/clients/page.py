@@ -55,11 +55,11 @@ def table(programs: Mapping[str, Program], record: Mapping[str, Any]) -> Iterato
     yield "| program | endpoint | pinned version | newest version | default model |"
     yield "|---|---|---|---|---|"
     for name, program in programs.items():
-        cells = [cell(record.get(name, {}).get(way)) for way in ("pinned", "newest", "model")]
+        cells = [cell(program, record.get(name, {}).get(way)) for way in ("pinned", "newest", "model")]
         yield f"| {program.title} | {ENDPOINTS[program.dialect]} | {' | '.join(cells)} |"
 
 
-def cell(told: Mapping[str, Any] | None) -> str:
+def cell(program: Program, told: Mapping[str, Any] | None) -> str:
     """What a run came to."""
     if told is None:
         return "not run"
@@ -69,6 +69,7 @@ def cell(told: Mapping[str, Any] | None) -> str:
     where = f"Node.js {told['node'].split('.')[0]}" if "node" in told else f"Python {told['python'].rpartition('.')[0]}"
     wrong = [f"{kind}: {' '.join(text.split())[:160]}" for kind, text in told["wrong"].items()]
     what = f"**fails**: {'; '.join(wrong)}".replace("|", "\\|") if wrong else "works"
+    what = f"is answered; {program.form}" if told.get("useless") and not wrong else what
     what += ", its answer without end was cut off" if told.get("cut") else ""
     return f"{version}: {what} ({where}, {told['date']})"
 
