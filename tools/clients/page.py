@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -85,7 +86,8 @@ def set_ups(programs: Mapping[str, Program], record: Mapping[str, Any]) -> Itera
         yield from set_up(first)
         told = [ways for one in (first, *others) for ways in record.get(one.name, {}).values()]
         if fields := sorted({field for ways in told for field in ways.get("ignored", [])}):
-            yield from ["", f"Of what it sends, without effect: {', '.join(f'`{field}`' for field in fields)}."]
+            listed = ", ".join(f"`{field}`" for field in fields)
+            yield from ["", *textwrap.wrap(f"Of what it sends, these have no effect: {listed}.", 120)]
 
 
 def set_up(program: Program) -> Iterator[str]:
