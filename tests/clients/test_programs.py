@@ -116,3 +116,21 @@ def test_checks(
     for kind, expected in (("loop", loop), ("cancel", cancel)):
         found, _, log = run.play(program, tmp_path, kind)
         assert any(expected in one for one in found) if expected else not found, (kind, found, log)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (None, "not run"),
+        ({"wrong": {"install": "npm ERR"}}, "does not install here"),
+        ({"wrong": {}}, "1.2.3: works (Node.js 24, 2026-11-25)"),
+        ({"wrong": {}, "cut": True}, "1.2.3: works, its answer without end was cut off (Node.js 24, 2026-11-25)"),
+        ({"wrong": {}, "useless": True}, "1.2.3: is answered; it cannot read it (Node.js 24, 2026-11-25)"),
+        ({"wrong": {"loop": "exit\n1"}, "useless": True}, "1.2.3: **fails**: loop: exit 1 (Node.js 24, 2026-11-25)"),
+    ],
+)
+def test_cells(tool: dict[str, ModuleType], told: dict[str, Any] | None, expected: str) -> None:
+    """What did not run, or not well, is never told as what works."""
+    program = tool["programs"].Program("library", "A library", "chat", "library", form="it cannot read it")
+    run = {"date": "2026-11-25", "versions": {"x": "1.2.3"}, "node": "24.21.0"}
+    assert tool["page"].cell(program, None if told is None else {**run, **told}) == expected

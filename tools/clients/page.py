@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -55,11 +56,11 @@ def table(programs: Mapping[str, Program], record: Mapping[str, Any]) -> Iterato
     yield "| program | endpoint | pinned version | newest version | default model |"
     yield "|---|---|---|---|---|"
     for name, program in programs.items():
-        cells = [cell(record.get(name, {}).get(way)) for way in ("pinned", "newest", "model")]
+        cells = [cell(program, record.get(name, {}).get(way)) for way in ("pinned", "newest", "model")]
         yield f"| {program.title} | {ENDPOINTS[program.dialect]} | {' | '.join(cells)} |"
 
 
-def cell(told: Mapping[str, Any] | None) -> str:
+def cell(program: Program, told: Mapping[str, Any] | None) -> str:
     """What a run came to."""
     if told is None:
         return "not run"
@@ -69,6 +70,7 @@ def cell(told: Mapping[str, Any] | None) -> str:
     where = f"Node.js {told['node'].split('.')[0]}" if "node" in told else f"Python {told['python'].rpartition('.')[0]}"
     wrong = [f"{kind}: {' '.join(text.split())[:160]}" for kind, text in told["wrong"].items()]
     what = f"**fails**: {'; '.join(wrong)}".replace("|", "\\|") if wrong else "works"
+    what = f"is answered; {program.form}" if told.get("useless") and not wrong else what
     what += ", its answer without end was cut off" if told.get("cut") else ""
     return f"{version}: {what} ({where}, {told['date']})"
 
@@ -84,7 +86,8 @@ def set_ups(programs: Mapping[str, Program], record: Mapping[str, Any]) -> Itera
         yield from set_up(first)
         told = [ways for one in (first, *others) for ways in record.get(one.name, {}).values()]
         if fields := sorted({field for ways in told for field in ways.get("ignored", [])}):
-            yield from ["", f"Of what it sends, without effect: {', '.join(f'`{field}`' for field in fields)}."]
+            listed = ", ".join(f"`{field}`" for field in fields)
+            yield from ["", *textwrap.wrap(f"Of what it sends, these have no effect: {listed}.", 120)]
 
 
 def set_up(program: Program) -> Iterator[str]:

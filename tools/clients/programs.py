@@ -43,6 +43,7 @@ class Program(NamedTuple):
     small: Sequence[str] = ()
     refused: str = ""
     note: str = ""
+    form: str = ""
 
     @property
     def packages(self) -> Sequence[str]:

@@ -200,12 +200,16 @@ def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> 
     answers = [one for one in seen if one.stream and one.status == 200]
     # A model that small may not find an end.
     cut = not ended and any(time.monotonic() - one.newest < STALL_SECONDS for one in answers)
+    told = {"answers": len(answers), "cut": cut}
     if ended:
-        wrong += [f"exit code {process.returncode}"] if process.returncode else []
+        if process.returncode and program.form:
+            told["useless"] = True
+        elif process.returncode:
+            wrong.append(f"exit code {process.returncode}")
         wrong += [] if any(one.done for one in answers) else ["no answer was completed"]
     elif not cut:
         wrong.append(f"it did not end within {MODEL_SECONDS} s")
-    return wrong, {"answers": len(answers), "cut": cut}, log + "\n".join(map(str, seen))
+    return wrong, told, log + "\n".join(map(str, seen))
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------

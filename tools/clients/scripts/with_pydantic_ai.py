@@ -15,7 +15,9 @@ openai = OpenAIProvider(base_url=f"{url}/v1", api_key=key)
 models = {
     "chat": lambda: OpenAIChatModel(model, provider=openai),
     "responses": lambda: OpenAIResponsesModel(model, provider=openai),
-    "anthropic": lambda: AnthropicModel(model, provider=AnthropicProvider(base_url=url, api_key=key)),
+    "anthropic": lambda: AnthropicModel(
+        model, provider=AnthropicProvider(base_url=url, api_key=key), settings={"max_tokens": 1000}
+    ),
 }
 # end
 
