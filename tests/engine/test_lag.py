@@ -225,7 +225,7 @@ def test_answers_to_a_prompt_that_was_not_seen(
         others[0] += len(rig.sched.running) == 3
         policy.shape = TREE if others[0] >= turns else PLAIN
 
-    assert rig.run(between=between).tokens == {uid: expected.tokens["1"] for uid in "123"}
+    assert rig.run(between=between).tokens == dict.fromkeys("123", expected.tokens["1"])
 
 
 @pytest.mark.parametrize("lag", [0, 1])
