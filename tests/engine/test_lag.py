@@ -201,6 +201,34 @@ def test_a_long_prompt_beside_a_short_one_at_rest(
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("turns", range(2, 6))
+def test_answers_to_a_prompt_that_was_not_seen(
+    harness: Any, lag: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin to draft together, soon after their prompt; the head sees it once."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
+    model, policy = harness.tiny_model(), Told(TREE)
+    prompts, params = [[0, 7, 7], [1, *range(2, 46)]], [harness.greedy(20)] * 2
+    book = harness.make_book(prompts, expected := harness.plain_answers(model, prompts, params))
+    deferral = Deferral(0, 50, by_slot=True)
+    rig = harness.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, deferral=deferral)
+    policy.shape = PLAIN
+    rig.submit("0", prompts[0], params[0])
+    rig.run()
+    for i in range(1, 4):
+        rig.submit(str(i), prompts[1], params[1])
+    others = [0]
+
+    def between(turn: int) -> None:
+        others[0] += len(rig.sched.running) == 3
+        policy.shape = TREE if others[0] >= turns else PLAIN
+
+    assert rig.run(between=between).tokens == dict.fromkeys("123", expected.tokens["1"])
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_lookup_sees_prompts_that_its_head_does_not(harness: Any, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row is the new request's, which is told nothing of what the one before it said."""
     if harness.device != "cpu":

@@ -239,6 +239,28 @@ def test_what_others_left_unseen_in_the_cache_is_seen_first(drafting: bool) -> N
     assert kept is None and catch_ups.take_shown() == (), "all that is seen now"
 
 
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("committed", range(4))
+@pytest.mark.parametrize("tokens", [20, 46, 120])
+def test_answers_to_a_prompt_lack_no_more_than_is_planned_for(tokens: int, committed: int, in_flight: int) -> None:
+    """Two share a prompt that was not seen. The first one is shown it; of the other the device still counts the
+    prompt's last position, for it was to see that in a pass over the row."""
+    catch_ups, slots = rested(), np.arange(tokens)
+    reqs = [admit(catch_ups, 0, slots)[0], admit(catch_ups, 1, slots, tokens - 1)[0]]
+    for one in reqs:
+        catch_ups.share(one)
+    for step in range(committed + in_flight):
+        catch_ups.plan(20 + step, PLAIN, reqs)
+        for one in reqs:
+            one.bound += 1
+            one.kv += step < committed
+    catch_ups.plan(40, TREE, reqs)
+    plan: Any = catch_ups.take()
+    for one in reqs:
+        shown = max((part.start + part.length for part in plan.texts if part.row == one.row), default=tokens - 1)
+        assert one.bound - shown <= plan.behind
+
+
 @pytest.mark.parametrize("behind", [0, 3, 62])
 def test_a_row_that_moves_to_slots_which_are_unseen_is_shown_them_if_it_had_seen_its_own(behind: int) -> None:
     catch_ups = beside_slots(slots=1000)

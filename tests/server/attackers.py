@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import socket
@@ -160,8 +161,8 @@ class Felt(NamedTuple):
 
     @property
     def late(self) -> float:
-        """The gaps' 99th percentile."""
-        return sorted(self.gaps)[int(0.99 * (len(self.gaps) - 1))]
+        """The gaps' 99th percentile; infinite where nothing came."""
+        return math.inf if not self.gaps else sorted(self.gaps)[int(0.99 * (len(self.gaps) - 1))]
 
 
 def feel(port: int, seconds: float, key: str = "") -> Felt:

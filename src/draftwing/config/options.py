@@ -84,8 +84,8 @@ class Options:
         choices=("none", "metrics", "docs", "all"),
     )  # fmt: skip
     allowed_hosts: str | None = option(
-        None, SERVER, "names, with commas between them, under which a server on a loopback address and without a key "
-        "may be asked, beside localhost and addresses; *: any name, and pages of any site",
+        None, SERVER, "hosts, with commas between them, whose pages may use the server from a browser, and names under "
+        "which one on a loopback address and without a key may be asked; *: pages of any site, and any name",
     )  # fmt: skip
     max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
     max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)

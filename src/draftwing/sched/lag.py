@@ -343,7 +343,8 @@ class FromSlots(FromTokens):
         end, first = max(req.kv, req.sent), self._first(req, req.sent)
         if first == req.sent and req.behind <= self._row_pass:
             return
-        start = first if first < req.sent else max(req.bound - req.behind, first)
+        # Others may have been shown the whole prompt; the device counts its last position for this row all the same.
+        start = first if first < req.sent else max(req.bound - req.behind, first - 1)
         self._seen[req.slots[start:end]] = True
         if start < end - 1:
             self._texts += self._parts(req.row, start, end - 1)
