@@ -137,7 +137,7 @@ class _Rewriter:
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return self._other(schema)
-        made = {}
+        made: dict[str, Any] = {}
         for key, value in schema.items():
             if key in SCHEMA_MAPS and isinstance(value, dict):
                 made[key] = {name: self.schema(one) for name, one in value.items()}
