@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from draftwing.grammar.ebnf import GrammarError
-from draftwing.grammar.limits import MAX_REGEX_CHARS
+from draftwing.grammar.limits import MAX_CHARS, MAX_REGEX_CHARS
 
 Ranges = Sequence[tuple[int, int]]  # of characters, ends included
 
@@ -75,6 +75,8 @@ _ROOT, _IGNORED = "root-", "ignored-"  # no name in Lark
 def quoted(syntax: str, definition: str) -> str:
     """Returns a grammar in EBNF. syntax: "lark" or "regex", of `definition`. Raises GrammarError for what is wrong with
     it, and for what is not known here: special tokens, look-around, classes by property, other grammars inside."""
+    if len(definition) > MAX_CHARS:
+        raise GrammarError(f"it has {len(definition)} characters, at most {MAX_CHARS} are allowed")
     writer = _Writer()
     rules = writer.lark(definition) if syntax == "lark" else f"root ::= {writer.regex(definition, anchors=True)}"
     return "\n".join([rules, *(f"{name} ::= {body}" for body, name in writer.classes.items())])
@@ -83,6 +85,7 @@ def quoted(syntax: str, definition: str) -> str:
 class _Writer:
     def __init__(self) -> None:
         self.classes: dict[str, str] = {}  # names of rules, by what they hold
+        self._known: dict[tuple[tuple[int, int], ...], str] = {}  # what `one_of` gave
 
     def lark(self, grammar: str) -> str:
         tokens = [token for token in _TOKEN.finditer(grammar) if token["blank"] is None]
@@ -127,7 +130,8 @@ class _Writer:
                 raise GrammarError(f"{token.group()[:40]} is no range of characters")
             return self.one_of([(ord(text), ord(last))])
         if token["folded"]:
-            return f"({' '.join(self.one_of(_folded([(ord(char), ord(char))])) for char in text)})"
+            either = {char: self.one_of(_folded([(ord(char), ord(char))])) for char in set(text)}
+            return f"({' '.join(map(either.__getitem__, text))})"
         return _written(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _imported(self, token: re.Match[str]) -> list[str]:
@@ -172,6 +176,12 @@ class _Writer:
 
     def one_of(self, ranges: Ranges) -> str:
         """One of these characters."""
+        key = tuple(ranges)
+        if key not in self._known:
+            self._known[key] = self._one_of(ranges)
+        return self._known[key]
+
+    def _one_of(self, ranges: Ranges) -> str:
         if not ranges:
             raise GrammarError("a class of an expression holds nothing")
         special = [code for code in _SPECIAL if any(low <= code <= high for low, high in ranges)]

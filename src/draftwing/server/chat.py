@@ -10,10 +10,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from draftwing.errors import RequestError
+from draftwing.grammar.limits import MAX_CHARS
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.lanes import INLINE
 from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
 from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages
@@ -36,6 +38,7 @@ _NO_CALLS = ToolChoice("none")
 _HARMONY_EFFORTS = {"minimal": "low", "xhigh": "high"}  # it knows low, medium and high
 _CALLED = {name: name for name in ("tools", "tool_choice", "thinking")}  # as most dialects call them
 _REASONS = ("minimal", "low", "high", "xhigh")  # efforts that are not what a model does by itself
+_DEFINITION = 10  # characters of a text are tokenized while one of a grammar is read
 _PROBE = "QprobeZ"  # plain letters, which no filter of a template changes
 
 
@@ -77,6 +80,11 @@ class ChatBody(Asking):
         """The conversation. Raises RequestError for what it cannot be."""
         raise NotImplementedError
 
+    @property
+    def definitions(self) -> int:
+        """Characters of the grammars of its tools, which `chat` reads."""
+        return 0
+
 
 class Chats:
     """Makes prompts. The parsers are those that the server was started with."""
@@ -92,7 +100,7 @@ class Chats:
 
         size: bytes that the body came as.
         """
-        service, chat = self._service, body.chat()
+        service, chat = self._service, await self._read(body)
         params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
         service.check_room(params.n)
         logprobs = body.wanted_logprobs()
@@ -126,6 +134,15 @@ class Chats:
         except RequestError as error:
             raise body.renamed(error) from None
         return await service.submit([asked], body, ignored), style
+
+    async def _read(self, body: ChatBody) -> Chat:
+        """The conversation; where there are grammars to read, in a thread."""
+        size = body.definitions
+        if size > MAX_CHARS:
+            raise RequestError(f"the grammars of all tools may have {MAX_CHARS} characters; found {size}", "tools")
+        if size <= INLINE:
+            return body.chat()
+        return await self._service.lanes.run(_DEFINITION * size, lambda gone: body.chat())
 
     def reader(self, style: MessageStyle) -> MessageReader:
         """Reads one answer."""

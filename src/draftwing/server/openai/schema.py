@@ -301,6 +301,10 @@ class ChatRequest(OpenAIBody, ChatBody):
         """Names of its custom tools; once `chat` has been called."""
         return self._customs
 
+    @property
+    def definitions(self) -> int:
+        return sum(tool.definition for tool in self.tools or ())
+
     def chat(self) -> Chat:
         functions, choice, self._customs = offered(self.tools or (), self.tool_choice)
         if self.continue_final_message and self.add_generation_prompt:

@@ -44,6 +44,12 @@ class ChatTool(Body):
     custom: ChatCustom | None = None
     cache_control: Hint = None
 
+    @property
+    def definition(self) -> int:
+        """Characters of its grammar."""
+        grammar = self.custom and self.custom.format and self.custom.format.grammar
+        return len(grammar.definition) if grammar else 0
+
     def plain(self, where: str) -> tuple[Function, str]:
         """As a function, and the field that holds it. Raises RequestError."""
         check_kind(self, where)

@@ -356,6 +356,24 @@ def test_what_comes_back_in_a_history_asks_for_nothing(url: str, engine: Scripte
     )
 
 
+def test_large_grammars_are_read_in_a_thread(url: str) -> None:
+    def edit(size: int) -> dict[str, Any]:
+        rules = "\n".join(f'r{i}: "{i:099}"' for i in range(size // 107))
+        names = " | ".join(f"r{i}" for i in range(size // 107))
+        return EDIT | {"format": {"type": "grammar", "syntax": "lark", "definition": f"start: {names}\n{rules}"}}
+
+    asked: Any = {"model": "m", "input": "hi", "tools": [edit(20_000)]}
+    response = httpx.post(f"{url}/v1/responses", json=asked)  # the model is told of it, and has a short context
+    assert (response.status_code, response.json()["param"]) == (400, "input")
+    both = [edit(250_000), edit(250_000) | {"name": "other"}]
+    response = httpx.post(f"{url}/v1/responses", json=asked | {"tools": [AGENTS | {"tools": both}]})
+    assert (response.status_code, response.json()["param"]) == (400, "tools")
+    wrong = edit(20_000)
+    wrong["format"] |= {"definition": wrong["format"]["definition"] + " @"}
+    response = httpx.post(f"{url}/v1/responses", json=asked | {"tools": [WEATHER, wrong]})
+    assert (response.status_code, response.json()["param"]) == (400, "tools.1.format.definition")
+
+
 def test_reasoning_of_another_server_alone(url: str, engine: ScriptedEngine) -> None:
     engine.script = "Fine."
     assert (

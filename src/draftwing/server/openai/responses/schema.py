@@ -198,6 +198,12 @@ class ResponsesRequest(ChatBody):
         """The input as items."""
         return [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
+    @property
+    def definitions(self) -> int:
+        items = [] if isinstance(self.input, str) else self.input
+        tools = [tool for item in (*self._earlier, *items) for tool in item.tools or ()]
+        return sum(tool.definition for tool in (*tools, *(self.tools or ())))
+
     def go_on(self, earlier: list[Item], items: list[Item]) -> None:
         """Takes the stored conversation before the input, and the input without references to what is stored."""
         self._earlier, self.input = earlier, items

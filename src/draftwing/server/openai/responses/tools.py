@@ -47,11 +47,20 @@ class OneTool(Body):
     allowed_callers: Hint = None
     output_schema: Hint = None
 
+    @property
+    def definition(self) -> int:
+        """Characters of its grammar."""
+        return len((self.format and self.format.definition) or "")
+
 
 class ResponsesTool(OneTool):
     """A tool, or a namespace of several."""
 
     tools: list[OneTool] | None = None
+
+    @property
+    def definition(self) -> int:
+        return super().definition + sum(tool.definition for tool in self.tools or ())
 
 
 class AllowedTool(Body):
@@ -99,8 +108,9 @@ class Toolbox:
         """added: tools of items of the input, with the fields that hold them; of two of a name the later one counts.
         Raises RequestError for tools that cannot be offered, and for a choice that cannot be made."""
         given = [(f"tools.{i}", tool) for i, tool in enumerate(tools)]
-        checked_functions([(offer.function, where) for offer, where in _offers(given)])
-        found = {offer.function.name: (offer, where) for offer, where in _offers((*given, *added))}
+        own = list(_offers(given))
+        checked_functions([(offer.function, where) for offer, where in own])
+        found = {offer.function.name: (offer, where) for offer, where in (*own, *_offers(added))}
         functions = checked_functions([(offer.function, where) for offer, where in found.values()])
         hosted = [(where, tool.type) for where, tool in (*given, *added) if tool.type in HOSTED]
         if hosted and not found:
