@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, local
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from draftwing.errors import ConfigError
-from draftwing.server.border.connections import TRIED, LimitedConnection
+from draftwing.server.border.connections import TRIED, Intake, LimitedConnection
 from draftwing.server.listen import make_server
 
 
@@ -54,3 +56,54 @@ def test_so_is_one_without_what_is_used(name: str, monkeypatch: pytest.MonkeyPat
 def test_the_versions_that_were_tried_are_those_of_the_package() -> None:
     dependencies = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["dependencies"]
     assert TRIED in dependencies
+
+
+class Sender(asyncio.Transport):
+    """Sends as long as it is read, as a client that never waits."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.reads = True
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_connection_whose_turn_is_late_is_not_read_meanwhile() -> None:
+    """Else what many of them send piles up until memory is full."""
+    engine = FakeEngine()
+    config = make_server(local(engine), engine.tokenizer, [], 5.0, 30000).config
+
+    async def run() -> int:
+        senders = [Sender() for _ in range(64)]
+        intake, made = Intake(), []
+        for sender in senders:
+            made.append(LimitedConnection(config=config, server_state=ServerState(), app_state={}, intake=intake))
+            made[-1].connection_made(sender)
+        body = b"x" * 65_536
+        for connection in made:
+            connection.data_received(b"POST /generate HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+        taken = 0
+        for _ in range(20):  # pieces, in one turn of the event loop
+            for connection, sender in zip(made, senders, strict=True):
+                if sender.reads:
+                    connection.data_received(body)
+                    taken += len(body)
+        for connection in made:
+            connection.connection_lost(None)
+        return taken
+
+    taken = asyncio.run(run())
+    assert taken <= 64 * 2 * 65_536

@@ -149,6 +149,8 @@ class LimitedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._sent = memoryview(bytes(self._sent) + data if self._sent else data)
         self._intake.put(self)
+        if self._sent and not self._refused and not self.transport.is_closing():
+            self.flow.hold(True)  # it may be long until its turn: no more comes before
 
     def _resumed(self) -> None:
         if self._sent:
