@@ -17,6 +17,7 @@ LOOKED_AT = 64  # connections in a turn
 TAKEN = 4  # of these, at most; the others have left
 ESTABLISHED = 1  # a state of Linux's `TCP_INFO`; another one: the client has sent all that it ever will
 FULL_SECONDS = 0.5  # until the next one is tried where there are no descriptors
+LEFT_SECONDS = 0.005  # until the next one is taken where others have left: to take one costs a millisecond
 
 
 class Door:
@@ -26,30 +27,33 @@ class Door:
         """protocol: makes one for each connection."""
         self._sock, self._protocol, self._loop = sock, protocol, asyncio.get_running_loop()
         self._entering: set[asyncio.Task[None]] = set()
-        self._full: asyncio.TimerHandle | None = None
+        self._closed: asyncio.TimerHandle | None = None  # until it is opened again
         sock.setblocking(False)
         sock.listen(BACKLOG)
         self._open()
 
     def close(self) -> None:
-        if self._full is not None:
-            self._full.cancel()
+        if self._closed is not None:
+            self._closed.cancel()
         self._loop.remove_reader(self._sock)
 
     def _open(self) -> None:
         self._loop.add_reader(self._sock, self._take)
 
+    def _close_for(self, seconds: float) -> None:
+        self._loop.remove_reader(self._sock)
+        self._closed = self._loop.call_later(seconds, self._open)
+
     def _take(self) -> None:
-        taken = 0
+        taken, left = 0, False
         for _ in range(LOOKED_AT):
             try:
                 connection, _address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                break
             except OSError as error:
                 logger.error("no connection can be taken: %s", error)
-                self._loop.remove_reader(self._sock)
-                self._full = self._loop.call_later(FULL_SECONDS, self._open)
+                self._close_for(FULL_SECONDS)
                 return
             if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED:
                 connection.setblocking(False)
@@ -57,10 +61,13 @@ class Door:
                 self._entering.add(entering)
                 entering.add_done_callback(self._entering.discard)
                 taken += 1
-                if taken == TAKEN:
-                    return
             else:
                 connection.close()
+                left = True
+            if taken == TAKEN or (taken and left):
+                break
+        if left:
+            self._close_for(LEFT_SECONDS)
 
     async def _enter(self, connection: socket.socket) -> None:
         try:
