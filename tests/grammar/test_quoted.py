@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 
 import pytest
 from fake_engine import EOS, byte_tokenizer
@@ -106,6 +107,15 @@ def test_grammars_that_hold_nothing(compiler: GrammarCompiler, definition: str) 
     else:
         with pytest.raises(RequestError):
             takes(compiler, "lark", definition, [""])
+
+
+def test_an_expression_without_an_end_is_looked_for_once() -> None:
+    begun = time.process_time()
+    with pytest.raises(GrammarError):
+        quoted("lark", "start: /" + r"\/" * 50_000)
+    assert time.process_time() - begun < 2, (
+        "seconds; each of the slashes begins an expression that is searched to the end"
+    )
 
 
 def test_large_classes_are_read_in_linear_time() -> None:

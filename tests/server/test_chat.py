@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from scripted import TEMPLATE, ScriptedEngine, serving
+
+from draftwing.server.anthropic.schema import CountRequest
+from draftwing.server.chat import Chat
+from draftwing.server.native.schema import TokenizeRequest
+from draftwing.server.ollama.schema import OllamaChatRequest
+from draftwing.server.openai.responses.schema import ResponsesRequest
+from draftwing.server.openai.schema import ChatRequest
 
 ITEMS = "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}" + (
     "{% for k, v in c.function.arguments | items %}<{{ k }}={{ v | tojson }}>{% endfor %}{% endfor %}{% endfor %}"
@@ -142,3 +150,33 @@ def test_arguments_of_earlier_calls_are_objects_for_the_template(
     items = [user, {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}]
     post(f"{url}/v1/responses", {"input": [*items, {"type": "function_call_output", "call_id": "c", "output": "x"}]})
     assert expected in engine.prompt
+
+
+BODIES: list[tuple[str, Any, str]] = [
+    ("/v1/chat/completions", ChatRequest, "messages"),
+    ("/v1/messages", CountRequest, "messages"),
+    ("/v1/messages/count_tokens", CountRequest, "messages"),
+    ("/v1/responses", ResponsesRequest, "input"),
+    ("/api/chat", OllamaChatRequest, "messages"),
+    ("/tokenize", TokenizeRequest, "messages"),
+]
+
+
+@pytest.mark.parametrize(("path", "model", "field"), BODIES, ids=lambda one: one if isinstance(one, str) else "")
+def test_large_conversations_are_read_in_a_thread(
+    path: str, model: Any, field: str, url: str, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments of calls are texts of JSON that are parsed: nobody else is served meanwhile."""
+    engine.script, read, threads = "ok", model.chat, list[str]()
+
+    def chat(body: Any) -> Chat:
+        threads.append(threading.current_thread().name)
+        return read(body)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(model, "chat", chat)
+    named = {"model": "m", "max_tokens": 5} if model is CountRequest else {"model": "m"}
+    named.pop("max_tokens" if path.endswith("count_tokens") else "", None)
+    for size in (10, 100_000):  # more than the context has room for
+        CLIENT.post(url + path, json=named | {field: [{"role": "user", "content": "a" * size}]})
+    small, large = threads
+    assert not small.startswith("draftwing-") and large.startswith("draftwing-")

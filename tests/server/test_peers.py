@@ -82,6 +82,10 @@ def test_grammars_by_the_peers_names(
         ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
         ({"guided_json": {}, "guided_whitespace_pattern": "x*"}, "guided_whitespace_pattern"),
         ({"structured_outputs": {"json": {}, "whitespace_pattern": "["}}, "structured_outputs.whitespace_pattern"),
+        ({"guided_json": {}, "guided_whitespace_pattern": "(" * 4000 + ")" * 4000}, "guided_whitespace_pattern"),
+        ({"guided_json": {}, "guided_whitespace_pattern": " {99999999999}"}, "guided_whitespace_pattern"),
+        ({"guided_json": {}, "guided_whitespace_pattern": " " * 10_001}, "guided_whitespace_pattern"),
+        ({"guided_choice": ["a" * 6000, "b" * 6000]}, "guided_choice"),
     ],
 )
 def test_wrong_grammars_are_refused_by_the_names_that_were_sent(

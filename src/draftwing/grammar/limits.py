@@ -62,9 +62,11 @@ def checked_regex(pattern: str) -> str:
 def whitespace_regex(pattern: str) -> str:
     """Returns an expression of the white space between JSON's tokens as the library takes it. Raises GrammarError where
     it could match anything else."""
+    if len(pattern) > MAX_REGEX_CHARS:
+        raise GrammarError(f"the expression has {len(pattern)} characters, at most {MAX_REGEX_CHARS} are allowed")
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise GrammarError(f"it is no regular expression: {error}") from None
     if _SPACES.fullmatch(pattern) is None:
         raise GrammarError("expected an expression of blanks, tabs and line ends alone")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import MAX_CHARS, MAX_REGEX_CHARS
@@ -88,14 +88,12 @@ class _Writer:
         self._known: dict[tuple[tuple[int, int], ...], str] = {}  # what `one_of` gave
 
     def lark(self, grammar: str) -> str:
-        tokens = [token for token in _TOKEN.finditer(grammar) if token["blank"] is None]
+        tokens = list(_tokens(grammar))
         ignores = any(token["ignore"] for token in tokens)
         out = [f"root ::= {f'{_IGNORED} ' * ignores}start"]
         ignored: list[str] = []
         in_rule, to = False, out  # of terminals there is nothing to ignore
         for token in tokens:
-            if token["other"] is not None:
-                raise GrammarError(f"{token.group()[:40]!r} is not supported in Lark here")
             if token["ignore"]:
                 ignored.append("|")
                 in_rule, to = False, ignored
@@ -194,6 +192,16 @@ class _Writer:
             parts += [f'"\\\\u00{digit}" {_set([(code, code) for code in last])}'] if last else []
         body = " | ".join(parts)
         return body if len(parts) == 1 and plain else self.classes.setdefault(body, f"c-{len(self.classes)}")
+
+
+def _tokens(grammar: str) -> Iterator[re.Match[str]]:
+    """What a grammar in Lark is made of. Raises GrammarError at the first thing that is not known: behind a `/` without
+    another one, say, each next one would be looked for to the end of the text."""
+    for token in _TOKEN.finditer(grammar):
+        if token["other"] is not None:
+            raise GrammarError(f"{token.group()[:40]!r} is not supported in Lark here")
+        if token["blank"] is None:
+            yield token
 
 
 def _named(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -15,14 +15,13 @@ from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.lanes import INLINE
-from draftwing.server.parsers.call import read_arguments
+from draftwing.server.lanes import SHORT
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
 from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages
 from draftwing.server.parsers.message import MessageReader, MessageStyle
 from draftwing.server.parsers.reasoning import Start, start_of
 from draftwing.server.parsers.tools import TOOL_STYLES, style_of
-from draftwing.server.schema import Asking, Body
+from draftwing.server.schema import Asking
 from draftwing.server.service import Generation, Service
 from draftwing.text.continuation import render_continued
 
@@ -98,9 +97,12 @@ class Chats:
     async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
         """The answers to a conversation, and how they are read. Raises RequestError or EngineDead.
 
-        size: bytes that the body came as.
+        size: bytes that it is read from.
         """
-        service, chat = self._service, await self._read(body)
+        service, grammars = self._service, body.definitions
+        if grammars > MAX_CHARS:
+            raise RequestError(f"the grammars of all tools may have {MAX_CHARS} characters; found {grammars}", "tools")
+        chat = await self._read(body.chat, max(size, _DEFINITION * grammars))
         params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
         service.check_room(params.n)
         logprobs = body.wanted_logprobs()
@@ -135,22 +137,18 @@ class Chats:
             raise body.renamed(error) from None
         return await service.submit([asked], body, ignored), style
 
-    async def _read(self, body: ChatBody) -> Chat:
-        """The conversation; where there are grammars to read, in a thread."""
-        size = body.definitions
-        if size > MAX_CHARS:
-            raise RequestError(f"the grammars of all tools may have {MAX_CHARS} characters; found {size}", "tools")
-        if size <= INLINE:
-            return body.chat()
-        return await self._service.lanes.run(_DEFINITION * size, lambda gone: body.chat())
+    async def _read(self, read: Callable[[], Chat], size: int) -> Chat:
+        """The conversation; in a thread where it is large: arguments of calls and grammars are texts to be parsed."""
+        return read() if size <= SHORT else await self._service.lanes.run(size, lambda gone: read())
 
     def reader(self, style: MessageStyle) -> MessageReader:
         """Reads one answer."""
         return (HarmonyReader if style.harmony else MessageReader)(style, self._service.tokenizer)
 
-    async def ids(self, chat: Chat, field: str, size: int) -> list[int]:
-        """The prompt's tokens. Raises RequestError; field: of the body, that holds the messages.  size: as of `ask`."""
-        text = await self._rendered(chat, _CALLED, size)
+    async def ids(self, read: Callable[[], Chat], field: str, size: int) -> list[int]:
+        """The prompt's tokens. Raises RequestError; read: makes the conversation.  field: of the body, that holds the
+        messages.  size: as of `ask`."""
+        text = await self._rendered(await self._read(read, size), _CALLED, size)
         return (await self._service.tokenize([text], field, add_special_tokens=False))[0]
 
     async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
@@ -315,83 +313,6 @@ class Chats:
 
 def _style(styles: Mapping[str, Any], name: str | None) -> Any:
     return None if name is None else styles[name]
-
-
-class Conversation:
-    """Messages as chat templates want them, in the making. What the assistant thinks, says and calls in a row is one
-    message; results of tools are messages of their own."""
-
-    def __init__(self, system: str | None = None) -> None:
-        self._messages: list[dict[str, Any]] = []
-        self._called: dict[str, str] = {}  # names of functions by call id
-        self._open = False  # whether the last message is one that the assistant goes on with
-        # Its pieces, joined when it ends: there may be tens of thousands.
-        self._said: list[str] = []
-        self._thought: list[str] = []
-        if system:
-            self.say("system", system)
-
-    def say(self, role: str, text: str, **more: Any) -> None:
-        """Adds a whole message."""
-        self._end_turn()
-        self._messages.append({"role": role, "content": text, **more})
-
-    def answer(self, text: str, begin: bool = False) -> None:
-        """Adds what the assistant says. begin: in a new message."""
-        self._turn(begin)
-        self._said.append(text)
-
-    def think(self, text: str) -> None:
-        self._turn()
-        self._thought.append(text)
-
-    def call(self, call_id: str, name: str, arguments: Any) -> None:
-        self._called[call_id] = name
-        self._turn().setdefault("tool_calls", []).append(template_call(call_id, name, arguments))
-
-    def result(self, call_id: str | None, text: str, where: str, kind: str) -> None:
-        """Adds what a called function gave. Raises RequestError where nothing has that id: `where` is the field that
-        holds it, `kind` what calls are here."""
-        name = self._called.get(call_id or "")
-        if call_id is None or name is None:
-            raise RequestError(f"{where} must be the id of a {kind} before it; found {show(call_id)}", where)
-        self.say("tool", text, tool_call_id=call_id, name=name)
-
-    def done(self) -> list[dict[str, Any]]:
-        """All messages; what is added afterwards begins a new one."""
-        self._end_turn()
-        return self._messages
-
-    def _turn(self, begin: bool = False) -> dict[str, Any]:
-        if begin or not self._open:
-            self.say("assistant", "")
-            self._open = True
-        return self._messages[-1]
-
-    def _end_turn(self) -> None:
-        if self._open:
-            message = self._messages[-1]
-            message["content"] = "".join(self._said)
-            if self._thought:
-                message["reasoning_content"] = "".join(self._thought)
-            self._said, self._thought, self._open = [], [], False
-
-
-def template_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call that was made before, as chat templates want it. They write arguments as JSON, so they want the object;
-    what is none stays the text it is."""
-    if arguments is None or isinstance(arguments, str):
-        found = read_arguments(arguments or "")
-        arguments = arguments if found is None else found
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def only(part: Body, names: tuple[str, ...], where: str, kind: str) -> None:
-    """Raises RequestError for fields that a part of its type does not have. kind: of part, in words."""
-    for name, value in part.__dict__.items():
-        # Null and empty lists are what responses hold where there is nothing.
-        if value not in (None, []) and name not in names:
-            raise RequestError(f"{where}.{name} is not supported in a {kind}", f"{where}.{name}")
 
 
 def template_tool(function: Function, described: bool = False) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -404,9 +404,14 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None) -
         except BaseException:
             generation.close()
             raise
-    if generation.ignored:
-        # Names of fields, and of tools, which clients choose: what a header cannot hold is left out of them.
-        names = re.sub(r"[^!-~ ]", "", ", ".join(generation.ignored))
+    return naming(response, generation.ignored)
+
+
+def naming(response: Response, ignored: Sequence[str]) -> Response:
+    """The response with a header that names fields which had no effect."""
+    if ignored:
+        # Of tools, too, which clients choose: what a header cannot hold is left out of the names.
+        names = re.sub(r"[^!-~ ]", "", ", ".join(ignored))
         response.headers["draftwing-ignored"] = names[:_MOST_IGNORED]
     return response
 

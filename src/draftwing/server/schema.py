@@ -80,7 +80,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "video_data": ([],),
     "vllm_xargs": ({},),
     **dict.fromkeys(("defer_loading", "input_examples", "mcp_servers", "metadata", "output_schema", "store"), _EMPTY),
-    **dict.fromkeys(("container", "diagnostics", "effort", "inference_geo"), _EMPTY),
+    **dict.fromkeys(("container", "diagnostics", "inference_geo"), _EMPTY),
     **dict.fromkeys(("return_hidden_states", "return_entropy", "return_prompt_token_ids"), (False,)),
     **dict.fromkeys(("return_meta_info", "return_sampling_mask", "return_routed_experts", "return_bytes"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_weight_versions", "return_token_offsets"), (False,)),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from scripted import ScriptedEngine, serving
+
+from draftwing.server.ollama.schema import OllamaChatRequest
 
 TOOL = {
     "type": "function",
@@ -71,6 +75,15 @@ def test_a_chat_is_the_same_in_lines_and_whole(
     assert "".join(part["message"].get("thinking", "") for part in parts) == (thinking or "")
     assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1]["eval_count"] == once["eval_count"]
+    for told in (once, parts[-1]):  # clients divide counts by them
+        assert told["prompt_eval_duration"] > 0 and told["eval_duration"] > 0
+        assert told["total_duration"] >= told["prompt_eval_duration"] + told["eval_duration"] - 2
+
+
+def test_the_answer_s_time_is_told_without_a_stream(engine: ScriptedEngine, url: str) -> None:
+    engine.script = "a" * 60  # twenty steps
+    told = whole(url, "/api/chat", {"messages": HI})
+    assert told["eval_duration"] > 19e9 * engine.pause
 
 
 def test_calls_are_whole_and_come_back(engine: ScriptedEngine, url: str) -> None:
@@ -97,6 +110,39 @@ def test_calls_are_whole_and_come_back(engine: ScriptedEngine, url: str) -> None
     assert "sunny by get_weather for call00000" in engine.prompt and "rain by get_weather for call00" in engine.prompt
 
 
+def test_results_belong_to_the_calls_that_have_none(engine: ScriptedEngine, url: str) -> None:
+    def call(name: str, id: str | None = None) -> dict[str, Any]:
+        return {"function": {"name": name, "arguments": {}}} | ({"id": id} if id else {})
+
+    def result(text: str, **named: str) -> dict[str, str]:
+        return {"role": "tool", "content": text, **named}
+
+    engine.script = "ok"
+    calls = [call("get", "one"), call("set"), call("get"), call("get", "four"), call("put", "five")]
+    results = [result("A", tool_call_id="one"), result("B", tool_name="get"), result("C", tool_call_id="five")]
+    results += [result("D", tool_name="none"), result("E", name="get")]
+    whole(url, "/api/chat", {"messages": [*HI, {"role": "assistant", "tool_calls": calls}, *results]})
+    said = re.findall(r"(\w) by (\w+) for (\w+)", engine.prompt)
+    wanted = [("A", "get", "one"), ("B", "get", "call00002"), ("C", "put", "five"), ("D", "set", "call00001")]
+    assert said == [*wanted, ("E", "get", "four")]
+    more = {"messages": [*HI, {"role": "assistant", "tool_calls": calls}, *results, result("F")]}
+    assert "messages.7" in refused(url, "/api/chat", more)
+
+
+def test_results_of_many_calls_are_found_in_linear_time() -> None:
+    def seconds(count: int) -> float:
+        calls = [{"function": {"name": f"f{i % 3}"}} for i in range(count)]
+        results = [{"role": "tool", "tool_name": "f1" if i % 2 else "none"} for i in range(count)]
+        messages = [{"role": "assistant", "tool_calls": calls}, *results]
+        body = OllamaChatRequest.model_validate({"model": "m", "messages": messages})
+        begun = time.process_time()
+        assert len(body.chat().messages) == count + 1
+        return time.process_time() - begun
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (2_000, 16_000))
+    assert many < 25 * few, f"{few} s, then {many} s of eight times as many"
+
+
 def test_options_become_sampling_parameters(engine: ScriptedEngine, url: str) -> None:
     engine.script = "abc"
     options = {"seed": 3, "temperature": 0, "top_k": 5, "repeat_penalty": 1.1, "num_predict": 2, "stop": ["x"]}
@@ -120,6 +166,12 @@ def test_options_become_sampling_parameters(engine: ScriptedEngine, url: str) ->
         assert engine.requests[-1].params.max_new_tokens is None
 
 
+def large(name: str) -> dict[str, Any]:
+    """A tool with the largest grammar that one may have, nearly."""
+    grammar = {"syntax": "lark", "definition": 'start: "x"\n' + " " * 390_000}
+    return {"type": "custom", "custom": {"name": name, "format": {"type": "grammar", "grammar": grammar}}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -133,6 +185,7 @@ def test_options_become_sampling_parameters(engine: ScriptedEngine, url: str) ->
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+        ({"tools": [large("a"), large("b")]}, "tools"),
         ({"think": "never"}, "think"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"model": None}, "model"),
@@ -163,7 +216,14 @@ def test_a_prompt_is_put_into_the_template_unless_it_is_raw(engine: ScriptedEngi
     assert "context" in refused(url, "/api/generate", {"prompt": "hi", "context": [1]})
 
 
+def test_errors_of_a_format_name_it(url: str) -> None:
+    told = refused(url, "/api/chat", {"messages": HI, "format": {"type": "object", "not": {}}})
+    assert "format" in told and "format.schema" not in told
+
+
 def test_models_are_loaded_and_freed_without_a_prompt(url: str) -> None:
+    loaded = httpx.post(f"{url}/api/generate", json={"model": "m", "keep_alive": "5m"})
+    assert loaded.headers["draftwing-ignored"] == "keep_alive"
     for path in ("/api/chat", "/api/generate"):
         assert whole(url, path, {})["done_reason"] == "load"
         assert (

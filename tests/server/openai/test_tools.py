@@ -128,6 +128,7 @@ def custom(**form: Any) -> dict[str, Any]:
         ({"tools": [NOW, SAY], "tool_choice": {"type": "function", "function": {"name": "say"}}}, "tool_choice"),
         ({"tools": [NOW, SAY], "tool_choice": {"type": "custom", "function": {"name": "say"}}}, "tool_choice.function"),
         (chosen(), "tool_choice.allowed_tools.tools"),
+        (chosen(*[SAY] * 513), "tool_choice.allowed_tools.tools"),
         (chosen({"type": "custom", "custom": {"name": "no"}}), "tool_choice.allowed_tools.tools.0"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]}]},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_engine import byte_tokenizer
 
-from draftwing.server.chat import Conversation
+from draftwing.server.conversation import Conversation
 from draftwing.server.parsers.harmony import HarmonyReader
 from draftwing.server.parsers.message import MessageStyle
 from draftwing.server.parsers.tools import TOOL_STYLES, ToolParser

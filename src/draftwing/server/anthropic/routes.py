@@ -27,4 +27,4 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request, CountRequest)
         size = len(await request.body())
-        return {"input_tokens": len(await unless_disconnected(request, chats.ids(body.chat(), "messages", size)))}
+        return {"input_tokens": len(await unless_disconnected(request, chats.ids(body.chat, "messages", size)))}

@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Discriminator, Tag
 from draftwing.errors import ContextError, RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
+from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions
+from draftwing.server.conversation import Conversation, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import HINT, Body, Bookkeeping, Hint, Name, NotBuilt, OtherKind, sampled
 

@@ -18,14 +18,13 @@ from draftwing.requests.grammar_field import schema_place
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, Chats
+from draftwing.server.chat import Chats
 from draftwing.server.encoding import encode
 from draftwing.server.http import asking, json_response, read_body, respond, schema, unless_disconnected
 from draftwing.server.native.flushing import Flushing
 from draftwing.server.native.probes import add_probes
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
-from draftwing.server.openai.schema import conversation
 from draftwing.server.schema import split_prompts
 from draftwing.server.service import Service
 
@@ -180,14 +179,8 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            chat = Chat(
-                conversation(body.messages),
-                template=body.chat_template_kwargs or {},
-                continued=bool(body.continue_final_message),
-                prompted=body.add_generation_prompt is not False,
-            )
             size = len(await request.body())
-            every = [await unless_disconnected(request, chats.ids(chat, "messages", size))]
+            every = [await unless_disconnected(request, chats.ids(body.chat, "messages", size))]
         else:
             asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False, service.countable)
             every = await unless_disconnected(request, asked)

@@ -12,7 +12,8 @@ from draftwing.requests.refusals import check_text
 from draftwing.requests.request import LogprobParams, logprob_params
 from draftwing.requests.sampling_params import HINTS, SamplingParams, field_schemas
 from draftwing.requests.stop_regex import MAX_TOGETHER, parts
-from draftwing.server.openai.schema import Message
+from draftwing.server.chat import Chat
+from draftwing.server.openai.schema import Message, conversation
 from draftwing.server.schema import (
     MAX_PROMPTS,
     Asking,
@@ -188,6 +189,15 @@ class TokenizeRequest(Body):
         if self.prompt is None:
             self.prompt = self.content
         return self
+
+    def chat(self) -> Chat:
+        """The conversation. Raises RequestError for what it cannot be."""
+        return Chat(
+            conversation(self.messages or []),
+            template=self.chat_template_kwargs or {},
+            continued=bool(self.continue_final_message),
+            prompted=self.add_generation_prompt is not False,
+        )
 
     def prompts(self) -> list[str]:
         every = self.prompt if isinstance(self.prompt, list) else [self.prompt or ""]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-import pydantic_core
-
 from draftwing.server.http import line
+from draftwing.server.openai.figures import durations
 from draftwing.server.openai.logprobs import chat_logprobs
+from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
@@ -42,8 +41,6 @@ class OllamaAnswer:
         self.generation, self._reader, self._model, self._texts = generation, reader, model, texts
         self._content = chat_content if chat else text_content
         self._answer: Answer = generation.answers[0]
-        self._begun = time.perf_counter_ns()
-        self._first: int | None = None  # when the first token came
         self._given = 0  # calls
 
     def body(self) -> dict[str, Any]:
@@ -58,7 +55,6 @@ class OllamaAnswer:
     async def events(self) -> AsyncIterator[str]:
         """Lines with what is new, then one that tells how it ended."""
         async for answer, text in self.generation:
-            self._first = self._first or time.perf_counter_ns()
             for one in await self.generation.render(len(text), partial(self._news, answer, text)):
                 yield one
         yield line({**head(self._model), **self._content(), **self._ending()})
@@ -92,8 +88,7 @@ class OllamaAnswer:
         most = len(calls) if complete else max(len(calls) - 1, self._given)
         found = []
         for index in range(self._given, most):
-            # Arguments are cut where the answer is.
-            arguments = pydantic_core.from_json(calls[index].arguments or "{}", allow_partial=True)
+            arguments = read_arguments(calls[index].arguments) or {}
             function = {"index": index, "name": calls[index].name, "arguments": arguments}
             found.append({"id": calls[index].id, "function": function})
         self._given = most
@@ -106,17 +101,22 @@ class OllamaAnswer:
         return {"logprobs": chat_logprobs(self._answer, tokens, self._texts)["content"]} if tokens else {}
 
     def _ending(self) -> dict[str, Any]:
-        """How it ended, and times in nanoseconds."""
-        now = time.perf_counter_ns()
-        first = self._first or now
+        """How it ended, and times in nanoseconds. Those of `total_duration` in which it waited are in no other."""
+        record = self.generation.records[0]
+        prompt, answer = durations(self._answer, record)
+        whole = max((record.ended or record.arrived) - record.arrived, prompt + answer)
         reason = (self._answer.finish_reason or {}).get("type", "stop")
         return {
             "done": True,
             "done_reason": reason,
-            "total_duration": now - self._begun,
+            "total_duration": _nanoseconds(whole),
             "load_duration": 0,
             "prompt_eval_count": self.generation.prompt_tokens,
-            "prompt_eval_duration": first - self._begun,
+            "prompt_eval_duration": _nanoseconds(prompt),
             "eval_count": len(self._answer.token_ids),
-            "eval_duration": now - first,
+            "eval_duration": _nanoseconds(answer),
         }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(round(1e9 * seconds), 1)  # clients divide by them

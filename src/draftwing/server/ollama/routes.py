@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
 from draftwing.server.encoding import encode
-from draftwing.server.http import asking, json_response, read_body, respond, schema, unless_disconnected
+from draftwing.server.http import asking, json_response, naming, read_body, respond, schema, unless_disconnected
 from draftwing.server.ollama.rendering import OllamaAnswer, chat_content, head, text_content
 from draftwing.server.ollama.schema import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
 from draftwing.server.parsers.message import MessageStyle
@@ -70,7 +70,8 @@ def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
 def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, by which clients load and free models."""
     reason = "unload" if body.unloads else "load"
-    return json_response(encode({**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}))
+    told = {**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}
+    return naming(json_response(encode(told)), body.ignored)
 
 
 async def _complete(service: Service, body: OllamaGenerateRequest) -> Generation:

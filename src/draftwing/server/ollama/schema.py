@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -10,7 +12,8 @@ from pydantic import BeforeValidator, Field
 from draftwing.errors import RequestError
 from draftwing.requests.request import MOST_OPENAI_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody, Conversation, checked_functions
+from draftwing.server.chat import Chat, ChatBody, checked_functions
+from draftwing.server.conversation import Conversation
 from draftwing.server.openai.tools import ChatTool
 from draftwing.server.schema import Body, Bookkeeping, Hint, Name, NotBuilt
 
@@ -134,6 +137,10 @@ class OllamaBody(ChatBody):
         most = (self.options or ModelOptions()).num_predict
         return None if isinstance(most, int) and not isinstance(most, bool) and most <= 0 else most
 
+    @property
+    def grammar_field(self) -> str | None:
+        return "format"  # it is the schema itself
+
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         given = self.options or ModelOptions()
         fields |= {ours: getattr(given, name) for name, ours in SAMPLED.items() if getattr(given, name) is not None}
@@ -166,6 +173,10 @@ class OllamaChatRequest(OllamaBody):
     messages: list[OllamaMessage] | None = None
     tools: list[ChatTool] | None = None
 
+    @property
+    def definitions(self) -> int:
+        return sum(tool.definition for tool in self.tools or ())
+
     def chat(self) -> Chat:
         functions = checked_functions([tool.plain(f"tools.{i}") for i, tool in enumerate(self.tools or [])])
         return self._chat(_conversation(self.messages or []), functions=functions)
@@ -191,9 +202,48 @@ class OllamaGenerateRequest(OllamaBody):
         return self._chat(found.done())
 
 
+@dataclass(eq=False)
+class _Call:
+    id: str
+    name: str
+    answered: bool = False
+
+
+class _Calls:
+    """Calls of the conversation so far, and which of them have a result."""
+
+    def __init__(self) -> None:
+        self._every: deque[_Call] = deque()  # but those that were answered and have been looked at
+        self._named: dict[str, deque[_Call]] = {}
+        self._by_id: dict[str, _Call] = {}  # the newest one that has it
+
+    def add(self, call: _Call) -> None:
+        self._every.append(call)
+        self._named.setdefault(call.name, deque()).append(call)
+        self._by_id[call.id] = call
+
+    def answered(self, message: OllamaMessage) -> str | None:
+        """The id of the call that a message has the result of: by its id, else the first one without a result, of that
+        name if there is any."""
+        if message.tool_call_id is not None:
+            call = self._by_id.get(message.tool_call_id)
+        else:
+            named = self._named.get(message.tool_name or message.name or "", deque())
+            call = _first(named) or _first(self._every)
+        if call is None:
+            return message.tool_call_id
+        call.answered = True
+        return call.id
+
+
+def _first(calls: deque[_Call]) -> _Call | None:
+    while calls and calls[0].answered:
+        calls.popleft()
+    return calls[0] if calls else None
+
+
 def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    found = Conversation()
-    waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
+    found, calls, count = Conversation(), _Calls(), 0
     for i, message in enumerate(messages):
         where, text = f"messages.{i}", message.content or ""
         if message.tool_calls and message.role != "assistant":
@@ -202,25 +252,15 @@ def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             found.answer(text, begin=True)
             if message.thinking:
                 found.think(message.thinking)
-            for call in message.tool_calls or []:
+            for given in message.tool_calls or []:
                 # Clients need not give ids; some templates want nine letters and digits.
-                waiting.append((call.id or f"call{len(waiting) % 100_000:05}", call.function.name))
-                found.call(*waiting[-1], call.function.arguments)
+                call = _Call(given.id or f"call{count % 100_000:05}", given.function.name)
+                count += 1
+                calls.add(call)
+                found.call(call.id, call.name, given.function.arguments)
         elif message.role == "tool":
-            call_id = _answered(message, waiting)
+            call_id = calls.answered(message)
             found.result(call_id, text, f"{where}.{'tool_call_id' if message.tool_call_id else 'role'}", "tool call")
         else:
             found.say(message.role, text)
     return found.done()
-
-
-def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> str | None:
-    """The id of the call that a message has the result of: by its id, else the first one of that name, or of any."""
-    if message.tool_call_id is not None:
-        return message.tool_call_id
-    name = message.tool_name or message.name
-    same = [one for one in waiting if name in (None, one[1])] or waiting
-    if not same:
-        return None
-    waiting.remove(same[0])
-    return same[0][0]

@@ -12,19 +12,25 @@ def measured(answer: Answer, record: AnswerRecord, speculates: bool) -> dict[str
     """`timings` as llama.cpp has it, and `metrics.speculative_decoding` as vLLM has it. Without the first for an answer
     that ended before its first token, and without the second where nothing was verified."""
     found: dict[str, Any] = {}
-    if record.first is not None and record.ended is not None:
-        found["timings"] = _timings(answer, record.ended - record.first, speculates)
+    if record.first is not None:
+        found["timings"] = _timings(answer, record, speculates)
     if speculates and (drafted := _drafted(answer.meta)) is not None:
         found["metrics"] = {"speculative_decoding": drafted}
     return found
 
 
-def _timings(answer: Answer, decode: float, speculates: bool) -> dict[str, Any]:
-    """decode: seconds from the first token to the last. What the engine took before, but for waiting, is the
-    prompt's."""
-    meta = answer.meta
+def durations(answer: Answer, record: AnswerRecord) -> tuple[float, float]:
+    """Seconds of a finished answer that its prompt took, and from its first token to the last: what the engine took
+    before the first one, but for waiting, is the prompt's. Zeros where there is none."""
+    if record.first is None or record.ended is None:
+        return 0.0, 0.0
+    decode, meta = record.ended - record.first, answer.meta
+    return max(meta.get("e2e_latency", 0.0) - meta.get("queue_time", 0.0) - decode, 0.0), decode
+
+
+def _timings(answer: Answer, record: AnswerRecord, speculates: bool) -> dict[str, Any]:
+    meta, (prefill, decode) = answer.meta, durations(answer, record)
     cached = meta.get("cached_tokens", 0)
-    prefill = max(meta.get("e2e_latency", 0.0) - meta.get("queue_time", 0.0) - decode, 0.0)
     found = {"cache_n": cached}
     found |= _rates("prompt", len(answer.request.prompt_ids) - cached, prefill)
     found |= _rates("predicted", len(answer.token_ids), decode)

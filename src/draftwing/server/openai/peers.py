@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError
-from draftwing.grammar.limits import whitespace_regex
+from draftwing.grammar.limits import MAX_REGEX_CHARS, whitespace_regex
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.sampling_params import SamplingParams
@@ -177,8 +177,12 @@ def _one_of(choices: Any, name: str) -> str:
     """The regular expression of one of several texts. Raises RequestError."""
     if not isinstance(choices, list) or not 0 < len(choices) <= MOST_CHOICES:
         raise RequestError(f"{name} must be a list of 1 to {MOST_CHOICES} texts; found {show(choices)}", name)
+    size = 0
     for i, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             raise RequestError(f"{name}.{i} must be a text that is not empty; found {show(choice)}", f"{name}.{i}")
+        size += len(choice)
+        if size > MAX_REGEX_CHARS:  # before each character is looked at
+            raise RequestError(f"{name} may have {MAX_REGEX_CHARS} characters together; found more", name)
         check_text(choice, f"{name}.{i}")
     return "|".join("".join("\\" + char if char in _SPECIAL else char for char in choice) for choice in choices)

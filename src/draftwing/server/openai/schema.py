@@ -16,7 +16,8 @@ from draftwing.requests.request import (
     prediction_text,
 )
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody, template_call
+from draftwing.server.chat import Chat, ChatBody
+from draftwing.server.conversation import template_call
 from draftwing.server.openai.peers import PeerFields
 from draftwing.server.openai.tools import CalledCustom, CalledFunction, ChatTool, ChosenTool, check_kind, offered
 from draftwing.server.schema import (

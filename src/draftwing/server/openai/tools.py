@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
-from draftwing.server.chat import checked_choice, checked_functions
+from draftwing.server.chat import MOST_TOOLS, checked_choice, checked_functions
 from draftwing.server.parsers.custom import InputReader, custom_function
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.parsers.message import Call
@@ -90,7 +92,7 @@ class NamedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Annotated[list[NamedTool], Field(max_length=MOST_TOOLS)]
 
 
 class ChosenTool(Body):

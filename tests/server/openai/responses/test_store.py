@@ -21,9 +21,9 @@ class Clock:
 
 
 def made(id: str, size: int = 100, previous: str | None = None, items: int = 1) -> Stored:
-    ids = tuple(f"{id}_item{i}" for i in range(items))
+    ids = [f"{id}_item{i}" for i in range(items)]
     output = json.dumps([{"id": one} for one in ids]).encode()
-    return Stored(id, json.dumps({"id": id, "text": "x" * size}).encode(), b"[]", output, ids, previous)
+    return Stored(id, json.dumps({"id": id, "text": "x" * size}).encode(), b"[]", output, frozenset(ids), previous)
 
 
 def test_a_client_finds_its_own_alone() -> None:
@@ -105,7 +105,7 @@ def test_a_conversation_stays_whole_as_long_as_it_goes_on() -> None:
 
 def test_an_item_that_several_responses_have() -> None:
     store = ResponseStore(MB)
-    first, second = Stored("a", b"{}", b"[]", b"[]", ("i",)), Stored("b", b"{}", b"[]", b"[]", ("i", "j"))
+    first, second = (Stored(id, b"{}", b"[]", b"[]", frozenset(items)) for id, items in (("a", "i"), ("b", "ij")))
     store.put("", first)
     store.put("", second)
     assert store.holder("", "i") is first

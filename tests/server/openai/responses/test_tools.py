@@ -273,6 +273,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "tool_choice",
     ),
     ({"tools": ALL, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+    (
+        {"tools": ALL, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [WEATHER] * 513}},
+        "tool_choice.tools",
+    ),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
     ({"input": [{"type": "additional_tools", "tools": [{"type": "odd"}]}]}, "input.0.tools.0.type"),

@@ -86,7 +86,7 @@ def listed(line: Sequence[Stored]) -> list[dict[str, Any]]:
 def stored(body: ResponsesRequest, response: dict[str, Any]) -> Stored:
     """A finished response as it is stored."""
     items = [_shown(item) for item in body.items]
-    ids = tuple(dict.fromkeys(item["id"] for item in (*items, *response["output"])))
+    ids = frozenset(item["id"] for item in (*items, *response["output"]))
     head = encode({name: value for name, value in response.items() if name != "output"})
     return Stored(response["id"], head, encode(items), encode(response["output"]), ids, body.previous_response_id)
 

@@ -44,7 +44,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
                 await _read(request, service, history.size, history.enter)
             except NotStored as error:
                 return error_response(request, 404, str(error), error.param)
-            generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
+            size = history.size + len(await request.body())
+            generation, style = await unless_disconnected(request, chats.ask(body, size))
 
             def keep(response: dict[str, Any]) -> None:
                 store.put(client, stored(body, response))

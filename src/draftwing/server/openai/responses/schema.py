@@ -10,7 +10,8 @@ from pydantic import ConfigDict, PrivateAttr
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody, Conversation, only
+from draftwing.server.chat import Chat, ChatBody
+from draftwing.server.conversation import Conversation, only
 from draftwing.server.openai.responses.tools import ChosenTool, ResponsesTool, Toolbox, flat_name
 from draftwing.server.schema import (
     Body,

@@ -30,7 +30,7 @@ class Stored:
     head: bytes
     input: bytes
     output: bytes
-    ids: tuple[str, ...]
+    ids: frozenset[str]
     previous: str | None = None
 
     @cached_property
@@ -142,7 +142,8 @@ class ResponseStore:
             share = self._share(client)
             id = share.by_item.get(item)
             if id is None:  # perhaps the one that held it first is gone, and another has it too
-                id = next((one.id for one, _ in share.responses.values() if item in one.ids), None)
+                # The newest first: what was found there last time mostly holds the next item, too.
+                id = next((one.id for one, _ in reversed(share.responses.values()) if item in one.ids), None)
             if id is None:
                 return None
             share.by_item[item] = id
@@ -168,7 +169,8 @@ class ResponseStore:
         self._timer = None
         with self._lock:
             self._expire()
-        if len(self):
+            holds = bool(self._shares)
+        if holds:
             self.watch()
 
     # With the lock.

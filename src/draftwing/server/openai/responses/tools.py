@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
-from draftwing.server.chat import AUTO, checked_choice, checked_functions
+from draftwing.server.chat import AUTO, MOST_TOOLS, checked_choice, checked_functions
 from draftwing.server.parsers.custom import custom_function
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import Body, Hint
@@ -75,7 +75,7 @@ class ChosenTool(AllowedTool):
     """A tool that has to be called, or several that may be."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: list[AllowedTool] | None = None
+    tools: Annotated[list[AllowedTool], Field(max_length=MOST_TOOLS)] | None = None
 
 
 @dataclass(frozen=True)
