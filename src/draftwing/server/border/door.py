@@ -55,7 +55,7 @@ class Door:
                 logger.error("no connection can be taken: %s", error)
                 self._close_for(FULL_SECONDS)
                 return
-            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED:
+            if _is_there(connection):
                 connection.setblocking(False)
                 entering = self._loop.create_task(self._enter(connection))
                 self._entering.add(entering)
@@ -76,3 +76,9 @@ class Door:
             connection.close()
             with contextlib.suppress(OSError):  # it left
                 raise
+
+
+def _is_there(connection: socket.socket) -> bool:
+    """Whether the client has not left yet; only Linux tells."""
+    info = getattr(socket, "TCP_INFO", None)
+    return info is None or connection.getsockopt(socket.IPPROTO_TCP, info, 1)[0] == ESTABLISHED

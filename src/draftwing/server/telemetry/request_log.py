@@ -20,7 +20,7 @@ from draftwing.requests.sampling_params import LogitsProcessorSpec, SamplingPara
 from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
 
 BEGINNING = 2048  # characters of a text at level 2
-_MOST = 200  # characters of what a client chooses: paths and ids
+_MOST = 200  # characters of what a client chooses: paths, ids and names; names in a list
 
 
 class RequestLog(Watcher):
@@ -72,7 +72,7 @@ def metadata(record: HttpRecord) -> dict[str, Any]:
         "response_bytes": record.sent,
     }
     if record.ignored:
-        line["ignored"] = list(record.ignored)
+        line["ignored"] = [name[:_MOST] for name in record.ignored[:_MOST]]
     if answers:
         line |= {
             "prompt_tokens": prompt_tokens(answers),

@@ -199,6 +199,7 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (404, {"input": [{"type": "item_reference", "id": "no"}]}, "input.0.id"),
     (404, {"input": [{"role": "user", "content": "x"}, {"id": "no"}]}, "input.1.id"),
     (400, {"input": [{"type": "item_reference"}]}, "input.0.id"),
+    (400, {"input": [{"id": "no", "call_id": "c", "output": "x"}]}, "input.0.role"),
     (400, {"input": []}, "input"),
 ]
 

@@ -92,7 +92,8 @@ class Item(Body):
     @property
     def kind(self) -> str:
         """Its type; some items may leave it out."""
-        if self.type is None and self.id is not None and self.role is None and self.content is None:
+        given = [name for name in self.model_fields_set if getattr(self, name) is not None]
+        if given == ["id"]:
             return "item_reference"
         return self.type or "message"
 

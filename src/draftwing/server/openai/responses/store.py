@@ -14,6 +14,7 @@ from typing import Any
 
 MOST_RESPONSES = 1024
 SECONDS = 3600.0  # since a response was stored, or gone on from
+LOOK_SECONDS = 60.0  # between two looks for what is older
 _BYTES = 2048  # that a response takes beside its JSON, at most
 _ITEM_BYTES = 256  # and each of its items, beside its id
 
@@ -163,7 +164,7 @@ class ResponseStore:
     def watch(self) -> None:
         """Sees to it that what is too old goes even if nobody asks; on the event loop."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
+            self._timer = asyncio.get_running_loop().call_later(min(self._seconds, LOOK_SECONDS), self._look)
 
     def _look(self) -> None:
         self._timer = None
