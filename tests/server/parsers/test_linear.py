@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, Callable[[int], str]]] = {
     "calls without an end": ("hermes", lambda n: f"<tool_call>{CALL}x" * n),
     "ends without calls": ("hermes", lambda n: f"<tool_call>{CALL}x" + "</tool_call>" * n),
     "brackets too many": ("hermes", lambda n: f"<tool_call>{CALL}" + "} ]" * n),
+    "commas behind a call": ("hermes", lambda n: f"<tool_call>{CALL}" + ", ;" * n),
     "a call that broke": ("hermes", lambda n: '<tool_call>{"name":"f","arguments":{"a":x' + " </tool_" * n),
     "calls that break": ("mistral", lambda n: '[TOOL_CALLS]f[ARGS]{"a":x' * n),
     "ids": ("mistral", lambda n: ("[TOOL_CALLS]f[CALL_ID]" + "a" * 40) * n),
