@@ -154,9 +154,9 @@ class SpecialRows:
     def _end_reasoning(self, plan: Plan, drawn: Drawn, target: Tensor, masks: Masks | None) -> Tensor:
         """After all else: nothing forbids the end marker, but a grammar may first want the rest of a character."""
         at = self._rows_of(plan.thinking)
-        drew, numbers = target.index_select(0, at), plan.rows[plan.thinking].tolist()
+        drew, rows = target.index_select(0, at), plan.rows[plan.thinking].tolist()
         forced = self.budgets.forced(
-            numbers, drawn.rows[at], self.table.tokens, drawn.positions[at, 0], plan.max_kv_len, drawn.tokens[at],
+            rows, drawn.rows[at], self.table.tokens, drawn.positions[at, 0], plan.max_kv_len, drawn.tokens[at],
             drawn.path[at], drawn.path_len[at],
         )  # fmt: skip
         now = forced >= 0

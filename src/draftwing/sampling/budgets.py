@@ -60,7 +60,7 @@ class BudgetTable:
 
     def forced(
         self,
-        numbers: Sequence[int],
+        known_rows: Sequence[int],
         rows: Tensor,
         history: Tensor,
         newest: Tensor,
@@ -71,11 +71,10 @@ class BudgetTable:
     ) -> Tensor:
         """What must follow each node: a token of the end marker, [b, N] int64; -1 where the model decides.
 
-        numbers: the rows, as the host knows them; all else as of `EditTable.apply`. What a dead node gets is not
-        defined.
+        known_rows: the rows, on the host; all else as of `EditTable.apply`. What a dead node gets is not defined.
         """
-        longest = max(self._longest[row] for row in numbers)
-        first = min(self._prompt_len[row] for row in numbers) - 1  # a prompt may be long, and says nothing here
+        longest = max(self._longest[row] for row in known_rows)
+        first = min(self._prompt_len[row] for row in known_rows) - 1  # a prompt may be long, and says nothing here
         state = self._state.index_select(0, rows)[:, None, None]  # [b, 1, 1, S]
         numbers, begins, ends, begun = state.split((_NUMBERS, *[MAX_MARKER] * 3), -1)
         tokens, prompt_len, begin_len, end_len, lead, opened = numbers.unbind(-1)  # [b, 1, 1] each
