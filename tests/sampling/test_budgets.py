@@ -8,6 +8,7 @@ from reference.budgets import machine
 from reference.trees import path_of, random_trees
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.ops.torch.tree import derive
 from draftwing.requests.request import MAX_MARKER, ThinkingBudget
@@ -52,14 +53,39 @@ class Case:
         rows = torch.tensor(self.rows)
         newest = self.newest[rows]
         return self.table.forced(
-            self.table.longest(self.rows), rows, self.history, newest, int(newest.max()) + slack, self.drafts,
-            self.tree.path, self.tree.path_len,
+            self.rows, rows, self.history, newest, int(newest.max()) + slack, self.drafts, self.tree.path,
+            self.tree.path_len,
         )  # fmt: skip
 
     def answer(self, b: int, n: int) -> list[int]:
         row = self.rows[b]
         known = self.history[row, self.prompt_len[row] : int(self.newest[row]) + 1].tolist()
         return known + [int(self.drafts[b, i]) for i in path_of(self.parent, b, n)]
+
+
+def test_a_long_prompt_is_not_looked_at() -> None:
+    """What stands before the answers is neither read nor copied: no tensor is as wide as the prompts are long."""
+    case = Case(3, 5, 4)
+    shift = 1000
+    case.prompt_len = [length + shift for length in case.prompt_len]
+    expected, case.newest = case.forced(), case.newest + shift
+    case.history = torch.cat((torch.full((ROWS, shift), 2), case.history), 1)
+    for row, length in enumerate(case.prompt_len):
+        case.table.write(row, case.budgets[row], length)
+    most = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            out = func(*args, **(kwargs or {}))
+            parts = out if isinstance(out, tuple | list) else (out,)
+            made = [part for part in parts if isinstance(part, Tensor) and part.is_contiguous()]
+            most = max([most, *(part.shape[-1] for part in made if part.dim())])
+            return out
+
+    with Sizes():
+        forced = case.forced()
+    assert torch.equal(forced, expected) and most < 200
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (5, 4), (11, 3), (14, 13)])
@@ -85,7 +111,7 @@ def test_a_marker_that_the_model_has_begun_is_finished() -> None:
         table.write(0, ThinkingBudget(tokens, (), (1, 1, 2), True), 2)
         history = torch.tensor([[1, 1, *answer, 0, 0], [0] * (len(answer) + 4)])  # the prompt ends as the marker begins
         newest = torch.tensor([len(answer) + 1])
-        return int(table.forced(3, zero[0], history, newest, len(answer) + 2, zero, zero[..., None], zero + 1))
+        return int(table.forced([0], zero[0], history, newest, len(answer) + 2, zero, zero[..., None], zero + 1))
 
     assert [following([0, 1, 1, 1], 4), following([0, 1, 1, 1], 5)] == [2, -1]
     assert [following([], 0), following([1], 0), following([1, 1], 0), following([1, 1, 2], 0)] == [1, 1, 2, -1]
@@ -101,8 +127,8 @@ def test_the_longest_markers_and_fake_tensors() -> None:
             tree = derive(zero, zero == 0, depth)
             table._longest[0] = len(long)
             forced = table.forced(
-                table.longest([0, 1]), zero[:, 0], torch.zeros(4, 30, dtype=torch.int64), zero[:, 0], 20, zero,
-                tree.path, tree.path_len,
+                [0, 1], zero[:, 0], torch.zeros(4, 30, dtype=torch.int64), zero[:, 0], 20, zero, tree.path,
+                tree.path_len,
             )  # fmt: skip
             assert forced.shape == (2, nodes)
     table, zero = BudgetTable(1, torch.device("cpu")), torch.zeros(1, 1, dtype=torch.int64)
@@ -111,6 +137,6 @@ def test_the_longest_markers_and_fake_tensors() -> None:
     for _ in range(40):
         history = torch.tensor([[*text, 0]])
         args = zero[0], history, torch.tensor([len(text) - 1]), len(text), zero, zero[..., None], zero + 1
-        told.append(int(table.forced(MAX_MARKER, *args)))
+        told.append(int(table.forced([0], *args)))
         text.append(told[-1] if told[-1] >= 0 else 9)
     assert told == [-1, -1, -1, *long[::-1], *[-1] * (40 - 3 - MAX_MARKER)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import MARK_SOURCE, NOT_FINITE, PLAIN, Chunk, StepResult, TreeShape
+from draftwing.core import FORBIDDEN, MARK_SOURCE, NOT_FINITE, PLAIN, Chunk, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.pace import Pace
@@ -582,3 +582,24 @@ def test_what_is_not_finite_behind_where_guidance_failed_is_not_read_again():
     assert [out.finish_reason["message"] for out in sched.take_outputs() if out.finish_reason] == ["why"]
     assert sched.kv.take_spoilt() is not None
     sched.check_integrity()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_logits_that_are_not_finite_are_told_so_whatever_was_made_of_them(count):
+    """Edits leave nothing of such logits, either: the drafts before are the answer's all the same, and nobody reads its
+    KV again."""
+    ends = []
+    for mark in (NOT_FINITE, NOT_FINITE | FORBIDDEN):
+        sched = make(shape=TreeShape(2, 1, 3))
+        sched.submit(req("x"))
+        turn(sched)
+        sched.take_outputs()
+        plan = sched.plan()
+        spoilt = result(plan, count=count)
+        spoilt.tokens[0, count - 1] |= mark
+        sched.commit(plan, spoilt)
+        news = sched.take_outputs()
+        ends.append(([token for out in news for token in out.token_ids], news[-1].finish_reason))
+        assert len(ends[-1][0]) == count - 1 and ends[-1][1]["status_code"] == 500
+        sched.check_integrity()
+    assert ends[0] == ends[1]

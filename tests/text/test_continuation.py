@@ -68,3 +68,9 @@ def test_what_cannot_be_continued() -> None:
 def test_the_message_is_shown_as_it_is_however_often(template: str, expected: str, content: str) -> None:
     text = render_continued(with_template(template), said(content))
     assert text == expected.replace("%s", content)
+
+
+def test_a_text_that_looks_like_what_we_mark_its_end_with_costs_no_more_than_another() -> None:
+    text = "".join(f"Qcontinued{'Z' * length}" for length in (1, 2, 300_000))
+    tokenizer = with_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert render_continued(tokenizer, said(text)) == f"Hi{text}"

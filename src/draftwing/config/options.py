@@ -41,7 +41,8 @@ class Options:
     dtype: str = option(
         "auto", MODEL,
         "type of weights that are not quantised, of activations and of KV; auto: on CUDA the checkpoint's half type, "
-        "on a CPU bfloat16 where it is native, else float32. float16 is computed in float32 on a CPU",
+        "on a CPU bfloat16 where it is native, else float32. On a CPU float16, and bfloat16 without AVX-512, are "
+        "computed in float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
     quantization: str = option(

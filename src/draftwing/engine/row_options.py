@@ -154,10 +154,10 @@ class SpecialRows:
     def _end_reasoning(self, plan: Plan, drawn: Drawn, target: Tensor, masks: Masks | None) -> Tensor:
         """After all else: nothing forbids the end marker, but a grammar may first want the rest of a character."""
         at = self._rows_of(plan.thinking)
-        part, drew = drawn.pick(at), target.index_select(0, at)
+        drew, rows = target.index_select(0, at), plan.rows[plan.thinking].tolist()
         forced = self.budgets.forced(
-            self.budgets.longest(plan.rows[plan.thinking].tolist()), part.rows, self.table.tokens,
-            part.positions[:, 0], plan.max_kv_len, part.tokens, part.path, part.path_len,
+            rows, drawn.rows[at], self.table.tokens, drawn.positions[at, 0], plan.max_kv_len, drawn.tokens[at],
+            drawn.path[at], drawn.path_len[at],
         )  # fmt: skip
         now = forced >= 0
         bits = self._masks_of(plan.thinking, plan, masks)

@@ -10,7 +10,7 @@ on, whatever was drawn. What the path has of the marker already is not said agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -40,7 +40,8 @@ class BudgetTable:
         # the answer begins inside of one; then the markers: that of the beginning and that of the end, each ending with
         # the last column of its part, and that of the end from its first column on.
         self._state = torch.zeros((rows, _NUMBERS + 3 * MAX_MARKER), dtype=torch.int64, device=device)
-        self._longest = [1] * rows  # tokens of the longer marker
+        # What the host knows of it: the tokens of the longer marker, and prompt_len.
+        self._longest, self._prompt_len = [1] * rows, [1] * rows
 
     @torch.inference_mode()
     def write(self, row: int, budget: ThinkingBudget, prompt_len: int) -> None:
@@ -55,15 +56,11 @@ class BudgetTable:
         begun[:] = _NEVER
         begun[: len(end)] = end
         self._state[row].copy_(self._upload(host))
-        self._longest[row] = max(len(begin), len(end))
-
-    def longest(self, rows: Iterable[int]) -> int:
-        """Tokens of the longest marker of these rows, which the host knows."""
-        return max(self._longest[row] for row in rows)
+        self._longest[row], self._prompt_len[row] = max(len(begin), len(end)), prompt_len
 
     def forced(
         self,
-        longest: int,
+        known_rows: Sequence[int],
         rows: Tensor,
         history: Tensor,
         newest: Tensor,
@@ -74,16 +71,18 @@ class BudgetTable:
     ) -> Tensor:
         """What must follow each node: a token of the end marker, [b, N] int64; -1 where the model decides.
 
-        longest: as of the method; all else as of `EditTable.apply`. What a dead node gets is not defined.
+        known_rows: the rows, on the host; all else as of `EditTable.apply`. What a dead node gets is not defined.
         """
+        longest = max(self._longest[row] for row in known_rows)
+        first = min(self._prompt_len[row] for row in known_rows) - 1  # a prompt may be long, and says nothing here
         state = self._state.index_select(0, rows)[:, None, None]  # [b, 1, 1, S]
         numbers, begins, ends, begun = state.split((_NUMBERS, *[MAX_MARKER] * 3), -1)
         tokens, prompt_len, begin_len, end_len, lead, opened = numbers.unbind(-1)  # [b, 1, 1] each
         markers = _Markers(begins[..., -longest:], ends[..., -longest:], begin_len, end_len, lead)
 
         # Committed tokens. `order` counts those of the answer, up to and including one.
-        known = history[:, : bound + 1].index_select(0, rows)[:, None]  # [b, 1, L]
-        position, root = torch.arange(known.shape[-1], device=rows.device), newest[:, None, None]
+        known = history[:, first : bound + 1].index_select(0, rows)[:, None]  # [b, 1, L]
+        position, root = torch.arange(first, first + known.shape[-1], device=rows.device), newest[:, None, None]
         order = position + 1 - prompt_len
         known = known.masked_fill((order < 1) | (position > root), _NOTHING)
         windows = pad(known, (longest - 1, 0), value=_NOTHING).unfold(-1, longest, 1)  # [b, 1, L, K]: each ends at one
@@ -95,7 +94,7 @@ class BudgetTable:
         level, here = torch.arange(path.shape[-1], device=rows.device), (path_len - 1)[..., None]
         own = drafts.gather(1, path[..., 1:].flatten(1)).view(*drafts.shape, -1)  # [b, N, D]
         own = own.masked_fill(level[1:] > here, _NOTHING)
-        window = windows.gather(2, root[..., None].expand(-1, -1, -1, longest)).squeeze(2)  # [b, 1, K]
+        window = windows.gather(2, (root - first)[..., None].expand(-1, -1, -1, longest)).squeeze(2)  # [b, 1, K]
         windows = torch.cat((window.expand(-1, own.shape[1], -1), own), -1).unfold(-1, longest, 1)  # [b, N, D + 1, K]
         order = root + 1 - prompt_len + level  # [b, 1, D + 1]
         begun_at, ended_at = markers.newest(windows, order, begun_at[..., -1:], ended_at[..., -1:])

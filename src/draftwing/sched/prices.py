@@ -227,17 +227,17 @@ class Prices:
             raise ValueError(f"not what `to_json` gives: {error!r}") from None
         return prices
 
-    def look_again(self, other: Prices) -> bool:
-        """Takes what another start has measured: of each step the least, for other programs only ever add to it.
-        Returns whether both have measured every shape, and the same. Where the other has measured less, what was learnt
-        of these prices in operation goes."""
+    def look_again(self, other: Prices, instead: bool = False) -> bool:
+        """Takes what another start has measured: of each step the least, for other programs only ever add to it; or
+        `instead` of what was known. Returns whether both have measured every shape, and the same. Where a price is
+        another one now, what was learnt of these prices in operation goes."""
         pairs = []
         for shape, batch, context, seconds in list(other.points()):
             known = self._measured.get(shape, {}).get(batch, {}).get(context)
-            self.measured(shape, batch, context, seconds if known is None else min(known, seconds))
+            self.measured(shape, batch, context, seconds if known is None or instead else min(known, seconds))
             if known is not None:
                 pairs.append((shape, known / seconds))
-        if any(ratio > AGREE for _, ratio in pairs):
+        if any(ratio > AGREE or (instead and ratio < 1 / AGREE) for _, ratio in pairs):
             self._corrections.clear()
         alike = all(1 / AGREE < ratio < AGREE for _, ratio in pairs)
         return alike and {shape for shape, _ in pairs} >= set(self.menu)

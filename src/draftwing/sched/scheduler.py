@@ -344,7 +344,7 @@ class Scheduler:
                 continue
             new, failure = tokens[:count], None
             spoilt = count > 0 and bool(new[-1] & NOT_FINITE)
-            forbidden = count > 0 and bool(new[-1] & FORBIDDEN)
+            forbidden = count > 0 and not spoilt and bool(new[-1] & FORBIDDEN)  # what is not finite cannot be edited
             if spoilt and not (new := new[:-1]):  # of drafts before it one may be the last token of the answer
                 self.kv.spoil(req)
                 self._fail(req)

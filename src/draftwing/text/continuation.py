@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from draftwing.errors import RequestError
 from draftwing.text.chat_template import Message
 from draftwing.text.tokenizer import Tokenizer
 
-_MARK = "QcontinuedZ"  # plain letters, which no filter of a template changes
+_MARK = "Qcontinued{}Z"  # plain letters and digits, which no filter of a template changes
 
 
 def render_continued(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> str:
@@ -24,9 +25,8 @@ def render_continued(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs
         raise RequestError(
             "continue_final_message needs a last message of the assistant, with a text", "continue_final_message"
         )
-    mark = _MARK
-    while mark in repr((messages, kwargs)):
-        mark += "Z"
+    # Nothing holds its own digest, so the mark is nowhere else.
+    mark = _MARK.format(blake2b(repr((messages, kwargs)).encode(), digest_size=16).hexdigest())
     marked = [*messages[:-1], {**last, "content": content + mark}]
     text, found, _ = tokenizer.render_chat(marked, add_generation_prompt=False, **kwargs).rpartition(mark)
     if not found:

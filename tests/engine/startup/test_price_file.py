@@ -226,6 +226,21 @@ def test_a_busy_second_look_changes_nothing_and_settles_nothing(machine: Machine
     assert start(machine, model)[1] > 0 and start(machine, model)[1] == 0
 
 
+def test_what_was_taken_off_too_much_comes_back(machine: Machine, model: str) -> None:
+    """While others ran, a thread waited that no step waited for: all that was measured then is too little."""
+    machine.load, machine.waits = lambda shape: 0.4 if shape == PLAIN else 0.8, 0.5
+    for _ in range(2):
+        assert not right(start(machine, model)[0])
+    busy = machine.load
+    machine.load, machine.waits = lambda shape: 1.0, 0.01
+    found, count = start(machine, model)
+    assert right(found) and count > 0
+    machine.load, machine.waits = busy, 0.5
+    assert right(start(machine, model)[0])
+    machine.load, machine.waits = lambda shape: 1.0, 0.01
+    assert right(start(machine, model)[0]) and start(machine, model)[1] == 0
+
+
 def test_a_file_of_an_earlier_version_is_looked_at_again(machine: Machine, model: str, folder: Path) -> None:
     machine.load = lambda shape: 5.0 if shape.depth else 1.0
     start(machine, model)

@@ -41,6 +41,15 @@ def test_two_programs_on_one_processor_wait_for_each_other() -> None:
     assert waited > 0.05 and waited + computed == pytest.approx(passed, abs=0.05)
 
 
+@told
+def test_a_thread_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others have waited since they began would else seem to be of the step that is measured."""
+    listed = os.listdir
+    expected = quiet.delays()
+    monkeypatch.setattr(os, "listdir", lambda path: ["0", *listed(path)])
+    assert expected.keys() <= quiet.delays().keys()
+
+
 @pytest.mark.parametrize(
     ("before", "after", "left"),
     [

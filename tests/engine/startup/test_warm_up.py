@@ -95,7 +95,8 @@ def test_prompts_at_once_leave_no_trace(
                     warming.try_prompts(executor, menu, 100)
             texts.append([one.token_ids for one in llm.generate([PROMPT, PROMPT], params)])
     assert texts[0] == texts[1]
-    asking = [(PLAIN, 1), *((shape, 1) for shape in menu)]  # a prompt, and a step of each shape
+    # A prompt, and a step of each shape behind another one.
+    asking = [(PLAIN, 1), *(one for shape in menu for one in ((1, 0), (shape, 1)))]
     assert ran == [*((count, noisy) for count in (1, 2, 4, 8, 16) for noisy in (0, count)), *asking]
     assert lengths == [64, 96, 100]
 

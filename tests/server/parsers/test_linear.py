@@ -14,6 +14,7 @@ from fake_engine import byte_tokenizer
 from draftwing.server.conversation import Conversation
 from draftwing.server.parsers.harmony import HarmonyReader
 from draftwing.server.parsers.message import MessageStyle
+from draftwing.server.parsers.reasoning import REASONING_STYLES, ReasoningParser
 from draftwing.server.parsers.tools import TOOL_STYLES, ToolParser
 
 CALL = '{"name":"f","arguments":{"a":1}}'
@@ -31,12 +32,15 @@ CASES: dict[str, tuple[str, Callable[[int], str]]] = {
     "calls without an end": ("hermes", lambda n: f"<tool_call>{CALL}x" * n),
     "ends without calls": ("hermes", lambda n: f"<tool_call>{CALL}x" + "</tool_call>" * n),
     "brackets too many": ("hermes", lambda n: f"<tool_call>{CALL}" + "} ]" * n),
+    "commas behind a call": ("hermes", lambda n: f"<tool_call>{CALL}" + ", ;" * n),
     "a call that broke": ("hermes", lambda n: '<tool_call>{"name":"f","arguments":{"a":x' + " </tool_" * n),
     "calls that break": ("mistral", lambda n: '[TOOL_CALLS]f[ARGS]{"a":x' * n),
     "ids": ("mistral", lambda n: ("[TOOL_CALLS]f[CALL_ID]" + "a" * 40) * n),
     "a fence": ("llama3", lambda n: " " * n + "```json" + "\n" * n),
     "blanks behind a comma": ("hermes", lambda n: '<tool_call>{"name":"f","arguments":{"a":1,' + " " * n),
     "arguments": ("llama3", lambda n: '{"name": "f", "parameters": {"a": "' + "b" * n),
+    "whitespace in reasoning": ("reasoning", lambda n: "<think>a" + " \n" * n + "b</think>c"),
+    "and before it": ("reasoning", lambda n: "\n" * n + "<think>a"),
     "empty messages": ("harmony", lambda n: "<|message|><|end|>" * n),
     "ends": ("harmony", lambda n: "<|call|>" * n),
     "thoughts": ("harmony", lambda n: MESSAGE % "analysis" * n),
@@ -82,6 +86,8 @@ def work(kind: str, text: str, size: int) -> int:
     if kind == "harmony":
         reader = HarmonyReader(MessageStyle(start="free", names=("f",), harmony=True), byte_tokenizer())
         push = lambda piece, final: reader.push(piece, final, [])  # noqa: E731
+    elif kind == "reasoning":
+        push = ReasoningParser(REASONING_STYLES["qwen3"], "free").push
     else:
         reader = ToolParser(TOOL_STYLES[kind], ("f", "ff"))
         push = reader.push

@@ -37,15 +37,16 @@ _CODE = ("ops", "parallel", "kv", "layers", "models", "sampling", "spec", "engin
 class PriceFile:
     """Prices of one kind of engine. What cannot be read or written is logged and costs a measurement, nothing else.
 
-    settled: whether two starts on a quiet machine have measured the same. Until then each start measures, and what a
-    busy machine has added goes."""
+    settled: whether two starts, the later one on a quiet machine, have measured the same. Until then each start
+    measures, and what a busy machine has added goes.  quiet: whether prices were measured on a quiet machine. Those
+    replace others, and no others change them: waiting may have been taken off that no step had to wait for."""
 
     def __init__(self, key: Mapping[str, Any]) -> None:
         """key: all that prices depend on, as JSON has it."""
         self.key = json.loads(json.dumps(key, sort_keys=True))
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.name = f"{digest[:32]}.json"
-        self.settled = False
+        self.settled = self.quiet = False
 
     @property
     def path(self) -> Path:
@@ -60,6 +61,7 @@ class PriceFile:
                 raise ValueError("it is of another engine")
             prices = Prices.from_json(content["prices"], menu, stepwise)
             self.settled = prices.complete and content.get("settled") is True
+            self.quiet = content.get("quiet") is True
             return prices
         except FileNotFoundError:
             return None
@@ -70,16 +72,18 @@ class PriceFile:
     def compared(self, measured: Prices, kept: Prices | None, quiet: bool) -> Prices:
         """Returns what is to be believed of prices that were measured now and of those that `read` gave, and keeps it.
         quiet: whether the machine had nothing else to do."""
-        if kept is not None:
-            self.settled = kept.look_again(measured) and quiet
         prices = measured if kept is None else kept
+        if kept is not None and quiet >= self.quiet:
+            self.settled = kept.look_again(measured, instead=quiet > self.quiet) and quiet
+        self.quiet |= quiet
         self.write(prices)
         return prices
 
     def write(self, prices: Prices) -> None:
         """Keeps them. Of many files the oldest go."""
         try:
-            write_json(self.path, {"key": self.key, "settled": self.settled, "prices": prices.to_json()})
+            content = {"key": self.key, "settled": self.settled, "quiet": self.quiet, "prices": prices.to_json()}
+            write_json(self.path, content)
             files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for file in files[:-MOST_FILES]:
                 file.unlink()

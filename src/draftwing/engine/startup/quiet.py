@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 BUSY = 0.1  # share of a measurement's time that threads waited, all together, from which on it is not believed
 LEAST = 8  # of the time that passed, one part in so many is own whatever is told
@@ -13,12 +14,14 @@ def delays() -> dict[str, float]:
     """By thread of this process the seconds in which it could have run and others did. Empty where the system does not
     tell: it is Linux that does."""
     found: dict[str, float] = {}
-    try:
+    with suppress(OSError):  # another system
         for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as numbers:
+            # A thread that ended; of the others what they have waited so far must not count as new.
+            with (
+                suppress(OSError, ValueError, IndexError),
+                open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as numbers,
+            ):
                 found[thread] = int(numbers.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # a thread that ended, or another system
-        pass
     return found
 
 

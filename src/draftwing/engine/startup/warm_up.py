@@ -114,8 +114,7 @@ def _asking(plan: Plan) -> Plan:
     at = np.arange(1)
     return replace(
         plan, admits=admits, noisy=at, filtered=at, edited=at, predicted=at if plan.shape.depth else NOBODY,
-        thinking=at if admits else NOBODY,  # where the plan's bound is that of its row
-        logprobs=((0, LogprobParams(top=1)),),
+        thinking=at, logprobs=((0, LogprobParams(top=1)),),
     )  # fmt: skip
 
 

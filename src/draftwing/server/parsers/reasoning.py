@@ -72,14 +72,18 @@ class ReasoningParser:
         self._may_begin = start != "closed"
         self._inside = start == "open"  # also when no marker was written
         self._trim = self._inside  # whether whitespace that comes next is dropped
-        self._held = ""
+        self._held: list[str] = []
+        self._blank = False  # it is whitespace, to which more may come
         self.opened = self._inside
         self.closed = start == "closed"
 
     def push(self, delta: str, final: bool = False) -> tuple[str, str]:
         """Returns the (reasoning, content) that became certain: only what may be a marker, and whitespace before it,
         waits."""
-        text, self._held = self._held + delta, ""
+        if self._blank and delta.isspace() and not final:
+            self._held.append(delta)
+            return "", ""
+        text, self._held, self._blank = "".join(self._held) + delta, [], False
         if self._may_begin:
             body = text.lstrip()
             begin = self._style.begin
@@ -87,7 +91,7 @@ class ReasoningParser:
                 text, self._may_begin = body[len(begin) :], False
                 self._inside = self._trim = self.opened = True
             elif begin.startswith(body) and not final:
-                self._held = text
+                self._hold(text)
                 return "", ""
             else:
                 self._may_begin = False
@@ -105,8 +109,11 @@ class ReasoningParser:
         if final:
             return text.rstrip(), ""
         sure = text[: len(text) - partial_end(text, end)].rstrip()
-        self._held = text[len(sure) :]
+        self._hold(text[len(sure) :])
         return sure, ""
+
+    def _hold(self, text: str) -> None:
+        self._held, self._blank = [text], text.isspace()
 
     def _content(self, text: str) -> str:
         if self._trim:

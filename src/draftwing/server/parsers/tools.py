@@ -80,7 +80,8 @@ class CallPiece:
 
 Piece = str | CallPiece
 _WHITE = re.compile(r"\s*")
-_BETWEEN = re.compile(r"[ \t\r\n,;]*")  # calls
+_BLANK, _BETWEEN_CALLS = " \t\r\n", " \t\r\n,;"
+_BETWEEN = re.compile(f"[{_BETWEEN_CALLS}]*")
 _FENCE = re.compile(r"```[A-Za-z_]{0,16}[ \t\r\n]{0,8}")  # of code, which some models put around calls
 _MOST_ID = 64  # characters of an id that the model gives a call
 
@@ -114,7 +115,7 @@ class ToolParser:
         self._fresh = True  # nothing but whitespace has come
         self._trim = False  # whitespace that comes next belongs to a call
         self._held: list[str] = []  # text that the next one may change
-        self._blank = False  # and whitespace would not
+        self._idle = ""  # characters, of which more would not
         self._raw: list[str] = []  # of what may turn out to be no call
         self._marked = False  # a marker was there, before it
         self._inside = False  # a call came, and the marker or bracket behind it is still to come
@@ -130,12 +131,12 @@ class ToolParser:
     def push(self, delta: str, final: bool = False) -> list[Piece]:
         """Returns what became certain. Only what may be the beginning of a call waits. The work is linear in the text,
         however it is cut."""
-        if self._blank and not final and not delta.strip(" \t\r\n"):
+        if self._idle and not final and not delta.strip(self._idle):
             self._held.append(delta)
             return []
         self._out = []
         text, at = "".join(self._held) + delta, 0
-        self._held, self._blank = [], False
+        self._held, self._idle = [], ""
         while at < len(text):
             at = self._step(text, at)
         self._arguments()
@@ -150,8 +151,10 @@ class ToolParser:
     # Each step takes text from a place on, and returns where what is left of it begins, or keeps it in `_held` and
     # returns its end.
 
-    def _hold(self, text: str, at: int) -> int:
-        self._held, self._blank = [text[at:]], not text[at:].strip(" \t\r\n")
+    def _hold(self, text: str, at: int, idle: str = _BLANK) -> int:
+        """idle: characters that say nothing, however many there are."""
+        held = text[at:]
+        self._held, self._idle = [held], "" if held.strip(idle) else idle
         return len(text)
 
     def _text(self, text: str, at: int) -> int:
@@ -297,7 +300,7 @@ class ToolParser:
         if body == len(text) or any(
             len(text) - body < len(marker) and marker.startswith(text[body:]) for marker in markers
         ):
-            return self._hold(text, at)
+            return self._hold(text, at, _BETWEEN_CALLS)
         if fence and text.startswith(fence, body):
             self._fenced = False
             return body + len(fence)
@@ -360,7 +363,7 @@ class ToolParser:
     def _finish(self) -> None:
         held, end = "".join(self._held), self._style.end
         if self._step == self._after:
-            body = held.lstrip(" \t\r\n,;")
+            body = held.lstrip(_BETWEEN_CALLS)
             # A cut end marker is dropped with the whitespace before it: the call is complete.
             cut = (end and end.startswith(body)) or (self._fenced and "```".startswith(body))
             self._emit("" if cut else body)
