@@ -26,7 +26,7 @@ CARDS = {  # as performance.md names the heads
 }
 ELSEWHERE = {  # flags of other programs
     "--inplace", "--worker-urls", "--policy", "--load-monitor-interval", "--disable-worker-overload-protection",
-    "--head", "--address", "--auth-type", "--openai-api-base", "--openai-api-key",
+    "--head", "--address", "--backend", "--endpoint-type", "--extra-inputs",
 }  # fmt: skip
 TO_WRITE = {"src/draftwing/layers/linear_ops/int8_rows.py"}  # files that CONTRIBUTING.md lets the reader write
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
@@ -54,8 +54,13 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 def ours(page: Path) -> str:
-    """What the page says of draftwing: in migrating.md the last column, since others' names stand before it."""
+    """What the page says of draftwing: in migrating.md the last column, since others' names stand before it.
+
+    In integrations.md all but the code, which is other programs'.
+    """
     text = text_of(page)
+    if page.name == "integrations.md":
+        return without_code(text)
     return "\n".join(row[-1] for row in table_rows(text)) if page.name == "migrating.md" else text
 
 
