@@ -14,7 +14,7 @@ from toy_device import ToyDevice, span
 
 from draftwing.core import Deferral, Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
-from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits
+from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy import FixedShape
 from draftwing.sched.req import Req
@@ -38,11 +38,14 @@ class AnyToken:
         return np.full(1, 0xFFFFFFFF, np.uint32)
 
 
+ASKED = ("limits", "prediction", "logprobs", "traced", "thinking")  # fields of a request
+
+
 def everything() -> list[Req]:
     """Requests that together ask for all that a plan can say, with prompts that begin alike."""
 
     def req(uid: str, last: int, params: SamplingParams, **more: Any) -> Req:
-        asked = {name: more.pop(name) for name in ("limits", "prediction", "logprobs", "traced") if name in more}
+        asked = {name: more.pop(name) for name in ASKED if name in more}
         request = GenerationRequest(uid, [1, 2, 3, 4, 5, last], params, **asked)
         return Req(request, seed=last, max_total=30, stop_ids=frozenset([7, 0]), **more)
 
@@ -53,6 +56,7 @@ def everything() -> list[Req]:
         req("guided", 3, SamplingParams(temperature=0, grammar=Grammar("regex", ".*")), grammar=AnyToken()),
         req("limited", 4, SamplingParams(temperature=0), limits=SpecLimits(1, 1, 2), prediction=(4, 5, 6)),
         req("told", 5, SamplingParams(temperature=0), logprobs=LogprobParams(2, (1, 3), start=1), traced=True),
+        req("thinking", 6, SamplingParams(temperature=0), thinking=ThinkingBudget(2, (8,), (9,), True)),
     ]
 
 

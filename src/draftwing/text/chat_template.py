@@ -59,16 +59,14 @@ class ChatTemplate:
 
     @cached_property
     def _in_parts(self) -> frozenset[str]:
-        """The roles whose content the template shows only where it is a list of parts."""
+        """The roles whose content the template shows only where it is a list of parts. Raises TemplateLimit; it is
+        found out again then, for a busy machine must not decide it for good."""
         found: frozenset[str] = frozenset()
-        try:
-            if self._shows("user", found) and self._shows("assistant", found):
-                return found  # as nearly all do, for all roles
-            for role in _PROBES:
-                if not self._shows(role, found) and self._shows(role, found | {role}):
-                    found |= {role}
-        except rendering.TemplateLimit:
-            return frozenset()
+        if self._shows("user", found) and self._shows("assistant", found):
+            return found  # as nearly all do, for all roles
+        for role in _PROBES:
+            if not self._shows(role, found) and self._shows(role, found | {role}):
+                found |= {role}
         return found
 
     def _shows(self, role: str, in_parts: frozenset[str]) -> bool:
