@@ -116,7 +116,7 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
         ("/generate", 503, 0, True, False),
         ("/health", 503, 0, False, False),
         ("/readiness", 503, 0, False, False),
-        ("/health", 404, 0, True, False),
+        ("/nothing", 404, 0, True, False),
     ],
 )
 def test_what_does_not_wait(
@@ -148,3 +148,47 @@ def test_what_does_not_wait(
 
     monkeypatch.setattr(pace.asyncio, "sleep", sleep)
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("path", "free"), [("/health", True), ("/readiness", True), ("/v1/models", False)])
+def test_what_needs_no_key_is_begun_one_after_the_other(path: str, free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come together: each has its turn, so that what runs beside never waits for all of them."""
+    monkeypatch.setattr(pace, "FREE_A_SECOND", 64)
+    monkeypatch.setattr(pace, "FREE_AT_ONCE", 4)
+    monkeypatch.setattr(pace, "FREE_SECONDS", 1.0)
+    now = [0.0]
+    begun: list[float] = []
+    closed: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(now[0])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        closed.append((b"connection", b"close") in message["headers"])
+
+    async def run() -> None:
+        turn, sleeping = asyncio.sleep, []
+
+        async def sleep(seconds: float) -> None:
+            sleeping.append((now[0] + seconds, awake := asyncio.Event()))
+            await awake.wait()
+
+        monkeypatch.setattr(pace.asyncio, "sleep", sleep)
+        paced = AnswerPace(app, lambda: now[0])
+        async with asyncio.TaskGroup() as together:
+            for _ in range(4 + 65 + 3):
+                together.create_task(paced({"type": "http", "path": path}, None, send))  # type: ignore[arg-type]
+            await turn(0)
+            while sleeping:
+                now[0], awake = sleeping.pop(sleeping.index(min(sleeping, key=lambda one: one[0])))
+                awake.set()
+                await turn(0)
+                await turn(0)
+
+    asyncio.run(run())
+    if free:
+        assert begun == [0.0] * 5 + [i / 64 for i in range(1, 65)] + [1.0] * 3
+        assert closed == [False] * 69 + [True] * 3, "whoever would wait for longer"
+    else:
+        assert begun == [0.0] * 72 and not any(closed)

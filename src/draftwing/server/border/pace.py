@@ -17,7 +17,7 @@ A_SECOND = 50  # refusals of a client
 AT_ONCE = 100  # of them that do not wait, after a time without any
 MOST_SECONDS = 1.0  # that one waits
 MOST_HELD = 128  # refusals beyond these, of all clients, that are held for so long before they end their connections
-FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS = 500, 250, 0.1  # the same of what needs no key, of all clients together
+FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS = 500, 50, 0.2  # the same of what needs no key, of all clients together
 
 
 class Pace:
@@ -47,13 +47,16 @@ class Refusals(Pace):
 
 class AnswerPace:
     """Sends responses of status 4xx and 503 to a client, by the name of its key, no faster than so many a second, and
-    those that need no key, to all together.
+    begins requests that need no key, of all clients together, no faster than so many.
 
     A refusal costs the event loop about what a token of a stream does, and whoever is refused may ask again at once, on
     as many connections as it likes. One that would wait for longer than `MOST_SECONDS` is held for these and ends its
     connection, so that who makes a new one for each request is no faster; `MOST_HELD` are held, further ones are sent
     at once. So is one of a large body, which would be held as long. What a health check says is no refusal, and neither
     is the status of a client that left. Everybody without a key is one client.
+
+    What needs no key waits before it is begun, each for a time of its own: else requests that came together would be
+    worked on together, a millisecond each, and streams would wait behind all of them.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class AnswerPace:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received = 0  # bytes of the body
+        closes = False
 
         async def receiving() -> Message:
             nonlocal received
@@ -79,30 +83,35 @@ class AnswerPace:
 
         async def paced(message: Message) -> None:
             if message["type"] == "http.response.start":
-                refused = _refuses(scope["path"], message["status"])
-                if (refused or self._free(scope["path"])) and await self._waits(refused, received):
+                ends = closes
+                if not free and _refuses(scope["path"], message["status"]):
+                    ends = await self._wait(self._refusals.wait(client_name()), MOST_SECONDS, received > SMALL)
+                if ends:
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
-        if scope["type"] == "http":
-            await self._app(scope, receiving, paced)
-        else:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        free = self._free(scope["path"])
+        if free:
+            closes = await self._wait(self._others.wait(""), FREE_SECONDS, False)
+        await self._app(scope, receiving, paced)
 
-    async def _waits(self, refused: bool, received: int) -> bool:
-        """Until an answer may be sent. Whether it ends its connection."""
-        seconds = self._refusals.wait(client_name()) if refused else self._others.wait("")
-        closes = seconds is None or bool(seconds and received > SMALL)
-        if not closes:
+    async def _wait(self, seconds: float | None, most: float, large: bool) -> bool:
+        """Until it may go on. seconds: as `Pace.wait`.  most: how long one is held that would wait for longer.
+        large: it does not wait. Whether its connection ends."""
+        if seconds is not None and not (seconds and large):
             if seconds:
                 await asyncio.sleep(seconds)
-        elif received <= SMALL and self._held < MOST_HELD:
+            return False
+        if not large and self._held < MOST_HELD:
             self._held += 1
             try:
-                await asyncio.sleep(MOST_SECONDS if refused else FREE_SECONDS)
+                await asyncio.sleep(most)
             finally:
                 self._held -= 1
-        return closes
+        return True
 
 
 def _refuses(path: str, status: int) -> bool:
