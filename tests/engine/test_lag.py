@@ -19,7 +19,7 @@ from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.sched.policy import FixedShape, ShapePolicy
+from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -391,11 +391,11 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
         rig.submit("first", [1, 2], harness.greedy(3))
         rig.run()
         passes.clear()
-        rig.sched._pace._pressed, rig.sched._pace.rest = 1000, lambda: None  # as beside others
+        rig.sched._prefills._waited, rig.sched._pace.rest = 1000, lambda: None  # as beside others
         rig.submit("skipped", long[:35], harness.greedy(9))
         (text,) = harness.plain_answers(model, [long[:35]], [harness.greedy(9)]).tokens.values()
         assert rig.run().tokens["skipped"] == text and not [span for span in passes if span.length > 1]
-        rig.sched._pace._pressed = 0
+        rig.sched._prefills._waited = 0
     rig.submit("aborted", long, harness.greedy(9))
     for _ in range(6):
         rig.loop.turn()

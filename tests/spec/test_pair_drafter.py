@@ -14,7 +14,7 @@ from draftwing.kv.pool import LayerSpec
 from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
-from draftwing.sched.policy import part_of
+from draftwing.sched.policy.menus import part_of
 from draftwing.spec.pair_drafter import PairDrafter
 
 GROWN, DEEP = TreeShape(3, 2, 7), TreeShape(8, 2, 12)

@@ -1,4 +1,4 @@
-"""Prices that one engine leaves to the next: what they depend on, and that a bad file does no harm."""
+"""StepCost that one engine leaves to the next: what they depend on, and that a bad file does no harm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from draftwing.engine.startup import quiet
 from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
 
 MENU = (TreeShape(3, 1, 4), PLAIN)
 
@@ -36,8 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/draftwing/prices"
 
 
-def some_prices() -> Prices:
-    prices = Prices(MENU, False)
+def some_prices() -> StepCost:
+    prices = StepCost(MENU, False)
     for shape in MENU:
         prices.measured(shape, 1, 0, 1e-3 * shape.nodes)
     return prices

@@ -98,6 +98,7 @@ STATS: dict[str, Any] = {
     "plain_seconds": 3.0,
     "timed_seconds": 2.0,
     "speedup": 1.75,
+    "drafts_suspended": True,
 }
 
 
@@ -241,6 +242,7 @@ def test_what_the_engine_counts() -> None:
         "vllm:spec_decode_num_draft_tokens_total": 69,
         "vllm:spec_decode_num_accepted_tokens_total": 20,
         "draftwing:estimated_speedup": 1.75,
+        "draftwing:drafts_suspended": 1,
         "draftwing:equivalent_plain_seconds_total": 3,
         "draftwing:timed_decode_seconds_total": 2,
         "draftwing:host_seconds_total": 0.125,
