@@ -94,7 +94,7 @@ class PrefillBudget:
     def crowded_out(self) -> bool:
         """Whether prompts wait all the time. Then every gap has a part of a prompt in it, and parts are as long as a
         usual step allows, so that longer steps would make each gap longer by both."""
-        return self._waited > RECENT // 2
+        return self._waited > RECENT // 4
 
     def latency_slack(self, prefilled: Sequence[Chunk]) -> float:
         """Returns how many seconds longer than a plain one a step may take right after a prefill of these chunks: its

@@ -166,7 +166,7 @@ class TreePolicy(ShapePolicy):
         bucket, confidences = batch.bit_length(), set(context.confidences) - {0}
         rows = batch - context.confidences.count(0)
         share = 0.25 * EXPLORE * best.seconds / max(len(self._ran), 1)  # for each step that an option did not run
-        urgency, wanted, plain = (False, 0.0), 0.0, self._plain
+        least, wanted, plain = math.inf, 0.0, self._plain
         confirm = self._confirm if self._confirm in decision.options else None
         for i, option in decision.options.items():
             idle = self._step - self._ran.get((i, bucket), self._step - HOLD)
@@ -186,8 +186,8 @@ class TreePolicy(ShapePolicy):
             loss = max((seconds if guessed else option.seconds) + option.entry - option.tokens / best.rate, 0.0)
             if loss > max(self._saved, share * idle):
                 wanted = min(wanted or loss, loss)
-            elif (idle > RECENT, option.rate) > urgency:
-                urgency = idle > RECENT, option.rate
+            elif loss < least:
+                least = loss
                 decision = Decision(i, decision.best, decision.options, loss)
         return decision._replace(wanted=wanted) if wanted else decision
 
