@@ -204,7 +204,7 @@ class Serving(RuleBasedStateMachine):
         if len(self.flying) == 2:
             self.commit()
         self.policy.next = shape
-        self.sched._prefills._waited = 100 * (shape % 4 == 1)
+        self.sched._prefills._waited = 100 * (shape % 2 == 1)
         if self.sched.config.deferral.by_slot and self.sched.config.lagging:
             self.sched._catch_ups._prompts._rested = 100 * (shape % 3 > 0)
         before, reserve, evictable = self.sched.retractions, self.sched._reserve, self.sched.kv.radix.size

@@ -156,7 +156,7 @@ class StepCost:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all that is known of steps, for `from_json`."""
-        factors = [(None, bucket, speed) for bucket, speed in self._speed.items()]
+        factors: list[tuple[list[int] | None, int, float]] = [(None, *speed) for speed in self._speed.items()]
         factors += [(list(shape), bucket, own) for (shape, bucket), (own, _) in self._own.items()]
         return {
             "version": VERSION,
