@@ -19,8 +19,10 @@ from statistics import fmean
 from cells import CELLS, Figures, long_prompts
 
 MODULES = ("cost_table", "cost", "acceptance", "tree_policy", "prefill_budget", "draft_prefill", "choice")
-CHOICE = ("steady / gpu / 1 ", "steady / small machine / 4", "2.5 x too slow / the best", "not measured", "trees become",
-          "text becomes", "lookup", "far behind / 1 ")  # fmt: skip
+CHOICE = (
+    "steady / gpu / 1 ", "steady / small machine / 4", "2.5 x too slow / the best", "not measured", "trees become",
+    "text becomes", "lookup", "far behind / 1 ",
+)  # fmt: skip
 PREFILL = ("open loop", "wait at every", "closed loop", "crowd", "beside")
 VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "ROW_COST": ((0.05, 0.1, 0.2, 0.5), ("not measured",)),

@@ -421,7 +421,7 @@ def test_what_is_explained_is_what_runs(machine: str, hit: float) -> None:
 
 
 def test_who_asks_changes_nothing() -> None:
-    world, policy, context = settled("gpu", 0.5)
+    _, policy, context = settled("gpu", 0.5)
     before = deepcopy(vars(policy))
     for _ in range(3):
         policy.explain(context), policy.decide(context), policy.saving(context), policy.seconds(8, 100)

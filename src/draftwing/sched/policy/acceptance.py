@@ -104,7 +104,8 @@ class Acceptance:
     ) -> None:
         known, counts, last = self._drafts[index], self._rows[index], self._last[index]
         for confidence, rows in rows_of.items():
-            age = RECENT // 2 if alone else min(max(step - last[confidence], 1), RECENT // 2)  # it may have been another text
+            longest = RECENT // 2  # it may have been another text
+            age = longest if alone else min(max(step - last[confidence], 1), longest)
             last[confidence], count = step, len(rows)
             counts[confidence] += count
             mean = sum([drafts[row] for row in rows]) / count
