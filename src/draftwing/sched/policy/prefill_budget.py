@@ -24,6 +24,7 @@ LONG = 16.0  # times what it takes to read all weights: prompts that take longer
 CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; beside others one in so many of those who wait is done at once
+CONTEXT = 250.0  # tokens: contexts have to differ by more before they tell what a key costs
 PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
 
 
@@ -69,6 +70,7 @@ class PrefillBudget:
         which keys are free."""
         shortest = self._shortest if self._steps else 0.0
         doubt = PRIOR * self._products.diagonal() / self._prefills * (1.0, 0.0, 1.0)
+        doubt[2] += CONTEXT**2 * self._products[1, 1]
         start, _, key = np.linalg.solve(
             self._products + np.diag(doubt), self._sums + doubt * (shortest, 0.0, 0.0)
         ).tolist()  # fmt: skip
