@@ -37,7 +37,7 @@ VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "MARGIN": ((1.0, 1.02, 1.05), CHOICE),
     "MAX_QUERIES": ((256, 1024, 4096), ("steady / gpu / 64", "steady / drafts cost nothing / 64", "draft model / 128")),
     "HOLD": ((1, 2, 4, 8), (*CHOICE, "host")),
-    "AMORTISE": ((2, 8, 32), CHOICE),
+    "CONTEXT": ((60, 250, 1000), PREFILL),
     "PART": ((2.0, 3.0, 4.0), PREFILL),
     "UNNOTICED_GAP": ((0.006, 0.012, 0.024), PREFILL),
     "LONG": ((8.0, 16.0, 32.0), PREFILL),

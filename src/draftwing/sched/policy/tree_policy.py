@@ -20,9 +20,6 @@ from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 EXPLORE = 0.01  # share of the time that may be lost by trying options to learn from them
 MARGIN = 1.02  # factor by which drafts have to be better: the host does more for them, which no step's seconds tell
 MAX_QUERIES = 1024  # nodes that a step may verify; more never pay, and a try would hold up everybody
-AMORTISE = (
-    8  # steps at most that share what it costs to begin to draft, and seconds of as many may be saved up for tries
-)
 
 
 class Option(NamedTuple):
@@ -144,7 +141,7 @@ class TreePolicy(ShapePolicy):
         entry = 0.0
         if not self._uses_model(self._held.chosen):  # else the drafter has seen all before
             entry = self.cost.backlog(batch, context.backlog_passes, context.backlog_positions)
-        share = 1 / max(min(1 / max(self._late, 1e-9) - 1, AMORTISE), context.remaining_steps, 1.0)
+        share = 1 / max(min(1 / max(self._late, 1e-9) - 1, 2 * HOLD), context.remaining_steps, 1.0)
         for i, shape in enumerate(self.menu):
             seconds, brings, begin = plain, float(batch), 0.0
             if shape.depth:
@@ -216,7 +213,7 @@ class TreePolicy(ShapePolicy):
         if result.catching_up and self._uses_model(index):  # others are of rows that are released, or far behind
             self.cost.record_backlog(batch, context.backlog_passes, context.backlog_positions, result.catching_up)
         seconds = result.seconds - result.catching_up
-        self._saved = min(self._saved + 0.75 * EXPLORE * seconds, max(AMORTISE * seconds, self._wanted))
+        self._saved = min(self._saved + 0.75 * EXPLORE * seconds, max(2 * HOLD * seconds, self._wanted))
         tried = index != self._best and any(context.confidences)
         before, tokens = self._rate(index, context) if tried else (0.0, 0.0)
         if priced:
