@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
+from timed import least_seconds
 
 from draftwing.errors import RequestError
 from draftwing.grammar.diagnosis import SECONDS, in_words
@@ -73,6 +73,7 @@ def test_of_what_nobody_knows_the_first_lines_are_told() -> None:
     assert in_words('Unimplemented keys: ["if", "not"]') == "'if' is not supported; 'not' is not supported"
 
 
+@pytest.mark.timing
 def test_a_large_schema_takes_no_long_search(byte_vocab: Any) -> None:
     """The place is looked for within a time; what there is of it then is told."""
 
@@ -83,7 +84,7 @@ def test_a_large_schema_takes_no_long_search(byte_vocab: Any) -> None:
 
     schema = nested(4)
     schema["properties"]["p5"]["properties"]["p5"]["properties"]["p5"]["properties"]["p5"] = {"uniqueItems": True}
-    begun = time.process_time()
-    told = why(byte_vocab, Grammar("json_schema", json.dumps(schema)))
-    assert told.startswith("properties.p5") and "uniqueItems" in told
-    assert time.process_time() - begun < 10 * SECONDS
+    told: list[str] = []
+    taken = least_seconds(lambda: told.append(why(byte_vocab, Grammar("json_schema", json.dumps(schema)))), 1)
+    assert told[0].startswith("properties.p5") and "uniqueItems" in told[0]
+    assert taken < 10 * SECONDS
