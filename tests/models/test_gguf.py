@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import transformers
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
+from timed import least_seconds
 from tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, causal, weights, write
 
 from draftwing.errors import CheckpointError
@@ -244,10 +244,10 @@ def test_smollm2_continues_the_capital_of_france(smollm2_path: Path) -> None:
     assert (model.config.max_positions, model.config.rope.theta) == (8192, 100000.0)
 
 
+@pytest.mark.timing
 def test_smollm2_metadata_is_read_quickly(smollm2_path: Path) -> None:
-    started = time.process_time()  # of this process alone: other work on the machine does not count
     metadata = open_gguf(smollm2_path).metadata
-    assert time.process_time() - started < 0.5
+    assert least_seconds(lambda: open_gguf(smollm2_path).metadata) < 0.5
     assert len(metadata["tokenizer.ggml.tokens"]) == 49152 and len(metadata["tokenizer.ggml.merges"]) == 48900
     assert metadata["tokenizer.ggml.tokens"][:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert np.bincount(metadata["tokenizer.ggml.token_type"]).tolist() == [0, 49135, 0, 17]

@@ -27,7 +27,7 @@ FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
 CHAT = [{"role": "user", "content": "hello"}]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -192,32 +192,31 @@ def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
 
 
 def test_what_a_slow_client_has_not_taken_is_not_copied_each_time() -> None:
-    """Answers of 4 and of 16 times as many tokens take about so many times as long, and nothing is lost."""
+    """The lists that came first are the ones that are given out, with all that came later, and nothing is lost."""
+    engine, count = local(FakeEngine()), 2500
+    wanted = LogprobParams(start=0)
 
-    def unread(count: int) -> float:
-        engine = local(FakeEngine())
+    def output(i: int) -> Output:
+        first = [None, logprob(2, wanted)] if i == 0 else []
+        step = traced([i % 200], i, False)
+        return Output("x", [i % 200], None, {}, [logprob(i % 200, wanted)], first, [step])
 
-        async def scenario() -> float:
-            engine.start()
-            wanted = LogprobParams(start=0)
-            stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
-            begun = time.thread_time()
-            for i in range(count):
-                first = [None, logprob(2, wanted)] if i == 0 else []
-                step = traced([i % 200], i, False)
-                stream.put(Output("x", [i % 200], None, {}, [logprob(i % 200, wanted)], first, [step]))
-            stream.put(Output("x", [7], {"type": "length", "length": count}, {"a": 1}, [logprob(7, wanted)]))
-            took = time.thread_time() - begun
-            (output,) = [one async for one in stream]
-            assert output.token_ids == [*(i % 200 for i in range(count)), 7] and output.meta == {"a": 1}
-            assert output.finish_reason == {"type": "length", "length": count}
-            assert len(output.logprobs) == count + 1 and len(output.prompt_logprobs) == 2
-            assert len(output.trace) == 64 and output.trace[-1].number == count - 1
-            stream.close()
-            await engine.stop()
-            return took
+    async def scenario() -> None:
+        engine.start()
+        stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
+        begin = output(0)
+        stream.put(begin)
+        for i in range(1, count):
+            stream.put(output(i))
+        stream.put(Output("x", [7], {"type": "length", "length": count}, {"a": 1}, [logprob(7, wanted)]))
+        (whole,) = [one async for one in stream]
+        assert whole.token_ids is begin.token_ids and whole.logprobs is begin.logprobs
+        assert whole.prompt_logprobs is begin.prompt_logprobs
+        assert whole.token_ids == [*(i % 200 for i in range(count)), 7] and whole.meta == {"a": 1}
+        assert whole.finish_reason == {"type": "length", "length": count}
+        assert len(whole.logprobs) == count + 1 and len(whole.prompt_logprobs) == 2
+        assert len(whole.trace) == 64 and whole.trace[-1].number == count - 1
+        stream.close()
+        await engine.stop()
 
-        return asyncio.run(scenario())
-
-    few, many = min(unread(2500) for _ in range(3)), min(unread(40_000) for _ in range(3))
-    assert many < 16 * few * 2.5
+    asyncio.run(scenario())

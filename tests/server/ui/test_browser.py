@@ -455,6 +455,7 @@ SLOW = {
 }
 
 
+@pytest.mark.timing
 def test_what_a_model_writes_is_drawn_in_linear_time(url: str, open_page: Open) -> None:
     """The shortest of several times for texts of one and of two lengths, however fast the machine is."""
     page = open_page(url)
