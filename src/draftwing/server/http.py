@@ -121,9 +121,9 @@ def event(data: Any, large: bool = False) -> str:
     return f"data: {encode(data, large).decode()}\n\n"
 
 
-def named_event(name: str, data: dict[str, Any]) -> str:
-    """One server-sent event of a known type, which its data repeats."""
-    return f"event: {name}\n{event({'type': name, **data})}"
+def named_event(name: str, data: dict[str, Any], large: bool = False) -> str:
+    """One server-sent event of a known type, which its data repeats. large: see `encode`."""
+    return f"event: {name}\n{event({'type': name, **data}, large)}"
 
 
 def line(data: Any, large: bool = False) -> str:
@@ -391,16 +391,16 @@ class Rendering(Protocol):
         """Server-sent events while it runs."""
 
 
-async def respond(request: Request, rendering: Rendering, stream: bool | None) -> Response:
+async def respond(request: Request, rendering: Rendering, stream: bool | None, echoed: int = 0) -> Response:
     """Sends the response as events or at once; the generation is aborted when the client goes away. A header names
-    fields that had no effect."""
+    fields that had no effect. echoed: bytes of the request that the response repeats."""
     generation = rendering.generation
     response: Response
     if stream:
         response = EventStream(request.url.path, rendering.events(), generation.close)
     else:
         try:
-            response = Whole(await unless_disconnected(request, _whole(rendering)), generation.close)
+            response = Whole(await unless_disconnected(request, _whole(rendering, echoed)), generation.close)
         except BaseException:
             generation.close()
             raise
@@ -416,8 +416,8 @@ def naming(response: Response, ignored: Sequence[str]) -> Response:
     return response
 
 
-async def _whole(rendering: Rendering) -> bytes:
+async def _whole(rendering: Rendering, echoed: int) -> bytes:
     """The body once the generation is finished."""
     answers = await rendering.generation.finish()
     size = sum(answer.entries + len(answer.text) + len(answer.request.prompt_ids) for answer in answers)
-    return await rendering.generation.render(size, lambda large: encode(rendering.body(), large))
+    return await rendering.generation.render(echoed + size, lambda large: encode(rendering.body(), large))
