@@ -25,6 +25,7 @@ from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
 from draftwing.requests.refusals import meant
 from draftwing.server.encoding import encode
+from draftwing.server.parts import MOST_PARTS, check_parts
 from draftwing.server.schema import Asking, known_fields
 from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
@@ -230,7 +231,7 @@ def _may_leave_out_its_type(request: Request) -> bool:
 
 
 def _read(body: bytes, model: type[M], service: Service) -> M:
-    _check_parts(body, 2 * service.countable)
+    check_parts(body, MOST_PARTS, 2 * service.countable)
     try:
         found = model.model_validate_json(body)
         _ = found.ignored if isinstance(found, Asking) else ()
@@ -245,39 +246,9 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
         raise _refusal(errors, given, model) from None
 
 
-def _check_parts(body: bytes, longest: int) -> None:
-    """Refuses what would take long to parse, before it is: nothing else runs then, for the parser holds the
-    interpreter's lock. What stands in texts does not count.
-
-    longest: entries of a list of numbers."""
-    if _parts(body) <= _MOST_PARTS and body.count(b",") <= longest:
-        return
-    # Where the body is no JSON, it is another text that is left out; there the parser stops.
-    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    texts = body.count(b'"') // 2
-    if texts > 2 * _MOST_PARTS:
-        raise RequestError(
-            f"the body has {texts} texts, names of fields included; it may have {2 * _MOST_PARTS}", "body"
-        )
-    body = _TEXT.sub(b"", body)
-    parts = _parts(body)
-    if parts > _MOST_PARTS:
-        raise RequestError(f"the body has {parts} lists, objects and fields; it may have {_MOST_PARTS}", "body")
-    if body.count(b",") > longest:
-        found = max(part.count(b",") for part in body.split(b"]"))
-        if found > longest:
-            raise RequestError(f"the body has a list of {found + 1} entries; so many ids fit no context", "body")
-
-
-def _parts(body: bytes) -> int:
-    return sum(map(body.count, (b"[", b"{", b":")))
-
-
-_TEXT = re.compile(rb'"[^"]*"?')
 _MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
 _MOST_ERRORS = 1000  # each takes time and memory
-_MOST_PARTS = 131_072
 _TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
