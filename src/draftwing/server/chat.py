@@ -253,6 +253,9 @@ class Chats:
         if style.harmony:
             if style.start == "free":
                 grammar = harmony_grammar(chat.functions, chat.choice if chat.offers else _NO_CALLS, own)
+            elif chat.choice.mode in ("required", "named"):
+                name = names["tool_choice"]
+                raise RequestError(f"{name}: no call can be forced where an answer goes on with a text", name)
         elif chat.offers:
             assert self.tools is not None
             grammar = grammar_for(chat.functions, chat.choice, self.tools, chat.parallel, own)
