@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from draftwing.server.anthropic.rendering import Message
 from draftwing.server.anthropic.schema import CountRequest, MessagesRequest
-from draftwing.server.chat import Chats
+from draftwing.server.chat import Chat, Chats
 from draftwing.server.encoding import encode
 from draftwing.server.http import asking, json_response, naming, read_body, respond, schema, unless_disconnected
 from draftwing.server.schema import ignored_fields
@@ -29,6 +31,10 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     async def count_tokens(request: Request) -> Response:
         body = await read_body(request, CountRequest)
         size = len(await request.body())
-        ids, ignored = await unless_disconnected(request, chats.ids(body.chat, "messages", size))
-        counted = json_response(encode({"input_tokens": len(ids)}))
-        return naming(counted, (*ignored_fields(body), *ignored))
+
+        def chat() -> Chat:
+            found = body.chat()
+            return dataclasses.replace(found, ignored=(*ignored_fields(body), *found.ignored))
+
+        ids, ignored = await unless_disconnected(request, chats.ids(chat, "messages", size))
+        return naming(json_response(encode({"input_tokens": len(ids)})), ignored)
