@@ -23,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
-from draftwing.requests.refusals import meant
 from draftwing.server.encoding import encode
 from draftwing.server.parts import MOST_PARTS, check_parts
-from draftwing.server.schema import Asking, known_fields
+from draftwing.server.schema import Asking
+from draftwing.server.validation import refusal
 from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 A = TypeVar("A", bound=Asking)
+
+_MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
+SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
+_MOST_ERRORS = 1000  # each takes time and memory
 
 # The names that Anthropic's clients know.
 _ANTHROPIC_TYPES = {
@@ -148,8 +152,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        refusal = _refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
-        return error_response(request, 400, str(refusal), refusal.param)
+        found = refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
+        return error_response(request, 400, str(found), found.param)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -243,49 +247,7 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # As text, numbers may be longer than Python converts.
         given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=str)
-        raise _refusal(errors, given, model) from None
-
-
-_MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
-SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
-_MOST_ERRORS = 1000  # each takes time and memory
-_TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
-_EXPECTED = "Input should be "  # how pydantic begins to say what would do
-
-
-def _refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None) -> RequestError:
-    """The first field's errors in our words. given: what was validated.  model: of a body."""
-    # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
-    first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
-    path = max((path for path, _ in first), key=len)
-    same = [error for at, error in first if at == path]
-    name, kind, messages = _dotted(path), same[0]["type"], list(dict.fromkeys(error["msg"] for error in same))[:4]
-    told = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": messages[0]}
-    expected = [message.removeprefix(_EXPECTED) for message in messages if message.startswith(_EXPECTED)]
-    expected = ["a list" if one == "a valid array" else one for one in expected]
-    field = name or "the body"
-    if kind in told:
-        message = f"{field} {told[kind]}"
-        if kind == "extra_forbidden" and model is not None:
-            message += meant(str(path[-1]), known_fields(model, path[:-1]))
-    else:
-        message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
-    return RequestError(message, name or "body")
-
-
-def _path(error: Any, given: Any) -> tuple[int | str, ...]:
-    """The field of an error, without pydantic's names for members of unions."""
-    found = []
-    for part in error["loc"]:
-        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and part in range(len(given))):
-            given = given[part]
-            found.append(part)
-    return (*found, error["loc"][-1]) if error["type"] == "missing" else tuple(found)
-
-
-def _dotted(path: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in path)[:200]
+        raise refusal(errors, given, model) from None
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
