@@ -145,11 +145,12 @@ class Chats:
         """Reads one answer."""
         return (HarmonyReader if style.harmony else MessageReader)(style, self._service.tokenizer)
 
-    async def ids(self, read: Callable[[], Chat], field: str, size: int) -> list[int]:
-        """The prompt's tokens. Raises RequestError; read: makes the conversation.  field: of the body, that holds the
-        messages.  size: as of `ask`."""
-        text = await self._rendered(await self._read(read, size), _CALLED, size)
-        return (await self._service.tokenize([text], field, add_special_tokens=False))[0]
+    async def ids(self, read: Callable[[], Chat], field: str, size: int) -> tuple[list[int], tuple[str, ...]]:
+        """The prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field: of the
+        body, that holds the messages.  size: as of `ask`."""
+        chat = await self._read(read, size)
+        text = await self._rendered(chat, _CALLED, size)
+        return (await self._service.tokenize([text], field, add_special_tokens=False))[0], chat.ignored
 
     async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
         return await self._service.lanes.run(size, lambda gone: self._render(chat, names))
@@ -252,6 +253,9 @@ class Chats:
         if style.harmony:
             if style.start == "free":
                 grammar = harmony_grammar(chat.functions, chat.choice if chat.offers else _NO_CALLS, own)
+            elif chat.choice.mode in ("required", "named"):
+                name = names["tool_choice"]
+                raise RequestError(f"{name}: no call can be forced where an answer goes on with a text", name)
         elif chat.offers:
             assert self.tools is not None
             grammar = grammar_for(chat.functions, chat.choice, self.tools, chat.parallel, own)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from draftwing.engine.precision import Precision
 from draftwing.engine.startup import price_file as files
 from draftwing.engine.startup import prices as measuring
 from draftwing.engine.startup import quiet
-from draftwing.engine.startup.price_file import PriceFile, price_file
+from draftwing.engine.startup.price_file import MOST_STARTS, PriceFile, price_file
 from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.prices import Prices
@@ -224,6 +225,24 @@ def test_a_busy_second_look_changes_nothing_and_settles_nothing(machine: Machine
         assert right(found) and count > 0
     machine.waits = 0.01
     assert start(machine, model)[1] > 0 and start(machine, model)[1] == 0
+
+
+@pytest.mark.parametrize("waits", [0.5, 0.01])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_machine_that_stays_busy_is_not_measured_for_ever(
+    machine: Machine, model: str, waits: float, noise: float
+) -> None:
+    """A quota of its processors keeps threads waiting at every start, and no two starts agree."""
+    draw = random.Random(3)
+    machine.load, machine.waits = lambda shape: 1 + noise * draw.random(), waits
+    least, runs = dict[tuple[TreeShape, int, int], float](), []
+    for _ in range(MOST_STARTS + 2):
+        found, count = start(machine, model)
+        assert all(seconds <= least.get(point, seconds) for point, seconds in found.items())
+        least = found
+        runs.append(count)
+    measured = 2 if waits < 0.1 and not noise else MOST_STARTS
+    assert all(runs[:measured]) and not any(runs[measured:])
 
 
 def test_what_was_taken_off_too_much_comes_back(machine: Machine, model: str) -> None:

@@ -297,6 +297,7 @@ def test_anthropics_own_tools_are_left_out_beside_functions(url: str, engine: Sc
     assert engine.prompt == shown, "the model is not told of them"
     counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": HI} | more)
     assert counted.json() == {"input_tokens": len(engine.requests[-1].prompt_ids)}
+    assert counted.headers["draftwing-ignored"] == response.headers["draftwing-ignored"]
 
 
 def test_hints_of_functions_are_named(url: str, engine: ScriptedEngine) -> None:
@@ -311,6 +312,8 @@ def test_hints_of_functions_are_named(url: str, engine: ScriptedEngine) -> None:
         assert response.status_code == 200, response.text
         found = response.headers.get("draftwing-ignored", "")
         assert set(filter(None, found.split(", "))) == {f"tools.{name}" for name in named}
+        counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": HI, "tools": [tool]})
+        assert counted.status_code == 200 and counted.headers.get("draftwing-ignored", "") == found
 
 
 EDITS: list[tuple[list[dict[str, Any]], bool]] = [
@@ -340,6 +343,10 @@ def test_edits_of_the_context_are_never_applied(
     response = httpx.post(f"{url}/v1/messages", json=body | {"context_management": {"edits": edits}})
     assert response.json()["context_management"] == {"applied_edits": []} and engine.prompt == whole
     assert response.headers.get("draftwing-ignored") == ("context_management" if named else None)
+    more = {"context_management": {"edits": edits}, "speed": "fast"}
+    counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": body["messages"]} | more)
+    assert counted.status_code == 200
+    assert counted.headers["draftwing-ignored"] == ("speed, context_management" if named else "speed")
     with client.beta.messages.stream(**body, context_management={"edits": edits}) as stream:
         told = [event.context_management for event in stream if event.type == "message_delta"]
     assert [one is not None and one.applied_edits for one in told] == [[]]

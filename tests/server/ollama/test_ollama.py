@@ -216,6 +216,48 @@ def test_a_prompt_is_put_into_the_template_unless_it_is_raw(engine: ScriptedEngi
     assert "context" in refused(url, "/api/generate", {"prompt": "hi", "context": [1]})
 
 
+@pytest.mark.parametrize(
+    ("more", "named", "refused_field"),
+    [
+        ({}, None, None),
+        ({"think": None, "system": ""}, None, None),
+        ({"think": True}, "think", None),
+        ({"think": False}, "think", None),
+        ({"think": "low", "keep_alive": 5}, "keep_alive, think", None),
+        ({"system": "be brief"}, None, "system"),
+        ({"system": "be brief", "think": True}, None, "system"),
+        ({"template": "{{ .Prompt }}"}, None, "template"),
+    ],
+)
+def test_what_only_a_template_knows_is_refused_or_named_beside_raw(
+    engine: ScriptedEngine, url: str, more: dict[str, Any], named: str | None, refused_field: str | None
+) -> None:
+    engine.script = "hello"
+    for stream in (False, True):
+        body = {"prompt": "hi", "raw": True, "stream": stream} | more
+        if refused_field is not None:
+            assert refused(url, "/api/generate", body).startswith(refused_field)
+            continue
+        response = httpx.post(f"{url}/api/generate", json={"model": "m"} | body)
+        assert response.status_code == 200 and engine.prompt == "hi"
+        assert response.headers.get("draftwing-ignored") == named
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({}, None),
+        ({"verbose": False, "options": None}, None),
+        ({"verbose": True}, "verbose"),
+        ({"verbose": True, "options": {"num_ctx": 5}}, "options, verbose"),
+    ],
+)
+def test_hints_to_show_are_named(url: str, more: dict[str, Any], named: str | None) -> None:
+    response = httpx.post(f"{url}/api/show", json={"model": "m"} | more)
+    assert response.status_code == 200 and response.json()["capabilities"]
+    assert response.headers.get("draftwing-ignored") == named
+
+
 def test_errors_of_a_format_name_it(url: str) -> None:
     told = refused(url, "/api/chat", {"messages": HI, "format": {"type": "object", "not": {}}})
     assert "format" in told and "format.schema" not in told

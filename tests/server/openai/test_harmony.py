@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from scripted import ScriptedEngine, serving
@@ -117,6 +118,67 @@ def test_a_text_that_goes_on(client: openai.OpenAI, engine: ScriptedEngine) -> N
     answer = client.chat.completions.create(model="m", messages=more, extra_body=body)
     assert answer.choices[0].message.content == "ny."
     assert engine.prompt.endswith("<|channel|>final<|message|>It is sun")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ("/v1/chat/completions", {"tool_choice": "auto"}, None),
+        ("/v1/chat/completions", {"tool_choice": "none"}, None),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/v1/messages", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ("/v1/messages", {"tool_choice": {"type": "auto"}}, None),
+    ],
+)
+def test_no_call_is_forced_where_a_text_goes_on(
+    url: str, engine: ScriptedEngine, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    engine.script = "ny."
+    more = [*HI, {"role": "assistant", "content": "It is sun"}]
+    if path == "/v1/messages":
+        tools: Any = [{"name": "f", "input_schema": PARAMETERS}]
+        own: dict[str, Any] = {"max_tokens": 50}
+    else:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+        own = {"continue_final_message": True, "add_generation_prompt": False}
+    response = httpx.post(f"{url}{path}", json={"model": "m", "messages": more, "tools": tools} | own | body)
+    if param is None:
+        assert response.status_code == 200 and "ny." in response.text
+        assert engine.requests[-1].params.grammar is None
+    else:
+        assert response.status_code == 400 and response.json()["error"]["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": "b"}'),
+        ({"structured_outputs": {"regex": "[a-z]+ny"}}, "sunny"),
+        ({"structured_outputs": {"regex": "(.|\\n)*"}}, "any text"),
+        ({"structured_outputs": {"choice": ["sunny", "wet"]}}, "wet"),
+    ],
+)
+@pytest.mark.parametrize("budget", [None, 0, 5])
+def test_a_grammar_of_a_text_that_goes_on_waits_for_no_marker(
+    url: str, engine: ScriptedEngine, form: dict[str, Any], answer: str, budget: int | None
+) -> None:
+    """It begins at once, and holds to the end; no reasoning can begin that a budget would have to end."""
+    engine.script = answer
+    more = [*HI, {"role": "assistant", "content": "It is "}]
+    body = {"model": "m", "messages": more, "continue_final_message": True, "add_generation_prompt": False} | form
+    response = httpx.post(f"{url}/v1/chat/completions", json=body | {"thinking_budget": budget})
+    assert response.status_code == 200 and response.json()["choices"][0]["message"]["content"] == answer
+    params = engine.requests[-1].params
+    assert params.grammar is not None
+    state = engine.grammars.compile(params.grammar)
+    markers = [engine.tokenizer.backend.token_to_id(marker) for marker in SPECIAL]
+    for token in engine.tokenizer.encode(answer, add_special_tokens=False):
+        words = state.mask()
+        assert not any((int(words[marker // 32]) >> (marker % 32)) & 1 for marker in markers)
+        assert state.advance(token)
+    assert state.may_end
 
 
 def test_responses(client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,10 @@ import httpx
 import openai
 import pytest
 from scripted import ScriptedEngine, serving
+
+from draftwing.server import http
+from draftwing.server.encoding import encode
+from draftwing.server.openai.responses import history, routes
 
 TOOLS: list[Any] = [
     {
@@ -251,3 +256,56 @@ def test_an_aborted_answer_has_failed(url: str, client: openai.OpenAI, engine: S
     last = events[-1]
     assert last.type == "response.failed" and last.response.status == "failed"
     assert "aborted" in last.response.error.message and last.response.output[0].status == "incomplete"
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "many tools": {
+        "tools": [
+            {"type": "function", "name": f"f{i}", "parameters": {"type": "object", "description": "x" * 1000}}
+            for i in range(200)
+        ],
+        "tool_choice": "none",
+    },
+    "a long description": {"tools": [TOOLS[0] | {"description": "é" * 200_000}], "tool_choice": "none"},
+    "fields inside of a schema": {
+        "tools": [TOOLS[0] | {"parameters": {"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}}],
+        "tool_choice": "none",
+    },
+    "input that is stored": {
+        "input": [
+            {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x" * 200_000},
+            {"role": "user", "content": "hi"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", LARGE)
+def test_what_a_response_repeats_is_encoded_in_a_thread_where_it_is_large(
+    url: str, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, case: str, stream: bool
+) -> None:
+    encoded: list[int] = []  # bytes of JSON that was made on the event loop
+    inside = 0
+
+    def watched(data: Any, *large: Any) -> bytes:
+        nonlocal inside
+        found = encode(data, *large)
+        try:
+            asyncio.get_running_loop()
+            encoded.append(len(found))
+        except RuntimeError:
+            inside += len(found)
+        return found
+
+    for module in (http, history, routes):
+        monkeypatch.setattr(module, "encode", watched)
+    engine.script = "hello"
+    response = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": "hi", "stream": stream} | LARGE[case])
+    assert response.status_code == 200, response.text
+    text = response.text.splitlines()[-2].removeprefix("data: ") if stream else response.text
+    data = json.loads(text)["response"] if stream else json.loads(text)
+    assert data["status"] == "completed" and data["output"][0]["content"][0]["text"] == "hello"
+    listed = httpx.get(f"{url}/v1/responses/{data['id']}/input_items").json()["data"]
+    assert len(listed) == len(LARGE[case].get("input", "1"))
+    assert inside >= 100_000 and max(encoded, default=0) < 10_000

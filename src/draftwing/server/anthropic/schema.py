@@ -337,7 +337,7 @@ def _assistant(found: Conversation, content: list[Block], where: str) -> None:
             _only(block, ("id", "name", "input", "caller", "toolset_name"), here)
             if block.id is None or block.name is None or block.input is None:
                 raise RequestError(f"{here} must have id, name and input", here)
-            found.call(block.id, block.name, block.input)
+            found.call(block.id, block.name, block.input, f"{here}.input")
         else:
             found.answer(_text(block, here))
 

@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema, model_validator
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import LogprobParams, logprob_params
-from draftwing.requests.sampling_params import HINTS, SamplingParams, field_schemas
+from draftwing.requests.sampling_params import HINTS, Budget, SamplingParams, field_schemas
 from draftwing.requests.stop_regex import MAX_TOGETHER, parts
 from draftwing.server.chat import Chat
 from draftwing.server.openai.schema import Message, conversation
@@ -47,7 +47,7 @@ class GenerateRequest(Asking):
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
-    max_thinking_tokens: int | None = None  # another name of `thinking_budget`, of all prompts
+    max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
     input_embeds: NotBuilt = None
     image_data: NotBuilt = None
@@ -115,14 +115,17 @@ class GenerateRequest(Asking):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
-        found = [name for name in HINTS if not all(asks_for_nothing(name, fields.get(name)) for fields in each)]
+        found = [name for name in HINTS if not all(asks_for_nothing(name, one.get(name)) for one in self._fields)]
         return (*super().ignored, *(f"sampling_params.{name}" for name in found))
 
     @property
     def expressions(self) -> int:
-        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
-        return sum(characters(fields.get("stop_regex")) for fields in each)
+        return sum(characters(fields.get("stop_regex")) for fields in self._fields)
+
+    @property
+    def _fields(self) -> list[dict[str, Any]]:
+        """`sampling_params` as a list."""
+        return self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
 
     def _checked(
         self, fields: dict[str, Any], where: str, processor: str | None, defaults: Mapping[str, Any]
@@ -153,7 +156,11 @@ class GenerateRequest(Asking):
         return value
 
     def renamed(self, error: RequestError) -> RequestError:
-        return error  # in the engine's words
+        # In the engine's words, but for the field that has another name here.
+        if self.max_thinking_tokens is None or any("thinking_budget" in fields for fields in self._fields):
+            return error
+        ours, name = "thinking_budget", "max_thinking_tokens"
+        return RequestError(str(error).replace(ours, name), name if error.param == ours else error.param, error.code)
 
     @property
     def length(self) -> str | None:

@@ -252,12 +252,12 @@ def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             found.answer(text, begin=True)
             if message.thinking:
                 found.think(message.thinking)
-            for given in message.tool_calls or []:
+            for j, given in enumerate(message.tool_calls or []):
                 # Clients need not give ids; some templates want nine letters and digits.
                 call = _Call(given.id or f"call{count % 100_000:05}", given.function.name)
                 count += 1
                 calls.add(call)
-                found.call(call.id, call.name, given.function.arguments)
+                found.call(call.id, call.name, given.function.arguments, f"{where}.tool_calls.{j}.function.arguments")
         elif message.role == "tool":
             call_id = calls.answered(message)
             found.result(call_id, text, f"{where}.{'tool_call_id' if message.tool_call_id else 'role'}", "tool call")

@@ -125,8 +125,10 @@ class Message(Body):
             message["reasoning_content"] = thought
         # Templates ask whether the key is there.
         if self.tool_calls:
-            calls = [call.plain(f"{where}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)]
-            message["tool_calls"] = [template_call(*call) for call in calls]
+            calls = [(f"{where}.tool_calls.{i}", call) for i, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [
+                template_call(*call.plain(here), f"{here}.function.arguments") for here, call in calls
+            ]
         return message
 
     def _text(self, where: str) -> str:

@@ -284,7 +284,7 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         if item.call_id is None or item.name is None or (custom and item.input is None):
             raise RequestError(f"{where} must have call_id, name and {'input' if custom else 'arguments'}", where)
         arguments = {"input": item.input} if custom else item.arguments
-        found.call(item.call_id, flat_name(item.name, item.namespace), arguments)
+        found.call(item.call_id, flat_name(item.name, item.namespace), arguments, f"{where}.arguments")
     elif kind in ("function_call_output", "custom_tool_call_output"):
         _only(item, ("call_id", "name", "namespace", "output"), where)
         output = _text(item.output, f"{where}.output", "input_text")
