@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_ops import BlockTorchOps
+from decoder_configs import decoder_config
 from thread_ranks import lead, shares_of
 
 from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
@@ -18,9 +19,8 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.linear_ops.blocks import BlockFormat
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
@@ -43,8 +43,8 @@ def tiny_model(
     **switches,
 ):  # fmt: skip
     """switches: of the `ModelConfig`."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    config = decoder_config(
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
         ffn_size=96, vocab_size=vocab, max_positions=CONTEXT, **switches,
     )  # fmt: skip
     model = DecoderModel(config, torch.float32, "cpu")
@@ -96,7 +96,7 @@ class OracleDrafter:
     """
 
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
-        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
+        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (KVSpec(1, 2),), 0
         self.initial_confidence, self.fixed_confidence, self.from_tokens = MAX_CONFIDENCE, False, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)

@@ -15,7 +15,7 @@ class GatedMLP(nn.Module):
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, ffn, bias, form = config.hidden, config.ffn, config.mlp_bias, config.weight_format
-        self._gelu = config.gemma
+        self._gelu = config.activation == "gelu"
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
         self.down = row_parallel(Linear(ffn, hidden, bias, dtype, device, form), config.ranks)
 

@@ -10,7 +10,7 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.startup import memory as sizing
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import LayerSpec
+from draftwing.kv.pool import KVSpec
 from draftwing.ops import make_ops
 from draftwing.spec.ngram_drafter import NGramDrafter
 
@@ -23,8 +23,7 @@ def rig(harness):
     if harness.device != "cpu":
         pytest.skip("with a memory that the test makes up")
     drafter = NGramDrafter(capacity=4096, rows=7, ops=make_ops(torch.device("cpu")))
-    layers = [LayerSpec(2, 16)] * 2
-    return sizing.Rig(harness.tiny_model(), drafter, layers, (TREE, PLAIN), torch.float32, pick_device("cpu"))
+    return sizing.Rig(harness.tiny_model(), drafter, (TREE, PLAIN), torch.float32, pick_device("cpu"))
 
 
 def options(**kw):
@@ -34,7 +33,7 @@ def options(**kw):
 @pytest.mark.parametrize(("layers", "from_tokens", "most"), [(1, False, 2048), (4, False, 1024), (30, True, 100_000)])
 def test_a_pass_over_a_prompt_is_no_longer_than_a_prefill(rig, layers, from_tokens, most):
     """A trial step measures what that takes; a draft model's launches take longer than its positions."""
-    rig.drafter.kv_layers, rig.drafter.from_tokens = [LayerSpec(2, 16)] * layers, from_tokens
+    rig.drafter.kv_layers, rig.drafter.from_tokens = [KVSpec(2, 16)] * layers, from_tokens
     rig.device.has_own_memory = True
     for chunk in (20, 8192, 100_000):
         chosen = sizing.deferral_of(Options(model="x", chunked_prefill_size=chunk), rig)
@@ -46,7 +45,7 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     """On a CPU, for a drafter that can be shown any text with them."""
     rig.drafter.kv_layers, rig.drafter.aux_layers, rig.drafter.lookahead = rig.layers[1:], aux, lookahead
     monkeypatch.setattr(type(rig.device), "free_memory", lambda self: 4 * GB)
-    slot = 2 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
+    slot = 3 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
     assert sizing.size_pool(options(), rig, 10**6, 0) == GB // slot
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
 
