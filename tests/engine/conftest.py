@@ -42,11 +42,16 @@ def tiny_model(
     seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0, vocab: int = VOCAB,
     **switches,
 ):  # fmt: skip
-    """switches: of the `ModelConfig`."""
+    """switches: as `decoder_config` has them."""
     config = decoder_config(
         hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
         ffn_size=96, vocab_size=vocab, max_positions=CONTEXT, **switches,
     )  # fmt: skip
+    return model_of(config, seed, device, dtype, sharpen)
+
+
+def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
+    """A model with random weights."""
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -413,7 +418,8 @@ def harness(request):
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}
     return SimpleNamespace(
-        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, prompts_for=prompts_for,
+        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, model_of=partial(model_of, device=device),
+        prompts_for=prompts_for,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip
