@@ -87,7 +87,8 @@ MIXED = (
     AttentionConfig(4, 1, 16, qk_norm=True),
     AttentionConfig(2, 1, 32, rope=1),
 )
-SHARED = (ATTENTION, MIXED[1], AttentionConfig(4, 2, 16, kv_from=0, qk_norm=True), MIXED[3], AttentionConfig(4, 4, 32, rope=1, kv_from=1))  # fmt: skip
+READS_0, READS_1 = AttentionConfig(4, 2, 16, kv_from=0, qk_norm=True), AttentionConfig(4, 4, 32, rope=1, kv_from=1)
+SHARED = (ATTENTION, MIXED[1], READS_0, MIXED[3], READS_1)
 RECURRENT = (RecurrenceConfig(64), ATTENTION, RecurrenceConfig(32))
 KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": RECURRENT}
 

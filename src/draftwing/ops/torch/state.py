@@ -1,5 +1,6 @@
-"""Reading what layers keep of earlier tokens beside keys and values (`kv.pool.StateSpec`): by page tables and paths, as
-attention reads keys. A token's entry depends on its ancestors' alone, so trees, chunks and cached prefixes need no more.
+"""Reading what layers keep of earlier tokens beside keys and values (`kv.pool.StateSpec`): by page tables and paths,
+as attention reads keys. An entry depends on those of its ancestors alone, so trees, chunks and cached prefixes need no
+more.
 
 In plain torch, and capturable for trees. A layer whose speed matters has a kernel in place of `scan`.
 """
