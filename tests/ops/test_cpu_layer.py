@@ -4,6 +4,7 @@ bit. (`test_cpu_gemm.py` has those in bfloat16; the GEMM itself is in `test_bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.norm import RMSNorm
+from draftwing.layers.rope import RopeConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch, spans_of
@@ -204,6 +206,21 @@ def test_a_layer_whose_input_is_normed_equals_its_parts(rows: int, in_size: int)
     layer._whole = None
     expected = run(1)
     assert all(torch.equal(*pair) for some in found for pair in zip(some, expected, strict=True))
+
+
+def test_one_call_takes_layers_that_follow_each_other_in_the_pool() -> None:
+    every = [layer.weights() for layer in tiny().layers if isinstance(layer, DecoderLayer)]
+    first, second, third = (one for one in every if one is not None)
+    assert OPS.whole_layers([first, second, third]) is not None and OPS.whole_layers([second, third]) is not None
+    assert OPS.whole_layers([first, third]) is None and OPS.whole_layers([second, first]) is None
+    other = second._replace(shape=second.shape._replace(kv_heads=1))
+    assert OPS.whole_layers([first, other]) is None
+
+
+def test_a_model_with_two_rotary_embeddings_goes_layer_by_layer() -> None:
+    layers = [replace(layer, mixer=replace(layer.mixer, rope=i % 2)) for i, layer in enumerate(CONFIG.layers)]  # type: ignore[type-var]
+    model = tiny(layers=tuple(layers), ropes=(RopeConfig(), RopeConfig(100.0)))
+    assert model._whole_layers(()) is None and all(layer._whole is not None for layer in model.layers)
 
 
 def test_layers_are_of_one_size() -> None:

@@ -4,14 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layer_kinds import KINDS, config_of
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
+from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
+from draftwing.engine.startup.executor import make_executor
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import KVSpec
+from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.ops import make_ops
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 
 GB = 10**9
@@ -48,6 +53,24 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     slot = 3 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
     assert sizing.size_pool(options(), rig, 10**6, 0) == GB // slot
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
+
+
+def test_the_drafters_layers_follow_what_the_targets_keep(harness, monkeypatch):
+    """Of a target with fewer layers in the pool than it has: some read another's keys."""
+    if harness.device != "cpu":
+        pytest.skip("with a memory that the test makes up")
+    model, cpu = harness.model_of(config_of(KINDS["shared"], harness.CONTEXT)), pick_device("cpu")
+    draft = DraftLM(harness.model_of(config_of(KINDS["recurrent"], harness.CONTEXT)), harness.VOCAB)
+    drafter = ModelDrafter(draft, 7, TREE.topk, torch.float32, cpu.ops)
+    rig, firsts, attach = sizing.Rig(model, drafter, (TREE, PLAIN), torch.float32, cpu), [], drafter.attach
+    monkeypatch.setattr(drafter, "attach", lambda attn, first, size: (firsts.append(first), attach(attn, first, size)))
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
+    sizing.trial(options(), rig, graph_size=0)
+    precision = Precision(torch.float32, torch.float32)
+    made = make_executor(options(max_total_tokens=300), model, precision, cpu, drafter, rig.menu)
+    assert firsts == [3, 3, 3]
+    assert made.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
+    assert draft.kv_layers == [StateSpec((64,), torch.float32), KVSpec(2, 16), StateSpec((32,), torch.float32)]
 
 
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):

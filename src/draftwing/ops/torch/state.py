@@ -50,13 +50,13 @@ def scan(batch: Batch, kept: Tensor, update: Callable[[Tensor, Tensor], Tensor])
 def _levels(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
     """Gives queries and where they write, those before which others stand after these. In a tree it is all queries at
     every level: those of other levels write to slot 0, so that no size depends on the tree."""
-    device = batch.rows.device
+    everyone = torch.arange(len(batch.write_slots), device=batch.rows.device)
     if batch.path is None or batch.path_len is None:
         for step in range(max(span.length for span in batch.chunks)):
-            places = [span.offset + step for span in batch.chunks if step < span.length]
-            queries = torch.tensor(places, device=device)
+            here = [span.offset + step for span in batch.chunks if step < span.length]
+            queries = torch.cat([everyone[at : at + 1] for at in here])  # nothing comes from the host
             yield queries, batch.write_slots[queries]
         return
-    everyone, level = torch.arange(len(batch.write_slots), device=device), batch.path_len.flatten()
+    level = batch.path_len.flatten()
     for length in range(1, batch.path.shape[2] + 1):
         yield everyone, torch.where(level == length, batch.write_slots, 0)
