@@ -53,11 +53,12 @@ def decoder_config(
 
 def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
     """Returns it with other values: of its own, of all its layers, of their attention, or of the number of layers."""
-    count = changes.pop("num_layers", config.num_layers)
+    layers = changes.pop("layers", config.layers)
+    count = changes.pop("num_layers", len(layers))
     own = {"hidden_size": changes["hidden_size"]} if "hidden_size" in changes else {}
     attention, layer = _taken(changes, OF_ATTENTION), _taken(changes, OF_LAYER)
-    layers = [replace(one, mixer=replace(one.mixer, **attention), **layer) for one in (config.layers * count)[:count]]  # type: ignore[type-var]
-    return replace(config, layers=tuple(layers), **own, **changes)
+    made = [replace(one, mixer=replace(one.mixer, **attention), **layer) for one in (layers * count)[:count]]  # type: ignore[type-var]
+    return replace(config, layers=tuple(made), **own, **changes)
 
 
 def _taken(changes: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ fluent but wrong text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -141,6 +141,9 @@ class Family(NamedTuple):
     attention_scalar: int = 0  # `query_pre_attn_scalar` when the config has none, 0: there is no such key
     tied: bool = False  # `tie_word_embeddings` when the config has none
     experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""  # whose keys speak of experts
+    # Where layers differ in more than windows: makes so many of the config and of what all have in common.
+    layers: Callable[[Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
+    reads: tuple[str, ...] = ()  # keys among `NEUTRAL_VALUES` whose values it knows
 
 
 FAMILIES: dict[str, Family] = {
@@ -180,6 +183,7 @@ FAMILIES: dict[str, Family] = {
         scaled_embeddings=True,
         attention_scalar=256,
         tied=True,
+        reads=("query_pre_attn_scalar",),
     ),
     "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
 }
@@ -289,14 +293,20 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         activation=family.activation,
         out_norms=family.out_norms,
     )
-    reach = windows(fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern)
-    dense = _dense_layers(fields, layers) if family.experts == "qwen" else frozenset()
+    if family.layers is not None:
+        made = family.layers(fields, layer, layers)
+    else:
+        reach = windows(
+            fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
+        )
+        dense = _dense_layers(fields, layers) if family.experts == "qwen" else frozenset()
+        made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
     return ModelConfig(
         architecture=name,
         hidden_size=hidden,
         vocab_size=fields.whole("vocab_size"),
         max_positions=max_positions,
-        layers=layers_like(layer, attention, layers, reach, local_rope is not None, dense),
+        layers=made,
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
@@ -359,7 +369,7 @@ _ACTIVATIONS = {
 
 def _reads(family: Family, key: str) -> bool:
     """Whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
-    return (bool(family.experts) and key in _COUNTS) or (family.attention_scalar > 0 and key == "query_pre_attn_scalar")
+    return key in family.reads or (bool(family.experts) and key in _COUNTS)
 
 
 def _experts(fields: Fields, family: Family, layers: int) -> ExpertConfig | None:

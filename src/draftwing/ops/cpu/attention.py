@@ -121,7 +121,7 @@ class CpuAttend(KernelAttend):
         else:
             assert layers.count == 1 and normed.shape == (rows, layers.inputs)
             normed = normed.contiguous()
-        self._prepare(layers.shape)
+        self._prepare(heads, kv_heads, dim)
         outs = x.new_empty(1 + len(layers.place), rows, hidden)
         spare = self._backend.spare(layers.spare(rows, self._threads))
         layers.raw.layers(
@@ -137,7 +137,7 @@ class CpuAttend(KernelAttend):
         kv = self._kv[self._first_layer + layer]
         _, kv_heads, _, dim = kv.shape
         assert q.shape[2] == dim
-        self._prepare(HeadShape(heads, kv_heads, dim))
+        self._prepare(heads, kv_heads, dim)
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
@@ -151,11 +151,12 @@ class CpuAttend(KernelAttend):
         assert self._kv_half if half else x.dtype == torch.float32, f"{x.dtype} over a pool in {self._kv[0].dtype}"
         return half
 
-    def _prepare(self, shape: HeadShape) -> None:
+    def _prepare(self, heads: int, kv_heads: int, dim: int) -> None:
         """Sets `_how` for layers of this shape, which mostly is that of the layer before."""
-        if self._shape == shape:
+        if self._shape == (heads, kv_heads, dim):
             return
-        assert shape.heads % shape.kv_heads == 0
+        assert heads % kv_heads == 0
+        shape = HeadShape(heads, kv_heads, dim)
         self._shape, how = shape, self._hows.get(shape)
         if how is None:
             size = self._raw.scratch_size(*shape, self._most_keys)
