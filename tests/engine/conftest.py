@@ -397,7 +397,7 @@ def harness(request):
     weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", by the device's
     own attention; "ranks", a model spread over two ranks, whose plain answers are those
     of the whole."""
-    rig = Rig
+    rig, of_config = Rig, None
     if request.param == "ranks":
         device, how, rig = "cpu", {}, spread_rig
 
@@ -410,6 +410,9 @@ def harness(request):
 
         def model(*args, **kw):
             return in_blocks(tiny_model(*args, **kw), ops)
+
+        def of_config(*args, **kw):
+            return in_blocks(model_of(*args, **kw), ops)
     elif request.param.startswith("windows"):
         device = request.param.partition(" ")[2] or "cpu"
         model = partial(tiny_model, device=device)
@@ -418,7 +421,7 @@ def harness(request):
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}
     return SimpleNamespace(
-        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, model_of=partial(model_of, device=device),
+        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, model_of=of_config or partial(model_of, device=device),
         prompts_for=prompts_for,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
