@@ -14,6 +14,7 @@ from decoder_configs import changed, decoder_config
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool
+from draftwing.layers.config import NormConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat
@@ -221,6 +222,12 @@ def test_a_model_with_two_rotary_embeddings_goes_layer_by_layer() -> None:
     layers = [replace(layer, mixer=replace(layer.mixer, rope=i % 2)) for i, layer in enumerate(CONFIG.layers)]  # type: ignore[type-var]
     model = tiny(layers=tuple(layers), ropes=(RopeConfig(), RopeConfig(100.0)))
     assert model._whole_layers(()) is None and all(layer._whole is not None for layer in model.layers)
+
+
+def test_layers_that_the_call_does_not_know_go_part_by_part() -> None:
+    wide = [replace(layer, norm=NormConfig(wide=True)) for layer in CONFIG.layers]
+    for model in (tiny(activation="gelu"), tiny(layers=tuple(wide))):
+        assert model._whole_layers(()) is None and not any(layer._whole for layer in model.layers)
 
 
 def test_layers_are_of_one_size() -> None:

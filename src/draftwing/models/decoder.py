@@ -55,6 +55,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm()
         self.mlp_out_norm = norm() if config.out_norms else None
         self.mlp = (GatedMLP if config.experts is None else ExpertMLP)(config, dtype, device)
+        self._wide_norms = config.norm.wide
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
 
@@ -72,10 +73,10 @@ class DecoderLayer(nn.Module):
         return [*self.mixer.linears(), *of_mlp]
 
     def weights(self) -> LayerWeights | None:
-        """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, four
-        norms, or a mixer that is no attention with keys and values of its own."""
+        """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
+        wide norms or four of them, or a mixer that is no attention with keys and values of its own."""
         attention, mlp = self.mixer, self.mlp
-        if isinstance(mlp, ExpertMLP) or self.mlp_out_norm is not None:
+        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
             return None
         if not isinstance(attention, Attention) or attention.reads_others:
             return None
