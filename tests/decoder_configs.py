@@ -13,13 +13,8 @@ from draftwing.models.config import ModelConfig, layers_like
 
 OF_ATTENTION = {"num_heads": "heads", "num_kv_heads": "kv_heads"}
 OF_ATTENTION |= {name: name for name in ("head_dim", "qkv_bias", "o_bias", "qk_norm", "sinks", "scalar", "window")}
-OF_LAYER = {
-    "hidden_size": "hidden",
-    "ffn_size": "ffn",
-    "mlp_bias": "mlp_bias",
-    "experts": "experts",
-    "activation": "activation",
-}
+OF_LAYER = {"hidden_size": "hidden", "ffn_size": "ffn"}
+OF_LAYER |= {name: name for name in ("mlp_bias", "experts", "activation")}
 LLAMA = RopeConfig()
 GEMMA = {"activation": "gelu", "out_norms": True}
 

@@ -25,6 +25,7 @@ class PagedAttention:
         self.pool = pool
         self.exact = exact
         self.workspace = Workspace(pool.kv[0].device)
+        self._tiles: dict[HeadShape, tuple[int, int]] = {}
 
     def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
         return TritonAttend(self, batch, first_layer, settled)
@@ -39,8 +40,10 @@ class PagedAttention:
 
     def _tile(self, shape: HeadShape) -> tuple[int, int]:
         """Heads per key head, and rows of a tile."""
-        kv = next(kv for kv in self.pool.kv if kv.shape[1:] == (shape.kv_heads, 2, shape.head_dim))
-        return shape.heads // shape.kv_heads, prefill_rows(kv, self.exact)
+        if shape not in self._tiles:
+            kv = next(kv for kv in self.pool.kv if kv.shape[1:] == (shape.kv_heads, 2, shape.head_dim))
+            self._tiles[shape] = shape.heads // shape.kv_heads, prefill_rows(kv, self.exact)
+        return self._tiles[shape]
 
 
 class TritonAttend(KernelAttend):
