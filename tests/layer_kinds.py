@@ -1,5 +1,5 @@
-"""Models whose layers differ, and a kind of layer that is not in the package: a recurrence, whose state after each
-token lies in the pool. Beside each what it computes in float64, one token after the other."""
+"""Models whose layers differ, and kinds of layers that are not in the package: a recurrence, whose state after each
+token lies in the pool, and a convolution, whose inputs do. Beside each what it computes in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftwing.kv.pool import StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
@@ -19,7 +19,7 @@ from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops.attention import Attend
-from draftwing.ops.torch.state import scan
+from draftwing.ops.torch.state import ancestor_slots, scan
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -79,6 +79,61 @@ class Recurrence(Mixer):
     __call__ = forward
 
 
+@dataclass(frozen=True)
+class ConvolutionConfig(MixerConfig):
+    """y_t = w_0 * u_t + w_1 * u_{t-1} + w_2 * u_{t-2}. width: of u."""
+
+    width: int
+
+    def keeps(self) -> StateSpec:
+        return StateSpec((self.width,), torch.float32)
+
+    def weights(self, hidden: int) -> int:
+        return (2 * hidden + 3) * self.width
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        share = Share(0, self.width, self.width)
+        return [
+            StoredMatrix("conv.in_proj", "into", 0, self.width, False, Cut(0, share)),
+            StoredMatrix("conv.out_proj", "out", 0, hidden, False, Cut(1, share)),
+            StoredVector("conv.taps", "taps", 3),
+        ]
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> Convolution:
+        return Convolution(self, layer, pool_layer, dtype, device, in_size)
+
+
+class Convolution(Mixer):
+    def __init__(
+        self,
+        config: ConvolutionConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
+    ) -> None:
+        super().__init__()
+        self.pool_layer = pool_layer
+        self.into = Linear(in_size, config.width, False, dtype, device, layer.weight_format)
+        self.out = Linear(config.width, layer.hidden, False, dtype, device, layer.weight_format)
+        self.taps = nn.Parameter(torch.zeros(3, config.width, dtype=dtype, device=device))
+
+    def linears(self) -> list[Linear]:
+        return [self.into, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        own, (batch, kept) = self.into(x).float(), attend.state(self.pool_layer)
+        kept.index_copy_(0, batch.write_slots, own)
+        slots = ancestor_slots(batch, 2)
+        one, two = torch.where(slots.unsqueeze(2) > 0, kept[slots], 0).unbind(1)
+        return self.out(self.taps[0] * own + self.taps[1] * one + self.taps[2] * two, residual)
+
+    __call__ = forward
+
+
 ATTENTION = AttentionConfig(4, 2, 16)
 # As many heads of queries in all of the first three, and other keys and values in each; the fourth has fewer heads.
 MIXED = (
@@ -89,7 +144,7 @@ MIXED = (
 )
 READS_0, READS_1 = AttentionConfig(4, 2, 16, kv_from=0, qk_norm=True), AttentionConfig(4, 4, 32, rope=1, kv_from=1)
 SHARED = (ATTENTION, MIXED[1], READS_0, MIXED[3], READS_1)
-RECURRENT = (RecurrenceConfig(64), ATTENTION, RecurrenceConfig(32))
+RECURRENT = (RecurrenceConfig(64), ATTENTION, ConvolutionConfig(96), RecurrenceConfig(32))
 KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": RECURRENT}
 
 
@@ -111,6 +166,10 @@ def dense_logits(model: DecoderModel, ids: Sequence[int]) -> Tensor:
         if isinstance(mixer, AttentionConfig):
             kept[i] = _keys(model, mixer, own, normed) if mixer.kv_from is None else kept[mixer.kv_from]
             x = x + _attention(model, mixer, own, normed, *kept[i])
+        elif isinstance(mixer, ConvolutionConfig):
+            u, taps = normed @ own["mixer.into.weight"].T, own["mixer.taps"]
+            made = [sum(taps[j] * u[t - j] for j in range(min(3, t + 1))) for t in range(len(u))]
+            x = x + torch.stack(made) @ own["mixer.out.weight"].T  # type: ignore[arg-type]
         else:
             gate, value = (normed @ own["mixer.into.weight"].T).chunk(2, -1)
             state, states = torch.zeros_like(value[0]), []

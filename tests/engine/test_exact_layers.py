@@ -1,5 +1,5 @@
 """A model's text is the same with drafts as without them, whatever its layers are: attention of several sizes and
-rotary embeddings, layers that read another's keys and values, and a recurrence with its state in the pool."""
+rotary embeddings, layers that read another's keys and values, recurrences and convolutions with states in the pool."""
 
 from __future__ import annotations
 

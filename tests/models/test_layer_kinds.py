@@ -72,7 +72,7 @@ def test_tensors_go_out_and_come_back(kind: str) -> None:
         assert not any(f"model.layers.2.self_attn.{x}_proj.weight" in stored for x in "kv")
         assert stored["model.layers.4.self_attn.q_proj.weight"].shape == (4 * 32, HIDDEN)
     if kind == "recurrent":
-        assert stored["model.layers.2.recurrence.in_proj.weight"].shape == (64, HIDDEN)
+        assert stored["model.layers.3.recurrence.in_proj.weight"].shape == (64, HIDDEN)
 
 
 def test_the_pool_holds_states_beside_keys() -> None:

@@ -70,7 +70,8 @@ def test_the_drafters_layers_follow_what_the_targets_keep(harness, monkeypatch):
     made = make_executor(options(max_total_tokens=300), model, precision, cpu, drafter, rig.menu)
     assert firsts == [3, 3, 3]
     assert made.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
-    assert draft.kv_layers == [StateSpec((64,), torch.float32), KVSpec(2, 16), StateSpec((32,), torch.float32)]
+    states = [StateSpec((width,), torch.float32) for width in (64, 96, 32)]
+    assert draft.kv_layers == [states[0], KVSpec(2, 16), *states[1:]]
 
 
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
