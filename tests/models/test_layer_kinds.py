@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_kinds import ATTENTION, HIDDEN, KINDS, MIXED, READS_0, SHARED, RecurrenceConfig, config_of
+from layer_kinds import ATTENTION, HIDDEN, KINDS, MIXED, READS_0, SHARED, RecurrenceConfig, config_of, dense_logits
 
+from draftwing.engine.device import pick_device
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVPool, KVSpec, StateSpec
 from draftwing.layers.attention import AttentionConfig
@@ -17,6 +18,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
 from draftwing.parallel.ranks import Absent
+from draftwing.train.capture import FeatureModel
 
 CPU = torch.device("cpu")
 
@@ -93,6 +95,19 @@ def test_what_cannot_be_spread_is_refused() -> None:
         config_of(KINDS["recurrent"]).spread(Absent(2))
     halves = config_of(MIXED[:2]).spread(Absent(2))
     assert [layer.mixer.keeps() for layer in halves] == [KVSpec(1, 16), KVSpec(2, 32)]
+
+
+@pytest.mark.parametrize("kind", ["mixed", "shared"])
+@torch.no_grad()
+def test_training_sees_the_same_layers(kind: str) -> None:
+    """Over whole sequences, without a pool."""
+    model, generator = DecoderModel(config_of(KINDS[kind]), torch.float64, "cpu"), torch.Generator().manual_seed(2)
+    for param in model.parameters():
+        param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.2 + (param.dim() == 1))
+    features, ids = FeatureModel(model, (model.final_aux_layer,), pick_device("cpu")), torch.arange(11) * 7 % 48
+    model.set_max_positions(16)
+    found = model.logits(features(ids)[1])
+    torch.testing.assert_close(found, dense_logits(model, ids.tolist()), rtol=1e-9, atol=1e-9)
 
 
 def test_tables_are_by_kind() -> None:
