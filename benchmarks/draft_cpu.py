@@ -38,13 +38,13 @@ CONTEXT = 256  # committed tokens of the row that is measured
 
 def write_random_head(folder: Path, target: ModelConfig) -> Path:
     """An EAGLE-3 head in the official layout with the layer sizes of the target."""
-    hidden, heads, kv_heads, ffn = target.hidden_size, target.num_heads, target.num_kv_heads, target.ffn_size
+    hidden, ffn, (heads, kv_heads, head_dim) = target.hidden_size, target.layers[0].ffn, target.attention.shape
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) / columns**0.5
 
-    queries, keys = heads * target.head_dim, kv_heads * target.head_dim
+    queries, keys = heads * head_dim, kv_heads * head_dim
     kept = torch.randperm(target.vocab_size, generator=generator)[:DRAFT_VOCAB].sort().values
     tensors = {
         "fc.weight": matrix(hidden, 3 * hidden),
@@ -63,7 +63,7 @@ def write_random_head(folder: Path, target: ModelConfig) -> Path:
         tensors[f"{name}.weight"] = torch.ones(hidden)
     config = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": 1,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": target.head_dim,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "vocab_size": target.vocab_size, "draft_vocab_size": DRAFT_VOCAB, "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "max_position_embeddings": target.max_positions,
     }  # fmt: skip

@@ -24,6 +24,9 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM, Completion
 from draftwing.layers.linear_ops import formats
+from draftwing.models.config import FAMILIES, from_hf
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.weight_map import checkpoint_tensors
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -124,6 +127,30 @@ def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
         texts.append(answer(str(tmp_path / folder)).token_ids)
     assert texts[0] == texts[1] and len(set(texts[0])) > 10
+
+
+def test_contributing_add_a_kind_of_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's recurrence in a checkpoint, served with drafts and without."""
+    code, family = blocks("Add a kind of layer")
+    (tmp_path / "recurrence.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FAMILIES, "RecurrentForCausalLM", FAMILIES["LlamaForCausalLM"])  # until the test ends
+    exec(family, dict(vars(importlib.import_module("recurrence"))))
+    folder = write_target(tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"architectures": ["RecurrentForCausalLM"], "state_size": 32, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config, generator = from_hf(raw), torch.Generator().manual_seed(0)
+    assert {type(layer.mixer).__name__ for layer in config.layers} == {"AttentionConfig", "RecurrenceConfig"}
+    model = DecoderModel(config, torch.float32, "cpu")
+    for name, param in model.named_parameters():
+        if param.dim() == 2:
+            scale = (2 if name.startswith("lm_head") else 1) * param.shape[1] ** -0.5
+            param.data.copy_(torch.randn(param.shape, generator=generator) * scale)
+    save_file({name: part.clone() for name, part in checkpoint_tensors(model, config)}, folder / "model.safetensors")
+    drafted = answer(str(folder), speculative_algorithm="NGRAM", speculative_fixed_shape=True)
+    assert drafted.token_ids == answer(str(folder), speculative_algorithm="none").token_ids
+    assert drafted.meta_info["spec_num_proposed_drafts"] > 0 and len(set(drafted.token_ids)) > 10
 
 
 def test_they_are_short() -> None:

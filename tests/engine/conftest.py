@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_ops import BlockTorchOps
+from decoder_configs import decoder_config
 from thread_ranks import lead, shares_of
 
 from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
@@ -18,9 +19,8 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.linear_ops.blocks import BlockFormat
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
@@ -42,11 +42,16 @@ def tiny_model(
     seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0, vocab: int = VOCAB,
     **switches,
 ):  # fmt: skip
-    """switches: of the `ModelConfig`."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    """switches: as `decoder_config` has them."""
+    config = decoder_config(
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
         ffn_size=96, vocab_size=vocab, max_positions=CONTEXT, **switches,
     )  # fmt: skip
+    return model_of(config, seed, device, dtype, sharpen)
+
+
+def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
+    """A model with random weights."""
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -96,7 +101,7 @@ class OracleDrafter:
     """
 
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
-        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
+        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (KVSpec(1, 2),), 0
         self.initial_confidence, self.fixed_confidence, self.from_tokens = MAX_CONFIDENCE, False, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
@@ -392,7 +397,7 @@ def harness(request):
     weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", by the device's
     own attention; "ranks", a model spread over two ranks, whose plain answers are those
     of the whole."""
-    rig = Rig
+    rig, of_config = Rig, None
     if request.param == "ranks":
         device, how, rig = "cpu", {}, spread_rig
 
@@ -405,6 +410,9 @@ def harness(request):
 
         def model(*args, **kw):
             return in_blocks(tiny_model(*args, **kw), ops)
+
+        def of_config(*args, **kw):
+            return in_blocks(model_of(*args, **kw), ops)
     elif request.param.startswith("windows"):
         device = request.param.partition(" ")[2] or "cpu"
         model = partial(tiny_model, device=device)
@@ -413,7 +421,8 @@ def harness(request):
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}
     return SimpleNamespace(
-        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, prompts_for=prompts_for,
+        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, model_of=of_config or partial(model_of, device=device),
+        prompts_for=prompts_for,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

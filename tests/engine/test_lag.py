@@ -62,7 +62,7 @@ def drafts_of(
         drafter.lags = lambda shape: False
     rig = harness.Rig(model, drafter=drafter, policy=Scripted(), lag=lag, attn=ops.attention, deferral=deferral)
     found, propose = [], drafter.propose
-    layer = model.config.num_layers
+    layer = len(model.kv_layers)
 
     def spy(table: Any, rows: Any, shape: Any, max_kv_len: int, noisy: Any) -> Any:
         for row in rows.tolist():
@@ -401,7 +401,7 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
         rig.loop.turn()
     rig.sched.abort("aborted")
     found = []
-    layers = range(model.config.num_layers, len(rig.pool.kv))
+    layers = range(len(model.kv_layers), len(rig.pool.kv))
     for i, prompt in enumerate([long, long[3:40], [*long[:50], 3, 2, 1]]):
         req = rig.submit(str(i), prompt, harness.greedy(9))
         while len(req.tokens) < len(prompt) + 2:

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from layer_kinds import KINDS, config_of
 from reference import exact_heads
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from toy_grammar import ToyGrammar
@@ -152,6 +153,19 @@ def test_experts_and_windows_without_data(harness):
         pytest.skip("tensors without data are the same everywhere")
     device = FakeDevice()
     model = harness.tiny_model(experts=ExpertConfig(6, 2, 32), windows=(6, 0), sinks=True).to("meta")
+    model.pack(device.ops)
+    with device.device:
+        book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+        rig = harness.Rig(model, shapes=SHAPES[2:], drafter="oracle", book=book, fake_device=device)
+        for plan in plans(SHAPES[2], SamplingParams(temperature=0.0)):
+            rig.executor.commit(rig.executor.launch(plan))._download.wait()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_differ_without_data(harness, kind):
+    if harness.device != "cpu":
+        pytest.skip("tensors without data are the same everywhere")
+    device, model = FakeDevice(), harness.model_of(config_of(KINDS[kind], harness.CONTEXT)).to("meta")
     model.pack(device.ops)
     with device.device:
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)

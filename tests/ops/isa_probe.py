@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
@@ -109,7 +109,7 @@ def rope_tables(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tenso
 def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """A prompt in two chunks, a tree, and a plain step behind them: rope, the pool, scores, softmax and sums."""
     for heads, kv_heads, dim in ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)):
-        pool = KVPool([LayerSpec(kv_heads, dim)], 700, dtype, torch.device("cpu"))
+        pool = KVPool([KVSpec(kv_heads, dim)], 700, dtype, torch.device("cpu"))
         backend, table = ops.attention(pool), torch.arange(1, 701).view(1, 700)
         cos_sin = rope_table(RopeConfig(), dim, 700, dtype, "cpu")
         spans = [(0, 150), (150, 400)]

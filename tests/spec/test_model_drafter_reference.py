@@ -22,7 +22,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
@@ -206,7 +206,7 @@ class Rig:
         topk = max(shape.topk for shape in policy.menu)
         self.model, self.drafter = load_drafter(case, folder, topk, rows + 1)
         config = self.model.config
-        layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        layers = [KVSpec(config.attention.kv_heads, config.attention.head_dim)] * config.num_layers
         self.first_layer = len(layers)
         self.pool = KVPool([*layers, *self.drafter.kv_layers], slots, torch.float32, dev.device)
         backend = TorchAttention(self.pool)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import BOTH, LAG, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
-from draftwing.kv.pool import LayerSpec
+from draftwing.kv.pool import KVSpec
 from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
@@ -29,7 +29,7 @@ class Part:
         self.asked: list[Any] = []
         self.ops = TorchOps(torch.device("cpu"))
         self.aux_layers, self.lookahead, self.tail = ((1, 2), 1, 1) if source == MODEL else ((), 0, 0)
-        self.kv_layers = (LayerSpec(1, 2),) if source == MODEL else ()
+        self.kv_layers = (KVSpec(1, 2),) if source == MODEL else ()
         self.fixed_confidence = source == MODEL
         self.head = "head"
 
@@ -96,7 +96,7 @@ def test_one_alone(pair: PairDrafter) -> None:
 
 
 def test_what_it_says_of_itself(pair: PairDrafter) -> None:
-    assert (pair.aux_layers, pair.lookahead, pair.tail, pair.kv_layers) == ((1, 2), 1, 1, (LayerSpec(1, 2),))
+    assert (pair.aux_layers, pair.lookahead, pair.tail, pair.kv_layers) == ((1, 2), 1, 1, (KVSpec(1, 2),))
     assert not pair.fixed_confidence and pair.initial_confidence == 1 and pair.head == "head"
     assert pair.span(GROWN) == pair.span(DEEP) == 20
     assert pair.span(DEEP._replace(by=LOOKUP_ALONE)) == 12

@@ -188,7 +188,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
 def spread(options: Options, config: ModelConfig, device: Device) -> Options:
     """Options of an engine with several ranks. Raises ConfigError for what cannot have them."""
     size = options.tp_size
-    config.layer().spread(Absent(size))
+    config.spread(Absent(size))
     if device.count < size:
         raise ConfigError(f"--tp-size {size}: expected as many GPUs, found {device.count}")
     if options.enable_torch_compile:

@@ -71,9 +71,9 @@ class Executor:
         if not graph_size and self.ops.records_calls:
             self.graphs = RecordedStages(device, table.rows, drafter)
         self.prefills: PrefillGraphs | None = None
-        if graph_size and attn.takes_tiles:
-            tiled, heads = cast(TiledAttention, attn), model.layer_config.heads
-            self.prefills = PrefillGraphs(device, table, tiled, heads, chunk or table.length, self._target)
+        if graph_size and attn.takes_tiles and not model.needs_chunks:
+            tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
+            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self._target)
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._lag: Lag | None = None

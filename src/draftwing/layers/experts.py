@@ -32,7 +32,7 @@ class ExpertMLP(nn.Module):
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         experts, hidden, form = config.experts, config.hidden, config.weight_format
-        assert experts is not None
+        assert experts is not None and config.activation == "silu"
         self.experts, self._ranks = experts, config.ranks
         self.router = Linear(hidden, experts.count, experts.router_bias, dtype, device)
         self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.config.options import Options
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
-from draftwing.kv.pool import LayerSpec
+from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
@@ -81,7 +81,7 @@ class Drafter(ABC):
 
     aux_layers: tuple[int, ...] = ()  # layers of the target whose hidden states `extend` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
-    kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
+    kv_layers: Sequence[SlotSpec] = ()  # its layers in the pool, after the target's
     from_tokens: bool = False  # whether its KV is made of tokens alone, and nobody else learns from `extend`
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
     in_parts: bool = True  # whether parts of its trees are verified for any row, see `Load.whole`

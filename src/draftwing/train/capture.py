@@ -21,7 +21,7 @@ from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms
+from draftwing.ops.attention import FULL, Attend, AttentionKind, DenseAttend, HeadNorms
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
@@ -67,6 +67,8 @@ class FeatureModel:
     def __init__(self, model: DecoderModel, aux_layers: tuple[int, ...], device: Device) -> None:
         """model: not packed. A GPU's kernels do what lies between its GEMMs, as in serving."""
         self.model, self.aux_layers, self.device = model.requires_grad_(False), aux_layers, device
+        shapes = model.head_shapes()
+        self._kv_heads = shapes[0].kv_heads if len(shapes) == 1 else 0
         if kernels_take(model.norm.weight) and model.config.experts is None:
             use_between(model, make_ops(device.device))
 
@@ -100,7 +102,7 @@ class FeatureModel:
         positions = torch.arange(longest, device=self.device.device).repeat(count)
         final, aux_hidden = self.model(
             padded.flatten().to(self.device.device, non_blocking=True), positions,
-            causal(count, longest, self.model.config.num_kv_heads), self.aux_layers
+            causal(count, longest, self._kv_heads), self.aux_layers
         )  # fmt: skip
         assert aux_hidden is not None
         final, aux_hidden = final.view(count, longest, -1), aux_hidden.view(count, longest, -1)
@@ -109,17 +111,18 @@ class FeatureModel:
 
 def causal(count: int, length: int, kv_heads: int = 0) -> Attend:
     """Returns attention of `count` sequences of `length` tokens each, one after the other, every token to those before
-    it. kv_heads: of keys, for kernels that turn queries and keys; 0: torch turns them."""
+    it. kv_heads: of keys in all layers, for kernels that turn queries and keys; 0: torch turns them."""
     return _Causal(count, length, kv_heads)
 
 
-class _Causal(Attend):
+class _Causal(DenseAttend):
     norms_heads = True
 
     def __init__(self, count: int, length: int, kv_heads: int) -> None:
+        super().__init__()
         self._shape, self._kv_heads = (count, length), kv_heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         length = self._shape[1]
         q, k, v = (x.unflatten(0, self._shape).transpose(1, 2) for x in (q, k, v))  # [count, heads, length, head_dim]
         mask = None if kind.is_full else _mask(kind, length, q)

@@ -154,7 +154,7 @@ def test_a_draft_head_beside_a_quantised_target(tmp_path: Path) -> None:
     """Its matrices and the rows of the target's head that it reads are in 8 bits; its embedding is as it was."""
     ops = GroupTorchOps(CPU)
     target = load_model(llama_target(3, **SIZES).write(tmp_path), torch.bfloat16, "cpu")
-    config = replace(target.config, num_layers=1)
+    config = replace(target.config, layers=target.config.layers[:1])
     dense = EagleHead(config, target, False, torch.bfloat16, "cpu")
     for i, parameter in enumerate(dense.parameters()):
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) / 12)

@@ -290,8 +290,7 @@ def _run_without_data(job: Job) -> Parts:
     drafter, policy = build.make_drafter(
         options, job.draft_path or job.path, job.token_ids, model, precision, device
     )  # fmt: skip
-    draft_layers = list(drafter.kv_layers) if drafter is not None else []
-    rig = sizing.Rig(model, drafter, [*model.kv_layers, *draft_layers], policy.menu, precision.kv_dtype, device)
+    rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
     return build.assemble(options, model, precision, device, drafter, policy)
 

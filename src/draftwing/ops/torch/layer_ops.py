@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.ops import groups
-from draftwing.ops.attention import Attend, AttentionKind, HeadNorms
+from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.experts import ExpertOps, Routed
@@ -156,8 +156,8 @@ class HeadTopK(Protocol):
 class LayerWeights(NamedTuple):
     """What `whole_layers` is told of a decoder layer."""
 
-    number: int  # of the layer in its model
-    head_dim: int
+    pool_layer: int  # counted from the model's first
+    shape: HeadShape
     attn_norm: Tensor | None  # [hidden]; None where the caller norms what attention reads
     mlp_norm: Tensor  # [hidden]
     head_norms: HeadNorms | None  # of queries and keys
