@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of its own takes what memory is free."""
-    monkeypatch.setattr("draftwing.engine.device._free_host_memory", lambda: 64 << 20)
+    monkeypatch.setattr("draftwing.engine.devices.cpu.CpuDevice.free_memory", lambda device: 64 << 20)
 
 
 def example(name: str) -> ModuleType:

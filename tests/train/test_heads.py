@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference.checkpoints import llama_target
 
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.errors import ConfigError
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.commit import CommitStage
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs

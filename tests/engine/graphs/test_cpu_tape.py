@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import Key
 from draftwing.models.config import ModelConfig

@@ -7,7 +7,7 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.startup import memory as sizing
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import LayerSpec

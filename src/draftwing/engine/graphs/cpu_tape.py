@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
 from draftwing.ops.cpu.tape import Recording, record
 from draftwing.ops.torch.layer_ops import FEW_ROWS

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.parallel.ranks import Ranks
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.engine import device
-from draftwing.engine.device import Staging
+from draftwing.engine.devices import cuda
+from draftwing.engine.devices.cuda import Staging
 
 
 class Event:
@@ -38,8 +38,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         buffers.append(empty(*args, **kwargs))
         return buffers[-1]
 
-    monkeypatch.setattr(device.torch, "empty", unpinned)
-    monkeypatch.setattr(device.torch.cuda, "Event", Event)
+    monkeypatch.setattr(cuda.torch, "empty", unpinned)
+    monkeypatch.setattr(cuda.torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "recorded", [])
     return buffers
 
@@ -70,13 +70,3 @@ def test_a_buffer_is_used_again_when_its_copy_has_happened(made: list[Tensor]) -
     assert fourth is not second and len(made) == 4
     Event.recorded[1].happened = True
     assert staging.take(10) is second and len(made) == 4
-
-
-def test_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes over the seconds of the fastest read; 0 where they find no room."""
-    cpu = device.Device(torch.device("cpu"))
-    monkeypatch.setattr(device, "READ_CPU", 4000)
-    monkeypatch.setattr(cpu, "timed", lambda fn, times: [0.5, 0.25, 0.4])
-    assert cpu.read_rate() == 16_000
-    monkeypatch.setattr(device, "READ_CPU", 1 << 60)
-    assert cpu.read_rate() == 0
