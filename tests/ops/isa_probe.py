@@ -19,8 +19,8 @@ from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.torch.layer_ops import FewRowsGemm, MixtureWeights
 from draftwing.ops.types import BlockRows, Draft, SamplingRows
 
 Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from draftwing.errors import ConfigError, DraftwingError
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, PeerSums
+from draftwing.ops.contracts import PeerSums
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import Ranks
 
 logger = logging.getLogger("draftwing")

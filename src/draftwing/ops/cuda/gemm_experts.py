@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.ops.contracts import Routed
 from draftwing.ops.cuda.gemm import SHARES, read_files
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.expert_rows import FP8, INT4, MX, ExpertRows
-from draftwing.ops.torch.experts import Routed
 
 FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_bulk.cu", "gemm_stream.cu")
 DENSE = 0  # a kind of codes beside those of `expert_rows`
