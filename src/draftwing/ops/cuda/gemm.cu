@@ -149,9 +149,19 @@ __device__ __forceinline__ void clear_sums(float (&d)[ROW_TILES][TOKEN_TILES][4]
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+}
+
+// Those of a share, and of the shares before it.
+template <int ROW_TILES, int TOKEN_TILES>
+__device__ __forceinline__ void clear_sums(float (&d)[ROW_TILES][TOKEN_TILES][4],
+                                           float (&sum)[ROW_TILES][TOKEN_TILES][4]) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
         for (int m = 0; m < TOKEN_TILES; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) d[r][m][i] = 0.f;
+            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
 }
 
 // A share ends: its sums are added to those of the shares before it.

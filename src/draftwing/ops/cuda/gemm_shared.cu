@@ -73,7 +73,7 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
     for (int s = 0; s < STAGES - 1; ++s) copy_x(s);
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
-    clear_sums(d), clear_sums(sum);
+    clear_sums(d, sum);
 
     int c = first, stage = 0;
     for (int i = 0; i < rounds; i += AHEAD) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIG
     }
 
     float d[WF][WT][4], sum[WF][WT][4];
-    clear_sums(d), clear_sums(sum);
+    clear_sums(d, sum);
 
     const int warp_row = warp % WARPS_F * (WF * 16), warp_token = warp / WARPS_F * (WT * 8);
     for (int i = 0, c = 0; i < chunks; ++i) {

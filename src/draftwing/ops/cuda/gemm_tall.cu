@@ -148,7 +148,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     __syncthreads();  // barriers are there for all
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];  // the latter: of shares
-    clear_sums(d), clear_sums(sum);
+    clear_sums(d, sum);
     u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
     int c = rank, stage = 0, parity = 0, before = 0, free = 0, free_parity = 0;
     for (int i = 0; i < count; ++i) {

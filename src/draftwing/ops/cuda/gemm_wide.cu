@@ -175,7 +175,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     }
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
-    clear_sums(d), clear_sums(sum);
+    clear_sums(d, sum);
 
     u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
     int c = first;
