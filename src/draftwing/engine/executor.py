@@ -35,8 +35,7 @@ from draftwing.engine.traces import Traces
 from draftwing.log import Forgiving
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
-from draftwing.ops.torch.assign import forget, new_calibration
-from draftwing.ops.torch.tree import roots_alone
+from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, Drawing
 from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter

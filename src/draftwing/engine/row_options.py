@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
     depth: Tensor  # [B, N]
     depth_max: int
     tokens: Tensor  # [B, N]: the nodes' own
-    path: Tensor  # [B, N, D + 1], as in `ops.torch.tree.Tree`
+    path: Tensor  # [B, N, D + 1], as in `ops.types.Tree`
     path_len: Tensor  # [B, N]
 
     def pick(self, at: Tensor) -> Drawn:
