@@ -1,4 +1,4 @@
-"""Pinned buffers for copies in flight: which one a copy gets, and when it is free again."""
+"""Pinned buffers for copies in flight: which one a copy gets, and when it is free again. The links between GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.engine.devices import cuda
-from draftwing.engine.devices.cuda import Staging
+from draftwing.engine.devices.cuda import Staging, links_of
 
 
 class Event:
@@ -70,3 +70,22 @@ def test_a_buffer_is_used_again_when_its_copy_has_happened(made: list[Tensor]) -
     assert fourth is not second and len(made) == 4
     Event.recorded[1].happened = True
     assert staging.take(10) is second and len(made) == 4
+
+
+# Of nvidia-smi.
+TABLE = """
+\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-31
+GPU1\tNV18\t X \tNV4\t0-31
+GPU2\tPIX\tNV4\t X \t0-31
+
+Legend:
+
+  X    = Self
+"""
+
+
+def test_links_are_those_of_the_ranks() -> None:
+    assert links_of(TABLE, range(2)) == "NV18" and links_of(TABLE, [1, 2]) == "NV4"
+    assert links_of(TABLE, range(3)) == "NV18, NV4, PIX"
+    assert links_of(TABLE, [0, 3]) == "unknown" and links_of("", [0, 1]) == "unknown"

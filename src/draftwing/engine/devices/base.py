@@ -157,9 +157,9 @@ class Device(ABC):
         """Returns what makers call the devices of so many ranks."""
         return [self.name] * count
 
-    def links(self, count: int) -> str | None:
-        """Says what is between the devices of so many ranks; None: ask the driver's own program."""
-        return None
+    def links(self, count: int) -> str:
+        """Says what is between the devices of so many ranks."""
+        return "unknown"
 
     @property
     def threads(self) -> int:

@@ -74,7 +74,7 @@ class CpuDevice(Device):
         """Any number of ranks."""
         return 1 << 30
 
-    def links(self, count: int) -> str | None:
+    def links(self, count: int) -> str:
         return "this machine's memory, by its loopback interface"
 
     def set_threads(self, count: int) -> None:

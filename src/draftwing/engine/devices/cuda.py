@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
+import shutil
+import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -165,8 +169,36 @@ class CudaDevice(Device):
     def names(self, count: int) -> list[str]:
         return [torch.cuda.get_device_name(i) for i in range(count)] if count > 1 else [self.name]
 
+    def links(self, count: int) -> str:
+        return nvlink(count)
+
 
 def defaults_for(memory: int) -> Defaults:
     """Returns the defaults of a GPU with so many bytes of memory."""
     rows, chunk, graphs = next(sizes for least, *sizes in SIZES if memory >= least)
     return Defaults(rows, chunk, overlap=True, graph_size=graphs)
+
+
+def nvlink(size: int) -> str:
+    """The links between the ranks' GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without it."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return "unknown"
+    try:
+        done = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return links_of(done.stdout, range(size))
+    numbers = visible.split(",")[:size]
+    return links_of(done.stdout, list(map(int, numbers))) if all(map(str.isdecimal, numbers)) else "unknown"
+
+
+def links_of(table: str, gpus: Sequence[int]) -> str:
+    """table: of `nvidia-smi topo -m`.  gpus: as it counts them."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", table).splitlines()]
+    rows = {line[0]: line[1:] for line in lines if line and "X" in line}  # "X" is what a GPU has with itself
+    known = [gpu for gpu in gpus if f"GPU{gpu}" in rows]
+    kinds = {rows[f"GPU{one}"][other] for one in known for other in known if one != other}
+    return ", ".join(sorted(kinds)) or "unknown"
