@@ -197,6 +197,8 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
         raise ConfigError(f"--tp-size {size} and --enable-torch-compile exclude each other; leave one of them out")
     if options.drafter_spec.own and options.drafter_spec.name.startswith("__main__"):
         raise ConfigError(f"--tp-size {size}: expected a drafter in a module that other processes can import")
+    if isinstance(options.device, type) and options.device.__module__ == "__main__":
+        raise ConfigError(f"--tp-size {size}: expected a device in a module that other processes can import")
     threads = options.num_threads or max(device.threads // size, 1)
     return replace(options, num_threads=threads)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from draftwing import LLM, ConfigError
 from draftwing.config import devices
 from draftwing.config.devices import find_device
 from draftwing.config.options import Options
+from draftwing.engine.build import spread
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.devices.cpu import CpuDevice
@@ -136,3 +139,12 @@ def test_a_device_that_is_missing_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert type(pick_device("auto")) is CpuDevice
     with pytest.raises(ConfigError, match="--device cuda: torch finds no CUDA device here; use --device cpu or auto"):
         pick_device("cuda")
+
+
+def test_ranks_are_processes_that_have_to_import_it() -> None:
+    own = type("Own", (CpuDevice,), {"__module__": "__main__"})
+    config: Any = SimpleNamespace(layer=lambda: SimpleNamespace(spread=lambda ranks: None))
+    options = Options(device=own, tp_size=2, speculative_algorithm="none").resolve()
+    with pytest.raises(ConfigError, match="--tp-size 2: expected a device in a module"):
+        spread(options, config, own())
+    assert spread(dataclasses.replace(options, device=CpuDevice), config, CpuDevice()).num_threads
