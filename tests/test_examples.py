@@ -94,6 +94,20 @@ def test_contributing_add_a_drafter(model: str, tmp_path: Path, monkeypatch: pyt
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0
 
 
+def test_contributing_add_a_device(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, for there is no such device here; what the page asks torch of it is stood in for."""
+    code = blocks("Add a device")[0]
+    assert 'kind = "xpu"' in code
+    (tmp_path / "my_device.py").write_text(code.replace('kind = "xpu"', 'kind = "cpu"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.xpu, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda: (64 << 20, 1 << 30), raising=False)
+    trees = {"speculative_algorithm": "SUFFIX", "speculative_fixed_shape": True}
+    drafted = answer(model, device="my_device:Xpu", **trees)
+    assert drafted.token_ids == answer(model, device="cpu", speculative_algorithm="none").token_ids
+    assert drafted.meta_info["spec_num_proposed_drafts"] > 0
+
+
 def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint in 8 bits and one multiplied out: the text is the same."""
     code, line = blocks("Add a weight format")
