@@ -29,7 +29,6 @@ MAY_ASK = {
     "train.cross_entropy": "training's own kernels, with gradients",
     "train.fit": "the process group's backend, and whether bfloat16 is native",
     "train.optimizer": "torch has its fused step for CUDA",
-    "train.stages": "a process for each GPU",
 }
 
 

@@ -352,8 +352,7 @@ class Stages:
 
     def _trim(self) -> None:
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        pick_device(self.engine_options.device).trim()
 
 
 def _parts(source: FeatureSource, keys: Sequence[str], wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
