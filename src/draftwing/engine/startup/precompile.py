@@ -322,20 +322,8 @@ def _no_device() -> Device:
         def record(self, fn: Any) -> Any:
             return (lambda: None), fn()
 
-        def synchronize(self) -> None:
-            pass
-
-        def trim(self) -> None:
-            pass
-
         def peak(self, fn: Any) -> int:
             fn()
-            return 0
-
-        def free_memory(self) -> int:
-            return 0
-
-        def total_memory(self) -> int:
             return 0
 
     return NoDevice()
