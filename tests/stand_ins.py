@@ -27,8 +27,8 @@ from draftwing.utils import launch_server_cmd, terminate_process, wait_for_serve
 SMALL_MACHINE = """
 import sys
 if "draftwing.engine.process.worker" in sys.orig_argv:
-    import draftwing.engine.device
-    draftwing.engine.device._free_host_memory = lambda: 64 << 20
+    from draftwing.engine.devices.cpu import CpuDevice
+    CpuDevice.free_memory = lambda device: 64 << 20
 """
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,

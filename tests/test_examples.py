@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of its own takes what memory is free."""
-    monkeypatch.setattr("draftwing.engine.device._free_host_memory", lambda: 64 << 20)
+    monkeypatch.setattr("draftwing.engine.devices.cpu.CpuDevice.free_memory", lambda device: 64 << 20)
 
 
 def example(name: str) -> ModuleType:
@@ -94,6 +94,20 @@ def test_contributing_add_a_drafter(model: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     drafted = answer(model, speculative_algorithm="my_drafter:Again")
     assert drafted.token_ids == answer(model, speculative_algorithm="none").token_ids
+    assert drafted.meta_info["spec_num_proposed_drafts"] > 0
+
+
+def test_contributing_add_a_device(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, for there is no such device here; what the page asks torch of it is stood in for."""
+    code = blocks("Add a device")[0]
+    assert 'kind = "xpu"' in code
+    (tmp_path / "my_device.py").write_text(code.replace('kind = "xpu"', 'kind = "cpu"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.xpu, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda: (64 << 20, 1 << 30), raising=False)
+    trees = {"speculative_algorithm": "SUFFIX", "speculative_fixed_shape": True}
+    drafted = answer(model, device="my_device:Xpu", **trees)
+    assert drafted.token_ids == answer(model, device="cpu", speculative_algorithm="none").token_ids
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0
 
 

@@ -17,9 +17,12 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 from draftwing import LLM, CheckpointError, ConfigError
 from draftwing.cli.main import serve_options
 from draftwing.config.options import Options
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.measure import Local, measure
 from draftwing.engine.stats import Reporter
 from draftwing.server.app import create_app
+
+CPU_DEFAULTS = CpuDevice().defaults
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +116,7 @@ def test_trees_are_deep_enough_for_most_of_it(model: str, head: str) -> None:
 def test_the_policy_chooses_shapes_unless_one_is_fixed() -> None:
     eagle = Options(speculative_algorithm="EAGLE3", speculative_draft_model_path="x", simulate_accept_length=2.5)
     for fixed in (False, True):
-        options = dataclasses.replace(eagle, speculative_fixed_shape=fixed).resolve().for_engine("cpu", 0)
+        options = dataclasses.replace(eagle, speculative_fixed_shape=fixed).resolve().for_engine(CPU_DEFAULTS)
         assert options.speculative_fixed_shape == fixed
 
 
@@ -164,8 +167,8 @@ def test_options_that_cannot_work() -> None:
     assert Options(**chain, simulate_accept_length=4.0).resolve().label == {"simulated": ["accept length 4"]}
     eagle = Options(speculative_algorithm="EAGLE", simulate_accept_length=5.0).resolve()
     with pytest.raises(ConfigError, match="which is 4; found 5"):
-        eagle.for_engine("cpu", 0, "Qwen2ForCausalLM")
-    assert eagle.for_engine("cpu", 0, "LlamaForCausalLM").speculative_num_steps == 5
+        eagle.for_engine(CPU_DEFAULTS, "Qwen2ForCausalLM")
+    assert eagle.for_engine(CPU_DEFAULTS, "LlamaForCausalLM").speculative_num_steps == 5
     with pytest.raises(ConfigError, match="simulate_accept_length"):
         Options(**chain, simulate_accept_length=0.5).resolve()
     with pytest.raises(ConfigError, match="load_format"):

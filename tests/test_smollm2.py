@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from draftwing import LLM, SamplingParams
-from draftwing.engine.device import has_native_bfloat16
+from draftwing.engine.devices.cpu import has_native_bfloat16
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 REPEAT = [

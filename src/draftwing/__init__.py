@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "Device",
     "Draft",
     "DraftContext",
     "Drafter",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from draftwing.engine.devices.base import Device
     from draftwing.errors import CheckpointError, ConfigError, RequestError
     from draftwing.llm import LLM, Completion
     from draftwing.requests.sampling_params import SamplingParams
@@ -37,6 +39,7 @@ _HOMES = {
     "Completion": "draftwing.llm",
     "SamplingParams": "draftwing.requests.sampling_params",
     "CheckpointError": "draftwing.errors",
+    "Device": "draftwing.engine.devices.base",
     "Draft": "draftwing.spec.drafter",
     "DraftContext": "draftwing.spec.drafter",
     "Drafter": "draftwing.spec.drafter",

@@ -12,6 +12,8 @@ from draftwing.config.arguments import dashed
 from draftwing.config.options import Options
 from draftwing.config.sglang_compat import FOREIGN, NO_EFFECT, REFUSED
 from draftwing.core import TreeShape
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
 
 # The commands of SGLang's page on speculative decoding, after the model's name.
@@ -51,12 +53,12 @@ def test_environment(caplog: pytest.LogCaptureFixture) -> None:
     chain = options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="True")
     assert (
         chain.enable_overlap
-        and chain.for_engine("cpu", 0).enable_overlap
+        and chain.for_engine(CpuDevice().defaults).enable_overlap
         and chain.speculative_shape == TreeShape(4, 1, 5)
     )
     assert not options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="False").enable_overlap
     off = options(SPEC_V2 + " --disable-overlap-schedule", SGLANG_ENABLE_SPEC_V2="1")
-    assert not off.for_engine("cuda", 0).enable_overlap
+    assert not off.for_engine(defaults_for(0)).enable_overlap
     with caplog.at_level(logging.WARNING):
         options(NGRAM, SGLANG_NGRAM_FORCE_GREEDY_VERIFY="True")
     assert "SGLANG_NGRAM_FORCE_GREEDY_VERIFY has no effect" in caplog.text

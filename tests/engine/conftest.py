@@ -14,7 +14,7 @@ from decoder_configs import decoder_config
 from thread_ranks import lead, shares_of
 
 from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
-from draftwing.engine.device import Device, pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.loop import Loop
@@ -213,7 +213,7 @@ class Rig:
             drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, secret=1)  # one on all ranks
         self.drafter = drafter
         if deferral is None:
-            deferral = AT_ONCE if dev.is_cuda or fake_device else Lag.deferral(drafter, dev, chunk)
+            deferral = AT_ONCE if dev.has_own_memory or fake_device else Lag.deferral(drafter, dev, chunk)
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)
         backend = attn(self.pool)
@@ -224,7 +224,7 @@ class Rig:
         model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral)
-        if dev.is_cuda:  # a hidden host read is an error
+        if dev.has_own_memory:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.commit = without_sync(self.executor.commit)
         lookahead, tail, initial_confidence = 0, 0, 0
@@ -249,7 +249,7 @@ class Rig:
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
         self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
         if graph_size:
-            if not dev.is_cuda:
+            if not dev.has_own_memory:
                 dev.record = record_by_calling
             self.captured = self.executor.capture(menu)
 
@@ -406,7 +406,7 @@ def harness(request):
     elif request.param == "blocks":
         device, ops = "cpu", pick_device("cpu").ops
         ops = ops if ops.block_kinds else BlockTorchOps(ops.device)
-        how = {"attn": ops.attention, "kv_dtype": torch.bfloat16, "fake_device": Device(ops.device, ops)}
+        how = {"attn": ops.attention, "kv_dtype": torch.bfloat16, "fake_device": pick_device(ops.device.type, ops=ops)}
 
         def model(*args, **kw):
             return in_blocks(tiny_model(*args, **kw), ops)

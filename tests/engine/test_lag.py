@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftwing.core import AT_ONCE, LAG, LOOKUP_ALONE, PLAIN, CatchUp, Deferral, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.models.heads.block_config import BlockConfig
@@ -311,7 +311,7 @@ class Watcher:
 @pytest.mark.parametrize(("behind", "sizes"), [(1, ()), (2, (1, 4)), (7, ()), (LAG, (4, 8))])
 def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> None:
     """sizes: numbers of rows that are tried before; the others are the dummy then."""
-    device = Device(torch.device(harness.device), make_ops(torch.device(harness.device)))
+    device = pick_device(harness.device)
     g, drafter = torch.Generator().manual_seed(behind), Watcher()
     table = RowTable(4, 2 * LAG + ROOM + 1, device)
     pages = torch.randperm(5 * table.length, generator=g).view(5, -1) + 1

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Deferral, Deferred, Plan, TreeShape
-from draftwing.engine.device import Device, Download, pick_device
+from draftwing.engine.devices import pick_device
+from draftwing.engine.devices.base import Download
 from draftwing.engine.row_options import SpecialRows
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
@@ -219,7 +220,7 @@ def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, draft
     if harness.device != "cpu":
         pytest.skip("there every test of the engine runs with implicit synchronisation an error")
     h, watch = harness, Watch()
-    device = pick_device("cpu") if own else Device(torch.device("cpu"), TorchOps(torch.device("cpu")))
+    device = pick_device("cpu") if own else pick_device("cpu", ops=TorchOps(torch.device("cpu")))
     device.upload = watch.around_upload(device.upload)
     processed = SpecialRows._processed
 

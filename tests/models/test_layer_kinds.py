@@ -8,7 +8,7 @@ import pytest
 import torch
 from layer_kinds import ATTENTION, HIDDEN, KINDS, MIXED, READS_0, SHARED, RecurrenceConfig, config_of, dense_logits
 
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVPool, KVSpec, StateSpec
 from draftwing.layers.attention import AttentionConfig

@@ -19,8 +19,8 @@ from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.torch.layer_ops import FewRowsGemm, MixtureWeights
 from draftwing.ops.types import BlockRows, Draft, SamplingRows
 
 Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]
@@ -216,10 +216,10 @@ def drafts(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 @case
 def trees(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """Integers."""
-    from draftwing.engine.device import Device
+    from draftwing.engine.devices import pick_device
     from draftwing.engine.row_table import RowTable
 
-    table, nodes = RowTable(5, 200, Device(ops.device, ops)), 9
+    table, nodes = RowTable(5, 200, pick_device(ops.device.type, ops=ops)), 9
     table.page_table[:5] = made.ints(1, 1 << 40, 5, 200)
     table.tokens[:] = made.ints(0, 4, 6, 200)
     table.kv_len[:5] = made.ints(0, 120, 5)

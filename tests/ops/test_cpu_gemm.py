@@ -16,13 +16,13 @@ from draftwing.layers.linear_ops.base import PackMode
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch
+from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import PackedGemm, has_gemm, summed_in_blocks
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 KERNELS = load_extension()
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from reference.noise import gumbel64
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.ops import TorchOps
@@ -30,7 +30,7 @@ CLOSE = 2e-5
 
 def make_table(ops: TorchOps, rows: int, length: int, vocab: int, seed: int, noisy: bool = False) -> RowTable:
     """Rows of garbage, every other one of them with a temperature if noisy."""
-    g, slots = torch.Generator().manual_seed(seed), RowTable(rows, length, Device(ops.device, ops))
+    g, slots = torch.Generator().manual_seed(seed), RowTable(rows, length, pick_device(ops.device.type, ops=ops))
     slots.page_table[:rows] = torch.randint(1, 1 << 40, (rows, length), generator=g)
     slots.tokens[:] = torch.randint(0, vocab, (rows + 1, length), generator=g)
     slots.kv_len[:rows] = torch.randint(0, length - 64, (rows,), generator=g)

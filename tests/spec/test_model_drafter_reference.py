@@ -17,7 +17,7 @@ from reference import checkpoints, draft_heads, exact_heads
 from reference.checkpoints import Checkpoint
 
 from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop

@@ -7,7 +7,7 @@ from reference import checkpoints
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool
 from draftwing.models.heads.loader import load_mtp_head

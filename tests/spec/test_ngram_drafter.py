@@ -12,7 +12,7 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.torch.ngram import OWN, STEADY
+from draftwing.ops.reference.ngram import OWN, STEADY
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.drafter import Draft, Drafter
 from draftwing.spec.ngram_drafter import NGramDrafter

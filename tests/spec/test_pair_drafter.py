@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.core import BOTH, LAG, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.kv.pool import KVSpec
-from draftwing.ops.torch.assign import LEVELS
+from draftwing.ops.drafts import LEVELS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
 from draftwing.sched.policy import part_of

@@ -14,7 +14,7 @@ from reference.learnable import ENGINE, VOCAB, drafting, write_target
 from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.loader import load_draft_head

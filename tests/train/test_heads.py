@@ -10,7 +10,7 @@ import torch
 from decoder_configs import changed
 from reference.checkpoints import llama_target
 
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.errors import ConfigError
 from draftwing.layers.config import NormConfig
 from draftwing.models.heads.block_config import BlockConfig

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
-from draftwing.engine.device import Device, pick_device
+from draftwing.engine.devices import pick_device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.mirror import NO_OTHERS, Mirror
@@ -102,9 +103,10 @@ def build(
     device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
     check_target(options, path, config)
     draft_path = _draft_path(options)
-    kind = device.device.type
-    carried = carried_shape(draft_path or path, kind, drafter_spec.tree) if drafter_spec.heads else None
-    options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
+    carried = None
+    if drafter_spec.heads:
+        carried = carried_shape(draft_path or path, device.kind, drafter_spec.tree)
+    options = options.for_engine(device.defaults, config.architecture, carried)
     if draft_path is not None:
         check_draft_files(options, draft_path, config)
         if drafter_spec.same_tokenizer and tokenizer and not options.dummy:
@@ -129,7 +131,7 @@ def build(
         ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute))
     try:
         if options.tp_size > 1:
-            mirror = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device.device, rank_failed)
+            mirror = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device, rank_failed)
             ranks = others.ranks
         found = capability(device, ranks)
         if ranks.size > 1:
@@ -176,7 +178,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     device.set_threads(options.num_threads or 1)
     config = load_config(setup.path)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
-    ranks = join(setup.port, options.tp_size, setup.rank, device.device)
+    ranks = join(setup.port, options.tp_size, setup.rank, device.device, device.collectives)
     model = load_with_progress(setup.path, precision, device, options, ranks)
     loaded()
     tokens = options.speculative_token_map
@@ -195,6 +197,8 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
         raise ConfigError(f"--tp-size {size} and --enable-torch-compile exclude each other; leave one of them out")
     if options.drafter_spec.own and options.drafter_spec.name.startswith("__main__"):
         raise ConfigError(f"--tp-size {size}: expected a drafter in a module that other processes can import")
+    if isinstance(options.device, type) and options.device.__module__ == "__main__":
+        raise ConfigError(f"--tp-size {size}: expected a device in a module that other processes can import")
     threads = options.num_threads or max(device.threads // size, 1)
     return replace(options, num_threads=threads)
 
@@ -362,7 +366,7 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
-        most = device.installed_memory() * (ranks.size if device.has_own_memory else 1)
+        most = device.total_memory() * (ranks.size if device.has_own_memory else 1)
         model = load_model(
             path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks
         )

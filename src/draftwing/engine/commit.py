@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.core import TOKEN, Plan
 from draftwing.engine.batches import Batches, Drafted
-from draftwing.engine.device import Download
+from draftwing.engine.devices.base import Download
 from draftwing.engine.lag import Lag
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows
 from draftwing.engine.row_table import RowTable, Upload

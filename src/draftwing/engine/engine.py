@@ -78,7 +78,6 @@ class Engine:
         self.parts = parts
         self._processors = load_processors(self.options.logit_processors)
         self.grammars = GrammarCompiler.of(self.options, tokenizer, parts.model.config.vocab_size, stop)
-        device = parts.executor.device.device
         self.info = EngineInfo(
             options=self.options,
             architecture=parts.model.config.architecture,
@@ -88,7 +87,7 @@ class Engine:
             max_total_tokens=parts.pool_tokens,
             max_banned=BAN_IDS,
             dtype=str(parts.dtype).removeprefix("torch."),
-            device=device.type,
+            device=parts.executor.device.kind,
             weight_bytes=parts.model.weight_bytes(),
             processors=tuple(self._processors),
             defaults=dict(defaults or {}),

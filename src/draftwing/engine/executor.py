@@ -22,7 +22,7 @@ from tqdm import tqdm
 from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.commit import CommitStage
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs
@@ -35,8 +35,7 @@ from draftwing.engine.traces import Traces
 from draftwing.log import Forgiving
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
-from draftwing.ops.torch.assign import forget, new_calibration
-from draftwing.ops.torch.tree import roots_alone
+from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, Drawing
 from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import AT_ONCE, LAG, CatchUp, Chunk, Deferral, Deferred, IntArray, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import zeros_as_written
 from draftwing.ops.attention import Batch, spans_of

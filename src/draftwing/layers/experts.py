@@ -16,9 +16,9 @@ from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import multiplied_out
 from draftwing.layers.norm import RMSNorm
+from draftwing.ops.contracts import ExpertGemm, FewRowsGemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.expert_rows import ExpertRows
-from draftwing.ops.torch.experts import ExpertGemm, Routed
-from draftwing.ops.torch.layer_ops import PLAIN, FewRowsGemm, LayerOps, MixtureWeights, WholeMixture
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.ops.attention import Attend, HeadShape
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, LayerWeights, WholeLayers
+from draftwing.ops.contracts import LayerWeights, WholeLayers
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from draftwing.kv.pool import SlotSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import HeadTopK
+from draftwing.ops.contracts import HeadTopK
 
 
 class DraftHead(Protocol):

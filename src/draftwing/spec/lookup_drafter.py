@@ -12,7 +12,7 @@ from draftwing.spec.drafter import Drafter
 
 
 class LookupIndex(Protocol):
-    """Row-indexed state on the device (`ops.torch.ngram.NGramIndex`, `ops.torch.suffix.SuffixIndex`)."""
+    """Row-indexed state on the device (`ops.reference.ngram.NGramIndex`, `ops.reference.suffix.SuffixIndex`)."""
 
     def flush(self) -> None:
         """Forgets what requests share."""

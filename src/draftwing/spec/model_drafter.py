@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
-from draftwing.ops.torch.layer_ops import FEW_ROWS, HeadTopK
+from draftwing.ops.contracts import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTensors
 from draftwing.sched.policy import chain_menu, tree_menu

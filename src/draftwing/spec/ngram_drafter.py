@@ -7,7 +7,7 @@ from torch import Tensor
 from draftwing.core import MAX_CONFIDENCE
 from draftwing.errors import ConfigError
 from draftwing.ops.attention import Batch
-from draftwing.ops.torch.ngram import NGramOps
+from draftwing.ops.reference.ngram import NGramOps
 from draftwing.ops.types import RowTensors
 from draftwing.spec.lookup_drafter import LookupDrafter
 

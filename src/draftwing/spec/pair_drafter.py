@@ -8,7 +8,7 @@ from draftwing.config.trees import most_nodes
 from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import AttnBackend, Batch
-from draftwing.ops.torch.assign import new_calibration
+from draftwing.ops.drafts import new_calibration
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import Drafter

@@ -8,7 +8,7 @@ from draftwing.config.drafters import SUFFIXES
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops.attention import Batch
-from draftwing.ops.torch.suffix import LENGTHS, SuffixOps
+from draftwing.ops.reference.suffix import LENGTHS, SuffixOps
 from draftwing.ops.types import RowTensors
 from draftwing.spec.lookup_drafter import LookupDrafter
 

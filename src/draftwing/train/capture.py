@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.config.drafters import training
-from draftwing.engine.device import Device, pick_device, pick_dtype
+from draftwing.engine.devices import pick_device
+from draftwing.engine.devices.base import Device
+from draftwing.engine.precision import pick_dtype
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
@@ -74,7 +77,12 @@ class FeatureModel:
 
     @classmethod
     def load(
-        cls, path: Path, algorithm: str, device: str = "auto", dtype: str = "auto", aux: Sequence[int] | None = None
+        cls,
+        path: Path,
+        algorithm: str,
+        device: str | type[Any] = "auto",
+        dtype: str = "auto",
+        aux: Sequence[int] | None = None,
     ) -> FeatureModel:
         """path: of the target, as for the engine; device, dtype: as the engine's options. Raises CheckpointError and
         ConfigError."""
@@ -96,7 +104,7 @@ class FeatureModel:
         """Does the same for several sequences in one forward, each padded at its end to the longest; causal attention
         keeps the padding out of sight."""
         count, longest = len(sequences), max(len(ids) for ids in sequences)
-        padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.is_cuda)
+        padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.has_own_memory)
         for row, ids in zip(padded, sequences, strict=True):
             row[: len(ids)] = ids
         positions = torch.arange(longest, device=self.device.device).repeat(count)

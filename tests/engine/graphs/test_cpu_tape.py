@@ -5,16 +5,16 @@ import torch
 from decoder_configs import decoder_config
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import Key
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.ops import make_ops
+from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.layer_ops import FEW_ROWS
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter

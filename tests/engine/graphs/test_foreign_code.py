@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwing import LLM, Draft, Drafter
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.spec.ngram_drafter import NGramDrafter

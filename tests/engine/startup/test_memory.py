@@ -8,7 +8,7 @@ from layer_kinds import KINDS, config_of
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import make_executor

@@ -18,7 +18,7 @@ from tiny_checkpoint import write_checkpoint
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine import build
-from draftwing.engine.device import Device
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.precision import Precision
 from draftwing.engine.startup import price_file as files
 from draftwing.engine.startup import prices as measuring
@@ -88,11 +88,11 @@ def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_prices_depend_on(tmp_path: Path) -> None:
-    device = Device(torch.device("cpu"), TorchOps(torch.device("cpu")))
+    device = CpuDevice(ops=TorchOps(torch.device("cpu")))
     (tmp_path / "a.gguf").write_bytes(b"1234")
     (tmp_path / "b.gguf").write_bytes(b"1234")
     (tmp_path / "c.gguf").write_bytes(b"12345")
-    options = Options(speculative_algorithm="NGRAM", random_seed=1).resolve().for_engine("cpu", 0)
+    options = Options(speculative_algorithm="NGRAM", random_seed=1).resolve().for_engine(CpuDevice().defaults)
     types = Precision(torch.float32, torch.float32)
 
     def name(options=options, menu=MENU, path="a.gguf", draft=None, types=types) -> str:

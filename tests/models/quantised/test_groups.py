@@ -142,7 +142,7 @@ TREE, CHAIN = (3, 4, 12), (3, 1, 4)
 def test_drafts_change_no_token(
     tmp_path: Path, name: str, shape: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftwing.engine.device.make_ops", GroupTorchOps)
+    monkeypatch.setattr("draftwing.engine.devices.base.make_ops", GroupTorchOps)
     (folder, options), kind = made(tmp_path / "target", name), "fp8" if "fp8" in name else "int4"
     plain = texts(folder, kind, 4, speculative_algorithm="none", **options)
     assert texts(folder, kind, 4, **drafts(tmp_path / "head", shape), **options) == plain

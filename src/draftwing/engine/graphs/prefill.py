@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.core import Chunk, IntArray
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens

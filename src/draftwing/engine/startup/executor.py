@@ -8,7 +8,7 @@ from typing import NamedTuple
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.engine.compile import compile_forwards
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.precision import Precision

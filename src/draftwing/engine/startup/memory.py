@@ -10,7 +10,7 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.core import LAG, PLAIN, Admission, CatchUp, Chunk, Deferral, Plan, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
 from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes

@@ -14,7 +14,7 @@ import torch
 import draftwing
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.precision import Precision
 from draftwing.files import cache_folder, write_json
 from draftwing.sched.prices import Prices

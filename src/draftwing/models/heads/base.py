@@ -17,7 +17,8 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.models.weight_map import stored_tensors
 from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import PLAIN, HeadTopK, LayerOps
+from draftwing.ops.contracts import HeadTopK
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
 
 SPREAD = 256 << 20  # bytes of a head's layers; to read fewer takes a rank less time than two sums a layer

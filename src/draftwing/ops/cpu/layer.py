@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.attention import Attend, AttentionKind
+from draftwing.ops.contracts import FEW_ROWS, LayerWeights
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import PackedGemm, numbers_of
-from draftwing.ops.torch.layer_ops import FEW_ROWS, LayerWeights
 
 _HEAD_UNIT = 32  # threads share the outputs of qkv by heads, and a GEMM makes so many at a time
 _ANY = 1 << 30
