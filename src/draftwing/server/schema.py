@@ -9,6 +9,7 @@ what an answer means: it is refused by name unless its value asks for nothing. U
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -156,7 +157,36 @@ def sampled(name: str, required: bool = False) -> Any:
 
 
 class Body(BaseModel):
+    """An object of a request's JSON. Fields that a class has no more to say of are words of its head."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def __init_subclass__(
+        cls,
+        *,
+        hints: str = "",
+        not_built: str = "",
+        other_kinds: str = "",
+        bookkeeping: str = "",
+        sampling: str = "",
+        **config: Any,
+    ) -> None:
+        """Adds fields whose names are given, with a blank between two.
+
+        hints, not_built, other_kinds, bookkeeping: of `Hint`, `NotBuilt`, `OtherKind` and `Bookkeeping`.  sampling:
+        `sampled` under their own names.  config: pydantic's.
+        """
+        super().__init_subclass__(**config)
+        added = {
+            **dict.fromkeys(hints.split(), Hint),
+            **dict.fromkeys(not_built.split(), NotBuilt),
+            **dict.fromkeys((other_kinds + " " + bookkeeping).split(), OtherKind),
+            **dict.fromkeys(sampling.split(), Any),
+        }
+        # Before pydantic collects the fields, which it does by these.
+        cls.__annotations__ = inspect.get_annotations(cls) | added
+        for name in added:
+            setattr(cls, name, sampled(name) if name in sampling.split() else None)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
