@@ -57,8 +57,15 @@ class KVManager:
         request, so that it should wait. held: who does not go on now."""
         if not self.radix.enabled:
             return False
-        if self._making.has(req, held):
+        if not held and self._making.remembers(req, tokens):
             return True
+        waits = self._making.has(req, held) or self._saves(req, tokens, held)
+        if waits and not held:
+            self._making.remember(req, tokens)
+        return waits
+
+    def _saves(self, req: Req, tokens: IntArray, held: Container[Req]) -> bool:
+        """Whether enough of its tokens is being computed for others."""
         alike = [pair for pair in self._making.most_in_common(req, tokens, held) if pair[0] >= WORTH]
         if not alike:
             return False
