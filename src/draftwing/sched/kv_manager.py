@@ -138,6 +138,10 @@ class KVManager:
         self._admits, self._new_slots = {}, {}
         return out
 
+    def changes(self, row: int) -> bool:
+        """Whether the next plan has to tell the device of other slots of a row."""
+        return row in self._new_slots or row in self._admits
+
     # -- from requests ----------------------------------------------------------------------------------------------
 
     def release(self, req: Req) -> None:
