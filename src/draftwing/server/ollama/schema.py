@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from draftwing.errors import RequestError
-from draftwing.requests.request import MOST_OPENAI_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody, checked_functions
+from draftwing.server.chat import Chat, ChatLogprobs, checked_functions
 from draftwing.server.conversation import Conversation
 from draftwing.server.openai.tools import ChatTool
 from draftwing.server.schema import Body, Hint, Name
@@ -83,7 +82,7 @@ class OllamaMessage(Body, not_built="images"):
     name: str | None = None  # as `tool_name`, of older clients
 
 
-class OllamaBody(ChatBody, hints="shift"):
+class OllamaBody(ChatLogprobs, hints="shift"):
     """What both endpoints share. Responses are streams unless `stream` is false."""
 
     names: ClassVar = {
@@ -98,8 +97,6 @@ class OllamaBody(ChatBody, hints="shift"):
     options: ModelOptions | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
     keep_alive: Hint = None  # the model stays loaded
     truncate: Hint = None  # a prompt that is too long is refused
 
@@ -133,13 +130,6 @@ class OllamaBody(ChatBody, hints="shift"):
         elif self.format:
             fields["response_format"] = {"type": "json_object"}
         return super().sampling(defaults, **fields)
-
-    def wanted_logprobs(self) -> LogprobParams | None:
-        if not self.logprobs:
-            if self.top_logprobs:
-                raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-            return None
-        return LogprobParams(self.top_logprobs or 0)
 
     def _chat(self, messages: list[dict[str, Any]], **more: Any) -> Chat:
         effort = self.think if isinstance(self.think, str) else None

@@ -11,12 +11,11 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.request import (
     MOST_COMPLETION_LOGPROBS,
-    MOST_OPENAI_LOGPROBS,
     LogprobParams,
     prediction_text,
 )
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody
+from draftwing.server.chat import Chat, ChatLogprobs
 from draftwing.server.conversation import template_call
 from draftwing.server.openai.peers import PeerFields
 from draftwing.server.openai.tools import CalledCustom, CalledFunction, ChatTool, ChosenTool, check_kind, offered
@@ -198,7 +197,7 @@ class ReasoningConfig(Body, not_built="exclude"):
 
 class ChatRequest(
     OpenAIBody,
-    ChatBody,
+    ChatLogprobs,
     hints="verbosity media_io_kwargs use_audio_in_video video_config",
     not_built="functions function_call modalities moderation audio web_search_options add_special_tokens "
     "chat_template echo include_reasoning input_ids task",
@@ -221,8 +220,6 @@ class ChatRequest(
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | EffortTokens | None = None
     reasoning: ReasoningConfig | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
 
     documents: list[dict[str, Any]] | None = None
 
@@ -272,14 +269,6 @@ class ChatRequest(
     @property
     def thinking_field(self) -> str:
         return "reasoning" if self.reasoning is not None and self.reasoning_effort is None else "reasoning_effort"
-
-    def wanted_logprobs(self) -> LogprobParams | None:
-        top = self.top_logprobs or 0
-        if not self.logprobs:
-            if top:
-                raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-            return None
-        return LogprobParams(top)
 
 
 class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
