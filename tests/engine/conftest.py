@@ -18,6 +18,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.loop import Loop
+from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.linear_ops.blocks import BlockFormat
@@ -248,6 +249,7 @@ class Rig:
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
         self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
+        self.page_table_check = PageTableCheck(self.sched, self.slots, every=1)
         if graph_size:
             if not dev.has_own_memory:
                 dev.record = record_by_calling
@@ -287,6 +289,7 @@ class Rig:
                 break
             self.loop.turn()
             self.sched.check_integrity()
+            self.page_table_check.look()
             for out in self.sched.take_outputs():
                 answers.tokens.setdefault(out.uid, []).extend(out.token_ids)
                 answers.logprobs.setdefault(out.uid, []).extend(out.logprobs)

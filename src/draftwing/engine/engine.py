@@ -21,6 +21,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.explain import Explainer
 from draftwing.engine.inbox import Inbox
 from draftwing.engine.loop import Loop
+from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.salts import Salts
@@ -102,6 +103,7 @@ class Engine:
         self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
+        self._page_table_check = PageTableCheck(parts.sched, parts.executor.table)
         self._inbox = Inbox()
         self._turning = threading.Lock()  # held while a step runs
         self._progress = Progress()
@@ -197,12 +199,14 @@ class Engine:
                 parts.keep_prices()
                 parts.executor.close()
             self.__dict__.pop("_loop", None)
+            self.__dict__.pop("_page_table_check", None)
             self.__dict__.pop("reporter", None)
             self.__dict__.pop("explainer", None)
 
     def _turn(self) -> None:
         try:
             self._loop.turn()
+            self._page_table_check.look()
             if self._loop.idle:
                 self.parts.executor.mirror.compare()
         except (RuntimeError, OSError, EOFError) as error:

@@ -7,13 +7,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.grammar.limits import MAX_CHARS
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import MOST_OPENAI_LOGPROBS, GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.lanes import SHORT
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
@@ -83,6 +85,20 @@ class ChatBody(Asking):
     def definitions(self) -> int:
         """Characters of the grammars of its tools, which `chat` reads."""
         return 0
+
+
+class ChatLogprobs(ChatBody):
+    """Body that asks for the log probabilities of an answer, and of how many others at each position."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
+
+    def wanted_logprobs(self) -> LogprobParams | None:
+        if self.logprobs:
+            return LogprobParams(self.top_logprobs or 0)
+        if self.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        return None
 
 
 class Chats:

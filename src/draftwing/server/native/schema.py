@@ -18,9 +18,7 @@ from draftwing.server.schema import (
     MAX_PROMPTS,
     Asking,
     Body,
-    Hint,
     Name,
-    NotBuilt,
     TokenIds,
     asks_for_nothing,
     characters,
@@ -32,7 +30,16 @@ _Sampling = Annotated[
 ]
 
 
-class GenerateRequest(Asking):
+class GenerateRequest(
+    Asking,
+    hints="conversation_id custom_labels data_parallel_rank images_config log_metrics mm_processor_kwargs "
+    "routing_key use_audio_in_video video_config",
+    not_built="input_embeds image_data audio_data video_data return_hidden_states return_prompt_token_ids "
+    "return_entropy lora_path session_params session_id background bootstrap_host bootstrap_port "
+    "bootstrap_room modalities no_logs require_reasoning return_bytes return_flat_raw_output_top_logprobs "
+    "return_flat_raw_top_logprobs return_routed_experts return_sampling_mask routed_experts_start_len "
+    "watermark extra_key",
+):
     """Body of /generate: one of `text` and `input_ids`, single or batched."""
 
     text: str | list[str] | None = None
@@ -48,41 +55,6 @@ class GenerateRequest(Asking):
     return_text_in_logprobs: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
-
-    input_embeds: NotBuilt = None
-    image_data: NotBuilt = None
-    audio_data: NotBuilt = None
-    video_data: NotBuilt = None
-    return_hidden_states: NotBuilt = None
-    return_prompt_token_ids: NotBuilt = None
-    return_entropy: NotBuilt = None
-    lora_path: NotBuilt = None
-    session_params: NotBuilt = None
-    session_id: NotBuilt = None
-    background: NotBuilt = None
-    bootstrap_host: NotBuilt = None
-    bootstrap_port: NotBuilt = None
-    bootstrap_room: NotBuilt = None
-    conversation_id: Hint = None
-    custom_labels: Hint = None
-    data_parallel_rank: Hint = None
-    images_config: Hint = None
-    log_metrics: Hint = None
-    mm_processor_kwargs: Hint = None
-    modalities: NotBuilt = None
-    no_logs: NotBuilt = None
-    require_reasoning: NotBuilt = None
-    return_bytes: NotBuilt = None
-    return_flat_raw_output_top_logprobs: NotBuilt = None
-    return_flat_raw_top_logprobs: NotBuilt = None
-    return_routed_experts: NotBuilt = None
-    return_sampling_mask: NotBuilt = None
-    routed_experts_start_len: NotBuilt = None
-    routing_key: Hint = None
-    use_audio_in_video: Hint = None
-    video_config: Hint = None
-    watermark: NotBuilt = None
-    extra_key: NotBuilt = None
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
         """Checked parameters of each of the prompts, and whether they say how long the answer may be. Raises

@@ -18,22 +18,18 @@ from draftwing.server.http import asking, json_response, naming, read_body, resp
 from draftwing.server.ollama.rendering import OllamaAnswer, chat_content, head, text_content
 from draftwing.server.ollama.schema import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
 from draftwing.server.parsers.message import MessageStyle
-from draftwing.server.schema import Body, Hint, Name, NotBuilt, ignored_fields
+from draftwing.server.schema import Body, Name, ignored_fields
 from draftwing.server.service import Generation, Service
 
 # The release of Ollama whose API this is: clients refuse servers that say they are older than what they need.
 VERSION = "0.12.6"
 
 
-class ShowRequest(Body):
+class ShowRequest(Body, hints="verbose options", not_built="system template"):
     """Body of /api/show."""
 
     model: Name | None = None
     name: Name | None = None  # as older clients call it
-    verbose: Hint = None
-    system: NotBuilt = None
-    template: NotBuilt = None
-    options: Hint = None
 
 
 def add_ollama_routes(app: FastAPI, service: Service, chats: Chats) -> None:
