@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_it_can_be_imported(path: Path) -> None:
     script(path)
+
+
+def test_shell_scripts_can_be_read() -> None:
+    for path in (ROOT / "tools").glob("*.sh"):
+        subprocess.run(["bash", "-n", str(path)], check=True)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -24,19 +24,9 @@ ITEMS = "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_cal
 LONE = '{"a": "\\ud83d", "\\udc00": [1]}'
 DEEP = '{"a":' * 150 + "1" + "}" * 150
 SCRIPTS = [
-    LONE,
-    json.dumps(LONE),
-    '{"a": [NaN, -Infinity, 1e999]}',
-    json.dumps('{"a": NaN}'),
-    '{"a": %s}' % ("9" * 900),
-    '{"a": 1, "a": 2}',
-    '{"a": "\u2028\x85\u2029"}',
-    '{"a": 1-2}',
-    DEEP,
-    json.dumps("{}"),
-    "null",
-    '{"a": 1}}',
-]
+    LONE, json.dumps(LONE), '{"a": [NaN, -Infinity, 1e999]}', json.dumps('{"a": NaN}'), '{"a": %s}' % ("9" * 900),
+    '{"a": 1, "a": 2}', '{"a": "\u2028\x85\u2029"}', '{"a": 1-2}', DEEP, json.dumps("{}"), "null", '{"a": 1}}',
+]  # fmt: skip
 CLIENT = httpx.Client()  # one for all: to make one takes longer than a request
 SCHEMA = {"type": "object", "properties": {}}
 CALL = '<tool_call>{"name": "f", "arguments": %s}</tool_call>'
@@ -119,15 +109,9 @@ def test_calls_come_back(dialect: str, script: str, url: str, engine: ScriptedEn
 
 
 ARGUMENTS: list[tuple[Any, Any]] = [
-    ("", {}),
-    (None, {}),
-    ("null", {}),
-    ({"a": 1}, {"a": 1}),
-    ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
-    ('{"a": 1, "b": "cut', {"a": 1}),
-    ('{"a": NaN}', {"a": None}),
-    ('{"\\udfff": 1e999}', {"\ufffd": None}),
-]
+    ("", {}), (None, {}), ("null", {}), ({"a": 1}, {"a": 1}), ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+    ('{"a": 1, "b": "cut', {"a": 1}), ('{"a": NaN}', {"a": None}), ('{"\\udfff": 1e999}', {"\ufffd": None}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "shown"), ARGUMENTS, ids=lambda a: str(a)[:20])

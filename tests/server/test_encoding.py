@@ -174,15 +174,8 @@ def _without_ids(data: Any) -> Any:
         return [_without_ids(one) for one in data]
     if isinstance(data, dict):
         other = (
-            "id",
-            "created",
-            "created_at",
-            "completed_at",
-            "item_id",
-            "timings",
-            "e2e_latency",
-            "sequence_number",
-        )
+            "id", "created", "created_at", "completed_at", "item_id", "timings", "e2e_latency", "sequence_number",
+        )  # fmt: skip
         return {name: _without_ids(value) for name, value in data.items() if name not in other}
     return data
 

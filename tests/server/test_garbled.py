@@ -36,13 +36,9 @@ PARTS = (
 )
 # Parsers of calls and of reasoning, and templates.
 SERVERS = [
-    ("hermes", "qwen3", TEMPLATE),
-    ("hermes", None, ITEMS),
-    ("llama3", "deepseek-r1", PARTS),
-    ("mistral", "mistral", ITEMS),
-    ("json", None, TEMPLATE),
-    ("gpt-oss", None, TEMPLATE),
-]
+    ("hermes", "qwen3", TEMPLATE), ("hermes", None, ITEMS), ("llama3", "deepseek-r1", PARTS),
+    ("mistral", "mistral", ITEMS), ("json", None, TEMPLATE), ("gpt-oss", None, TEMPLATE),
+]  # fmt: skip
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 USER = {"role": "user", "content": "hi"}
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from engine_process import engines
 from tiny_checkpoint import write_checkpoint
@@ -104,37 +103,6 @@ def test_64_clients_that_go_away_leave_no_slot_behind(url: str) -> None:
     assert memory["free_tokens"] + memory["cached_tokens"] == memory["token_capacity"] == POOL
     assert httpx.post(f"{url}/flush_cache?timeout=5").status_code == 200
     assert state()["memory_usage"]["free_tokens"] == POOL
-
-
-def test_official_clients(url: str) -> None:
-    question: Any = [{"role": "user", "content": "List 3 countries and their capitals."}]
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="None")
-    whole = client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=32)
-    chunks = client.chat.completions.create(
-        model="tiny",
-        messages=question,
-        temperature=0,
-        max_tokens=32,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    text, usage = "", None
-    for chunk in chunks:
-        text += "".join(choice.delta.content or "" for choice in chunk.choices)
-        usage = chunk.usage or usage
-    assert text == whole.choices[0].message.content and usage is not None and whole.usage is not None
-    cached = [one.prompt_tokens_details and one.prompt_tokens_details.cached_tokens for one in (whole.usage, usage)]
-    assert cached == [0, usage.prompt_tokens - 1]
-    # How many drafts are right differs, too: the second answer is drafted from the first one.
-    counts = {"completion_tokens_details": None, "prompt_tokens_details": None}
-    assert usage.model_copy(update=counts) == whole.usage.model_copy(update=counts)
-
-    async def scenario() -> str | None:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="None") as client:
-            answer = await client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=32)
-            return answer.choices[0].message.content
-
-    assert asyncio.run(scenario()) == text
 
 
 def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:

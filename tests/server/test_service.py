@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, byte_tokenizer, local
+from fake_engine import FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
@@ -64,26 +63,6 @@ def test_documents_longer_than_the_context_are_counted(client: TestClient, engin
     assert client.post("/detokenize", json={"tokens": said["tokens"]}).json()["text"] == text
     for path, body in (("/tokenize", {"prompt": text * 4}), ("/v1/completions", {"prompt": text})):
         assert client.post(path, json=body).status_code == 400
-
-
-def test_other_threads_run_while_a_batch_is_tokenized() -> None:
-    tokenizer, text = byte_tokenizer(), "A line of text.\n" * 40_000
-    span: list[float] = []
-
-    def work() -> None:
-        span.append(time.monotonic())
-        tokenizer.backend.encode_batch_fast([text])  # what `encode_many` runs; making the lists needs the lock
-        span.append(time.monotonic())
-
-    thread = threading.Thread(target=work)
-    ticks = [time.monotonic()]
-    thread.start()
-    while thread.is_alive():
-        time.sleep(0.001)
-        ticks.append(time.monotonic())
-    longest = max(after - before for before, after in itertools.pairwise(ticks))
-    assert longest < 0.7 * (span[1] - span[0])
-    assert tokenizer.encode_many(["ab", "é"]) == [tokenizer.encode("ab"), tokenizer.encode("é")]
 
 
 @pytest.mark.parametrize("large", ["template", "grammar"])

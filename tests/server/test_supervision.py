@@ -271,40 +271,6 @@ def test_a_stopped_engine_is_replaced(tmp_path: Path) -> None:
         asyncio.run(scenario(process, url))
 
 
-@pytest.mark.exhaustive  # test_soak.py stops one for a while, too
-@pytest.mark.slow
-def test_streams_go_on_with_an_engine_that_was_stopped_for_a_while(tmp_path: Path) -> None:
-    """What was running before ends, and what comes meanwhile and afterwards too."""
-
-    async def scenario(process: subprocess.Popen[bytes], url: str) -> None:
-        engine = engine_of(process)
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            alone = (await client.post("/generate", json=endless(0))).json()["text"]
-            began = [asyncio.Event() for _ in range(4)]
-            grown = [0] * 4
-            streams = [asyncio.ensure_future(streamed(client, i, began[i], grown)) for i in range(4)]
-            for one in began:
-                await one.wait()
-            os.kill(engine, signal.SIGSTOP)
-            meanwhile = asyncio.ensure_future(client.post("/generate", json=endless(0)))
-            await asyncio.sleep(3)
-            before = list(grown)
-            os.kill(engine, signal.SIGCONT)
-            short = endless(0) | {"sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
-            assert (await client.post("/generate", json=short)).status_code == 200
-            assert all(now > then for now, then in zip(grown, before, strict=True)), "they get tokens in the same steps"
-            after = asyncio.ensure_future(client.post("/generate", json=endless(0)))
-            for text in await asyncio.gather(*streams):
-                assert '"type":"length"' in text and text.endswith("data: [DONE]\n\n")
-            for one in (await meanwhile, await after):
-                assert one.json()["text"] == alone
-            state = (await client.get("/server_info")).json()["internal_states"][0]
-            assert state["num_running_reqs"] == state["num_waiting_reqs"] == 0
-
-    with serving(tmp_path / "tiny") as (process, url):
-        asyncio.run(scenario(process, url))
-
-
 @pytest.mark.slow
 def test_the_request_that_kills_the_engine_is_refused_and_others_are_served(tmp_path: Path) -> None:
     with serving(tmp_path / "tiny") as (process, url), httpx.Client(base_url=url, timeout=60) as client:

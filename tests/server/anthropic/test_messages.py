@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 from fake_engine import CONTEXT
-from scripted import WITHOUT_TOOLS, ScriptedEngine, serving
+from scripted import ScriptedEngine, serving
 
 TOOLS: list[Any] = [
     {
@@ -217,13 +217,9 @@ def test_count_tokens(client: anthropic.Anthropic, engine: ScriptedEngine) -> No
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 10**6}, "max_tokens"),
-    ({"nonsense": 1}, "nonsense"),
-    ({"container": "x"}, "container"),
-    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-    ({"messages": []}, "messages"),
+    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_tokens"),
+    ({"nonsense": 1}, "nonsense"), ({"container": "x"}, "container"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"), ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "tool_use_id"),
@@ -252,14 +248,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "now"}}, "tool_choice.name"),
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
     ({"context_management": {"edits": [{"type": "translate_20300101"}]}}, "context_management.edits.0.type"),
-    ({"compaction": {"type": "summarize"}}, "compaction"),
-    ({"inference_geo": "us"}, "inference_geo"),
+    ({"compaction": {"type": "summarize"}}, "compaction"), ({"inference_geo": "us"}, "inference_geo"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
-    ({"temperature": -1}, "temperature"),
+    ({"output_config": {"effort": "extreme"}}, "output_config.effort"), ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: 3025 tokens > 1999 maximum"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body, named", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
@@ -371,37 +365,6 @@ def test_threads_are_refused_by_the_code_that_the_tool_runner_knows(url: str) ->
     error = response.json()["error"]
     assert response.status_code == 400 and "thread" in error["message"]
     assert error["details"]["error_code"] == "thread_unsupported_request"
-
-
-def test_the_clients_errors(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.input_schema"):
-        client.messages.create(model="m", max_tokens=5, messages=HI, tools=[{"name": "f"}])  # type: ignore[list-item]
-    with (
-        pytest.raises(anthropic.BadRequestError, match="temperature"),
-        client.messages.stream(model="m", max_tokens=5, messages=HI, extra_body={"temperature": 200}) as stream,
-    ):
-        stream.get_final_message()
-
-
-def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
-    with serving(ScriptedEngine("hi", api_key="secret")) as url:
-        good = anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0)
-        assert good.messages.create(model="m", max_tokens=5, messages=HI).content[0].type == "text"
-        bad = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
-        with pytest.raises(anthropic.AuthenticationError, match="API key"):
-            bad.messages.create(model="m", max_tokens=5, messages=HI)
-
-
-def test_without_parsers_and_templates() -> None:
-    with serving(ScriptedEngine(CALL)) as url:
-        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.BadRequestError, match="--tool-call-parser"):
-            client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
-        assert ask(client).content[0].text == CALL
-    with serving(ScriptedEngine(CALL, "qwen3", "hermes", WITHOUT_TOOLS)) as url:
-        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.BadRequestError, match=r"knows no tools.*--chat-template"):
-            client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
 
 
 def test_an_aborted_answer_is_an_error(url: str, client: anthropic.Anthropic, engine: ScriptedEngine) -> None:

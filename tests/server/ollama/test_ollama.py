@@ -154,13 +154,9 @@ def test_options_become_sampling_parameters(engine: ScriptedEngine, url: str) ->
     response = httpx.post(
         f"{url}/api/chat",
         json={
-            "model": "m",
-            "stream": False,
-            "messages": HI,
-            "keep_alive": "5m",
-            "options": options | {"num_ctx": 4096},
+            "model": "m", "stream": False, "messages": HI, "keep_alive": "5m", "options": options | {"num_ctx": 4096},
         },
-    )
+    )  # fmt: skip
     assert response.json()["done_reason"] == "length" and response.json()["eval_count"] == 2
     params = engine.requests[-1].params
     assert (params.sampling_seed, params.temperature, params.top_k, params.stop) == (3, 0, 5, ("x",))
@@ -182,20 +178,16 @@ def large(name: str) -> dict[str, Any]:
     [
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": {"num_predict": 10**6}}, "options.num_predict"),
-        ({"options": {"mirostat": 1}}, "options.mirostat"),
-        ({"options": {"temprature": 1}}, "options.temprature"),
-        ({"format": {"type": "nonsense"}}, "format"),
-        ({"format": "xml"}, "format"),
+        ({"options": {"mirostat": 1}}, "options.mirostat"), ({"options": {"temprature": 1}}, "options.temprature"),
+        ({"format": {"type": "nonsense"}}, "format"), ({"format": "xml"}, "format"),
         ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages.0.images"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
-        ({"tools": [large("a"), large("b")]}, "tools"),
-        ({"think": "never"}, "think"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"model": None}, "model"),
+        ({"tools": [large("a"), large("b")]}, "tools"), ({"think": "never"}, "think"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"model": None}, "model"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
     assert param in refused(url, "/api/chat", {"messages": HI} | body)
 

@@ -254,13 +254,6 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
     assert data["object"] == "error" and data["param"].startswith(named) and named in data["message"]
 
 
-def test_a_schema_that_is_none_is_refused_where_it_is_used(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    parameters = {"properties": {"a": {"type": "no"}}}
-    broken: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        client.chat.completions.create(model="m", messages=HI, tools=broken, tool_choice="required")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
     def ask(url: str, effort: str, path: str = "chat/completions") -> httpx.Headers:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from scripted import ScriptedEngine, serving
@@ -117,30 +116,3 @@ def test_a_text_that_goes_on(client: openai.OpenAI, engine: ScriptedEngine) -> N
     answer = client.chat.completions.create(model="m", messages=more, extra_body=body)
     assert answer.choices[0].message.content == "ny."
     assert engine.prompt.endswith("<|channel|>final<|message|>It is sun")
-
-
-def test_responses(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = FINAL
-    whole = client.responses.create(model="m", input="hi")
-    last: Any = list(client.responses.create(model="m", input="hi", stream=True))[-1]
-    for response in (whole, last.response):
-        assert [item.type for item in response.output] == ["reasoning", "message"]
-        assert response.output_text == "It is sunny in Köln."
-    engine.script = CALL
-    tool: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": False}
-    called: Any = client.responses.create(model="m", input="hi", tools=[tool]).output[-1]
-    assert (called.type, called.name, called.arguments) == ("function_call", "get_weather", '{"city": "Paris"}')
-
-
-def test_messages(url: str, engine: ScriptedEngine) -> None:
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    engine.script = CALL
-    tool: Any = {"name": "get_weather", "input_schema": PARAMETERS}
-    body: dict[str, Any] = {"model": "m", "max_tokens": 500, "messages": HI, "tools": [tool]}
-    whole = client.messages.create(**body)
-    with client.messages.stream(**body) as stream:
-        built = stream.get_final_message()
-    for message in (whole, built):
-        assert [block.type for block in message.content] == ["thinking", "tool_use"]
-        assert message.content[0].thinking == "the city" and message.content[1].input == {"city": "Paris"}
-        assert message.stop_reason == "tool_use"

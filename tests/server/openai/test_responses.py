@@ -112,14 +112,6 @@ def test_events_build_the_response(client: openai.OpenAI, engine: ScriptedEngine
     assert usage.output_tokens_details.reasoning_tokens == len("<think>\nhm\n</think>")
 
 
-def test_the_clients_own_stream(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = f"{BLOCK}So: {CALL}"
-    with client.responses.stream(model="m", input="hi", tools=TOOLS) as stream:
-        final = stream.get_final_response()
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
-    assert known(final)["output"] == known(client.responses.create(model="m", input="hi", tools=TOOLS))["output"]
-
-
 def test_items_go_back_to_the_model(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.script = f"{BLOCK}Looking. {CALL}"
     asked: list[Any] = [
@@ -178,44 +170,25 @@ def test_formats_and_choices_are_grammars(client: openai.OpenAI, engine: Scripte
     assert engine.requests[-1].params.grammar is None and "<tools>" not in engine.prompt
 
 
-def test_parsed_output(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    from pydantic import BaseModel
-
-    class Answer(BaseModel):
-        a: int
-
-    engine.script = '{"a": 17}'
-    parsed = client.responses.parse(model="m", input="hi", text_format=Answer)
-    assert parsed.output_parsed == Answer(a=17)
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"nonsense": 1}, "nonsense"),
-    ({"conversation": "c"}, "conversation"),
-    ({"background": True}, "background"),
-    ({"include": ["message.output_text.logprobs"]}, "include.0"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"prompt": {"id": "p"}}, "prompt"),
-    ({"input": []}, "input"),
-    ({"input": None}, "input"),
+    ({"nonsense": 1}, "nonsense"), ({"conversation": "c"}, "conversation"), ({"background": True}, "background"),
+    ({"include": ["message.output_text.logprobs"]}, "include.0"), ({"top_logprobs": 2}, "top_logprobs"),
+    ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"input": None}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input.0.call_id"),
     ({"input": [{"role": "user", "content": "x", "output": "y"}]}, "input.0.output"),
-    ({"input": "x" * 3000}, "input"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"max_output_tokens": 10**6}, "max_output_tokens"),
-    ({"temperature": -1}, "temperature"),
+    ({"input": "x" * 3000}, "input"), ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens"), ({"temperature": -1}, "temperature"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-    ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name"), ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "text", "strict": True}}}, "text.format.strict"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body, named", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
@@ -225,16 +198,6 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
     data = response.json()
     assert response.status_code == 400, data
     assert data["object"] == "error" and data["param"] == named and named in data["message"]
-
-
-def test_without_parsers() -> None:
-    with serving(ScriptedEngine(f"{BLOCK}{CALL}")) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-            client.responses.create(model="m", input="hi", tools=TOOLS)
-        response = ask(client)
-        assert response.output_text == f"{BLOCK}{CALL}"
-        assert response.usage.output_tokens_details.reasoning_tokens == 0
 
 
 def test_an_aborted_answer_has_failed(url: str, client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -27,21 +27,16 @@ DAY: dict[str, Any] = {
 }
 SAY: dict[str, Any] = {"type": "custom", "name": "say"}
 AGENTS: dict[str, Any] = {
-    "type": "namespace",
-    "name": "agents",
-    "description": "Other agents.",
+    "type": "namespace", "name": "agents", "description": "Other agents.",
     "tools": [
         {
-            "type": "function",
-            "name": "spawn",
-            "description": "Starts one.",
-            "strict": False,
+            "type": "function", "name": "spawn", "description": "Starts one.", "strict": False,
             "parameters": {"type": "object"},
         },
         {"type": "function", "name": "weather", "strict": False, "parameters": {"type": "object"}},
         {"type": "custom", "name": "tell", "description": "Tells one."},
     ],
-}
+}  # fmt: skip
 ALL = [WEATHER, EDIT, DAY, SAY, AGENTS]
 TEXT = '*** Begin\n+a "b" \\ é 😀\n-\t\n*** End\n'
 
@@ -376,18 +371,3 @@ def test_large_grammars_are_read_in_a_thread(url: str) -> None:
     wrong["format"] |= {"definition": wrong["format"]["definition"] + " @"}
     response = httpx.post(f"{url}/v1/responses", json=asked | {"tools": [WEATHER, wrong]})
     assert (response.status_code, response.json()["param"]) == (400, "tools.1.format.definition")
-
-
-def test_reasoning_of_another_server_alone(url: str, engine: ScriptedEngine) -> None:
-    engine.script = "Fine."
-    assert (
-        ignored(
-            url,
-            input=[
-                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
-                {"role": "user", "content": "d"},
-            ],
-        )
-        == []
-    )
-    assert engine.prompt == "<user>d</user>\n<assistant>"
