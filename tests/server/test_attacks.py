@@ -154,7 +154,7 @@ def test_a_large_wrong_body_costs_little(server: Attacked, path: str, body: byte
 
 
 def test_memory_comes_back_after_large_bodies(server: Attacked) -> None:
-    for _, path, body in wrong_bodies():
+    for _, path, body in list(wrong_bodies())[::3]:
         httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
     end = time.monotonic() + 10
     while server.resident > 250 * MB and time.monotonic() < end:

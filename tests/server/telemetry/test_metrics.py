@@ -23,7 +23,7 @@ from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
-from draftwing.server.telemetry.metrics import SERIES, Metrics, RequestMetrics, engine_numbers
+from draftwing.server.telemetry.metrics import SERIES, Metrics, RequestMetrics
 from draftwing.server.telemetry.observer import AnswerRecord, Observer
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
@@ -211,23 +211,6 @@ def test_without_speculation() -> None:
     assert page("sglang:spec_accept_length") == 0 == page("sglang:spec_accept_rate")
     assert "draftwing:estimated_speedup" not in page.families
     assert not any(name.startswith("vllm:spec") for name in page.families)
-
-
-def test_every_series_is_known() -> None:
-    """What the engine's numbers become has a type and a meaning."""
-    numbers = engine_numbers(STATS, 1000) | {"engine_up": 1.0, "age": 0.0}
-    for series in SERIES:
-        if series.key != "-":
-            value = numbers[series.key]
-            for labels in value if isinstance(value, dict) else [()]:
-                assert (1 if isinstance(labels, str) else len(labels)) == len(series.labels), series.name
-
-
-def test_a_busy_engine() -> None:
-    """Its numbers are those of before, and their age is told."""
-    page = rendered(Metrics("echo", lambda: 1000, lambda: answering(STATS | {"age": 7.5})))
-    assert page("draftwing:engine_up") == 1 and page("vllm:num_requests_running") == 3
-    assert page("draftwing:engine_stats_age_seconds") == 7.5
 
 
 def test_a_lost_engine() -> None:
