@@ -141,6 +141,12 @@ def test_sampling_fields_reach_the_engine(client: TestClient, engine: FakeEngine
     assert (request.priority, request.cache_salt, params.n) == (3, "tenant", 1)
 
 
+def test_defaults_are_openais(client: TestClient, engine: FakeEngine) -> None:
+    client.post("/v1/chat/completions", json=CHAT)
+    params = engine.requests[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.n) == (1.0, 1.0, -1, 0.0, 1)
+
+
 def test_n_answers_have_their_own_seeds(client: TestClient, engine: FakeEngine) -> None:
     for _ in range(2):
         data = client.post("/v1/chat/completions", json=CHAT | {"n": 3, "seed": 5}).json()
