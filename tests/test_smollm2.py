@@ -1,8 +1,6 @@
 """The default model through the Python API: known answers, and the same tokens with speculation on and off."""
 
 import json
-import subprocess
-import sys
 
 import jsonschema
 import pytest
@@ -90,18 +88,6 @@ def test_stop_string_n_and_min_new_tokens(dense):
     assert len(both) == 2 and both[0].token_ids != both[1].token_ids
     (longer,) = dense.chat(CAPITAL, SamplingParams(temperature=0, min_new_tokens=12, max_new_tokens=16))
     assert 2 not in longer.token_ids[:11] and len(longer.token_ids) >= 12
-
-
-def test_llm_from_standard_input(smollm2_path):
-    """No main guard, no file: the engine starts no process that would import the script again."""
-    script = (
-        "from draftwing import LLM, SamplingParams\n"
-        "with LLM('smollm2', max_total_tokens=1024, num_threads=1) as llm:\n"
-        "    print(llm.generate('The capital of France is', SamplingParams(temperature=0, max_new_tokens=1))[0].text)\n"
-    )
-    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "Paris"
 
 
 def test_dtype_auto(plain, dense):

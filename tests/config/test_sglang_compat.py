@@ -80,26 +80,12 @@ def test_every_unsupported_flag_parses_and_is_handled(name: str, caplog: pytest.
     assert Options.from_kwargs(**{name: None}) == Options()
 
 
-def test_aliases() -> None:
-    assert options("--speculative-algo NGRAM --speculative-ngram-max-trie-depth 9").speculative_ngram_branch_length == 9
-
-
-def test_dp_attention_says_what_to_do_instead() -> None:
-    with pytest.raises(ConfigError, match="one server per device"):
-        options("--enable-dp-attention")
-
-
 def test_what_asks_for_one_device_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         options("--tp 1 --dp-size 1 --page-size 1 --quantization none")
     assert not caplog.records
     with pytest.raises(ConfigError, match=r"--dp-size is not supported: .* one replica"):
         options("--dp_size 2")
-
-
-@pytest.mark.parametrize("name", ["--tp", "--tp-size", "--tensor-parallel-size"])
-def test_ranks_of_tensor_parallel(name: str) -> None:
-    assert options(f"{name} 2").tp_size == 2
 
 
 def test_help_says_what_is_honoured(capsys: pytest.CaptureFixture[str]) -> None:

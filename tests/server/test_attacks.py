@@ -155,7 +155,7 @@ def test_a_large_wrong_body_costs_little(server: Attacked, path: str, body: byte
 
 
 def test_memory_comes_back_after_large_bodies(server: Attacked) -> None:
-    for _, path, body in wrong_bodies():
+    for _, path, body in list(wrong_bodies())[::3]:
         httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
     end = time.monotonic() + 10
     while server.resident > 250 * MB and time.monotonic() < end:
@@ -275,15 +275,11 @@ def test_a_stream_that_nobody_reads_is_aborted(hasty: Attacked) -> None:
 def test_what_is_no_body_is_limited(server: Attacked) -> None:
     begin = head("/generate", "transfer-encoding: chunked")
     attacks = {
-        "a header": (b"GET / HTTP/1.1\r\na: ", b"a"),
-        "headers": (b"GET / HTTP/1.1\r\n", b"a: b\r\n"),
-        "a path": (b"GET /", b"a"),
-        "empty lines": (b"", b"\r\n"),
-        "a trailer": (begin + b"1\r\n{\r\n0\r\na: ", b"a"),
-        "trailers": (begin + b"1\r\n{\r\n0\r\n", b"a: b\r\n"),
-        "an extension": (begin + b"1;", b"a"),
+        "a header": (b"GET / HTTP/1.1\r\na: ", b"a"), "headers": (b"GET / HTTP/1.1\r\n", b"a: b\r\n"),
+        "a path": (b"GET /", b"a"), "empty lines": (b"", b"\r\n"), "a trailer": (begin + b"1\r\n{\r\n0\r\na: ", b"a"),
+        "trailers": (begin + b"1\r\n{\r\n0\r\n", b"a: b\r\n"), "an extension": (begin + b"1;", b"a"),
         "pipelined": (b"", b"GET /health HTTP/1.1\r\n\r\n"),
-    }
+    }  # fmt: skip
     before = server.resident
     for name, (first, unit) in attacks.items():
         with server.connect(10) as sock:

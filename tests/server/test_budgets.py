@@ -79,20 +79,15 @@ def silent() -> Iterator[Served]:
 
 FIELDS: list[tuple[str, dict[str, Any], int]] = [
     *((CHAT, {name: 7}, 7) for name in ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens")),
-    (CHAT, {"reasoning_budget_tokens": 0}, 0),
-    (CHAT, {"reasoning_effort": 9}, 9),
-    (CHAT, {"reasoning_effort": "9"}, 9),
-    (CHAT, {"reasoning_effort": 0}, 0),
-    (CHAT, {"reasoning_effort": 9, "thinking_budget": 5}, 5),
-    (CHAT, {"reasoning": {"max_tokens": 11}}, 11),
+    (CHAT, {"reasoning_budget_tokens": 0}, 0), (CHAT, {"reasoning_effort": 9}, 9),
+    (CHAT, {"reasoning_effort": "9"}, 9), (CHAT, {"reasoning_effort": 0}, 0),
+    (CHAT, {"reasoning_effort": 9, "thinking_budget": 5}, 5), (CHAT, {"reasoning": {"max_tokens": 11}}, 11),
     (CHAT, {"reasoning": {"effort": "12", "enabled": True}}, 12),
-    (CHAT, {"custom_params": {"thinking_budget": 3}}, 3),
-    (RESPONSES, {"thinking_budget": 4}, 4),
-    (RESPONSES, {"reasoning": {"effort": 6}}, 6),
-    (RESPONSES, {"reasoning": {"effort": "6"}}, 6),
+    (CHAT, {"custom_params": {"thinking_budget": 3}}, 3), (RESPONSES, {"thinking_budget": 4}, 4),
+    (RESPONSES, {"reasoning": {"effort": 6}}, 6), (RESPONSES, {"reasoning": {"effort": "6"}}, 6),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
     (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 8}}, 8),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "fields", "tokens"), FIELDS, ids=str)

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import httpx
-import openai
 import pytest
 import uvicorn
 from fake_engine import FakeEngine, local, logprob, traced
@@ -24,7 +23,6 @@ from draftwing.server.engine_client import AsyncEngine, Stream
 from draftwing.server.run import bind
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
-CHAT = [{"role": "user", "content": "hello"}]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -71,42 +69,6 @@ def test_a_waiting_client_that_goes_away_aborts_its_request(live: str, slow: Fak
         httpx.post(f"{live}/v1/completions", json=FOREVER, timeout=0.2)
     wait_until(lambda: len(slow.aborted) == 1)
     assert not slow.running
-
-
-def test_many_clients_that_go_away_leave_none_behind(live: str, slow: FakeEngine) -> None:
-    async def scenario() -> None:
-        body = {"text": "abc", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=32), timeout=20) as client:
-            posts = [
-                asyncio.ensure_future(client.post(f"{live}/generate", json=body | {"stream": i % 2 == 0}))
-                for i in range(32)
-            ]
-            await asyncio.to_thread(wait_until, lambda: len(slow.requests) == 32, 20)
-            for post in posts:
-                post.cancel()
-            await asyncio.gather(*posts, return_exceptions=True)
-
-    asyncio.run(scenario())
-    wait_until(slow.idle)
-    assert len(slow.aborted) > 8  # all, unless the machine is so busy that some were answered before
-    done = httpx.post(f"{live}/v1/completions", json={"prompt": "abc"})
-    assert done.json()["choices"][0]["text"] == "abc"
-
-
-def test_official_client(live: str) -> None:
-    client = openai.OpenAI(base_url=f"{live}/v1", api_key="none")
-    assert [model.id for model in client.models.list()] == ["echo"]
-    answer = client.chat.completions.create(model="echo", messages=CHAT, temperature=0, max_tokens=64)  # type: ignore[arg-type]
-    assert answer.choices[0].message.content == "user:hello\n" and answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].matched_stop == 256 and answer.usage.reasoning_tokens == 0  # type: ignore
-    stream = client.chat.completions.create(model="echo", messages=CHAT, stream=True)  # type: ignore[arg-type]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "user:hello\n"
-    assert client.completions.create(model="echo", prompt="abc").choices[0].text == "abc"
-    with pytest.raises(openai.BadRequestError, match="temperature") as info:
-        client.completions.create(model="echo", prompt="abc", temperature=-1)
-    assert info.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("bogus")
 
 
 def test_abort_request(live: str, slow: FakeEngine) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from draftwing.core import IntArray
-from draftwing.engine.device import Download
+from draftwing.engine.devices.base import Download
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import DraftwingError
 from draftwing.sched.scheduler import Scheduler
