@@ -39,7 +39,7 @@ from draftwing.ops.torch.assign import forget, new_calibration
 from draftwing.ops.torch.tree import roots_alone
 from draftwing.ops.types import Draft, Drawing
 from draftwing.sched.guidance import Guides
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, DraftStep
 from draftwing.spec.simulate import Simulation
 
 T = TypeVar("T")
@@ -301,7 +301,7 @@ class Executor:
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
             return roots_alone(self.table, rows, shape.nodes)
-        return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
+        return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
 
     def _show(self, plan: Plan, begun: Any) -> Any:
         """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself
