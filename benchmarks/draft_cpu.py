@@ -29,6 +29,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.hub import fetch_default_model
 from draftwing.models.loader import load_config
 from draftwing.ops.types import Continuations, Draft
+from draftwing.spec.drafter import DraftStep
 from draftwing.spec.model_drafter import ModelDrafter
 
 DEPTH, TOPK, NODES = 6, 4, 32
@@ -101,7 +102,7 @@ class Row:
         self.slots.kv_len[0] = CONTEXT
 
     def propose(self, shape: TreeShape) -> Any:
-        return self.drafter.propose(self.slots, self.rows, shape, CONTEXT, self.nobody)
+        return self.drafter.propose(DraftStep(self.slots, self.rows, shape, CONTEXT, self.nobody))
 
     def forward(self, shape: TreeShape) -> Callable[[], Any]:
         """The target over a tree of this shape, logits included."""

@@ -20,9 +20,11 @@ __all__ = [
     "Device",
     "Draft",
     "DraftContext",
+    "DraftStep",
     "Drafter",
     "RequestError",
     "SamplingParams",
+    "SeenTokens",
     "__version__",
 ]
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from draftwing.errors import CheckpointError, ConfigError, RequestError
     from draftwing.llm import LLM, Completion
     from draftwing.requests.sampling_params import SamplingParams
-    from draftwing.spec.drafter import Draft, DraftContext, Drafter
+    from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep, SeenTokens
 
 # Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
 _HOMES = {
@@ -42,6 +44,8 @@ _HOMES = {
     "Device": "draftwing.engine.devices.base",
     "Draft": "draftwing.spec.drafter",
     "DraftContext": "draftwing.spec.drafter",
+    "DraftStep": "draftwing.spec.drafter",
+    "SeenTokens": "draftwing.spec.drafter",
     "Drafter": "draftwing.spec.drafter",
     "ConfigError": "draftwing.errors",
     "RequestError": "draftwing.errors",

@@ -113,7 +113,8 @@ class OracleDrafter:
     def span(self, shape):
         return max(shape.nodes, 1 + shape.topk * (shape.depth - 1))
 
-    def propose(self, slots, rows, shape, max_kv_len, noisy):
+    def propose(self, step):
+        slots, rows, shape, max_kv_len, _ = step
         kv_len, root = slots.kv_len[rows], slots.last[rows]
         self._check_kv(slots, rows, kv_len, max_kv_len)
         device, batch, nodes = rows.device, rows.shape[0], shape.nodes
@@ -140,14 +141,15 @@ class OracleDrafter:
     def lags(self, shape):
         return shape == PLAIN
 
-    def watch(self, slots, batch, next_ids, count, noisy):
+    def watch(self, seen):
         pass
 
-    def catch_up(self, slots, batch, aux_hidden, next_ids, count, noisy, drafts):
-        self.extend(slots, batch, aux_hidden, next_ids, count, noisy)
+    def catch_up(self, seen, drafts):
+        self.extend(seen)
 
-    def extend(self, slots, batch, aux_hidden, next_ids, count, noisy):
-        k = torch.stack((batch.ids, next_ids), -1).to(self.pool.dtype)[:, None]
+    def extend(self, seen):
+        batch = seen.batch
+        k = torch.stack((batch.ids, seen.next_ids), -1).to(self.pool.dtype)[:, None]
         self.pool.write(self.layer, batch.write_slots, k, k)
 
     def confidence(self, slots, rows, max_kv_len, out=None):

@@ -64,11 +64,12 @@ def drafts_of(
     found, propose = [], drafter.propose
     layer = len(model.kv_layers)
 
-    def spy(table: Any, rows: Any, shape: Any, max_kv_len: int, noisy: Any) -> Any:
-        for row in rows.tolist():
+    def spy(step: Any) -> Any:
+        table = step.table
+        for row in step.rows.tolist():
             slots = table.page_table[row, : int(table.kv_len[row])]
             found.extend((rig.pool.kv[layer][slots].clone(), drafter._first.feature[row].clone()))
-        draft = propose(table, rows, shape, max_kv_len, noisy)
+        draft = propose(step)
         found.extend((draft.tokens.clone(), draft.parent.clone()))
         return draft
 
@@ -300,8 +301,9 @@ class Watcher:
     def __init__(self) -> None:
         self.seen: list[SimpleNamespace] = []
 
-    def catch_up(self, table: Any, batch: Any, hidden: Any, next_ids: Any, count: Any, noisy: Any, drafts: Any) -> None:
+    def catch_up(self, seen: Any, drafts: Any) -> None:
         assert drafts
+        table, batch, hidden, next_ids, count, noisy = seen
         pages = table.page_table.clone()
         self.seen.append(
             SimpleNamespace(batch=batch, hidden=hidden, ids=next_ids, count=count, noisy=noisy, pages=pages)
@@ -385,7 +387,7 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
     policy = harness.Cycle(TREE)
     rig = harness.Rig(model, drafter=drafter, policy=policy, chunk=5, deferral=deferral)
     passes, extend = [], drafter.extend
-    drafter.extend = lambda table, batch, *rest: (passes.extend(batch.chunks), extend(table, batch, *rest))
+    drafter.extend = lambda seen: (passes.extend(seen.batch.chunks), extend(seen))
     long = [*range(40), *range(7, 47)]
     if deferral.from_tokens:  # nobody has seen what stands in the cache
         rig.submit("first", [1, 2], harness.greedy(3))

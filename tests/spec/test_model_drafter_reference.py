@@ -260,11 +260,12 @@ class Rig:
             calls.append(tuple(t.clone() for t in out))
             return out
 
-        def spy_propose(slots, rows, shape, max_kv_len, noisy):
+        def spy_propose(step):
+            slots, rows, shape, _, noisy = step
             drafter._read_first(slots, rows, noisy)  # as `propose` begins
             before = [self._state(int(row), i in noisy.tolist(), shape.topk) for i, row in enumerate(rows)]
             calls.clear()
-            draft = propose(slots, rows, shape, max_kv_len, noisy)
+            draft = propose(step)
             size, topk = len(rows), shape.topk
             del calls[:2]  # of the root's continuations
             assert len(calls) == 3 * (shape.depth - 1) and draft.alive.all()

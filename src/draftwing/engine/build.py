@@ -47,7 +47,7 @@ from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.sched.policy import FixedShape, MostTokens, ShapePolicy
 from draftwing.sched.prices import Prices
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.spec.drafter import Draft, DraftContext, Drafter
+from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
 from draftwing.spec.token_map import load_token_map
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
@@ -312,7 +312,7 @@ def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -
     Kernels would not notice."""
     table = RowTable(1, row_length(shape.nodes + 1), device)
     rows = torch.zeros(1, dtype=torch.int64, device=device.device)
-    draft = drafter.propose(table, rows, shape, 1, rows[:0])
+    draft = drafter.propose(DraftStep(table, rows, shape, 1, rows[:0]))
     if not isinstance(draft, Draft):
         raise ConfigError(f"{name}: propose must return a Draft; found {type(draft).__name__}")
     for part, tensor, dtype in zip(draft._fields[:3], draft[:3], (torch.int64, torch.int64, torch.bool), strict=True):

@@ -38,7 +38,7 @@ from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, Drawing
 from draftwing.sched.guidance import Guides
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, DraftStep
 from draftwing.spec.simulate import Simulation
 
 T = TypeVar("T")
@@ -300,7 +300,7 @@ class Executor:
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
             return roots_alone(self.table, rows, shape.nodes)
-        return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
+        return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
 
     def _show(self, plan: Plan, begun: Any) -> Any:
         """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself
