@@ -47,7 +47,7 @@ SHAPES = [PLAIN, TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
 class FakeDevice:
     """Uploads arrive as tensors without data."""
 
-    is_cuda = False
+    has_own_memory = False
     device = torch.device("meta")
 
     def __init__(self):

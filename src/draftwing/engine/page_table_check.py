@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from draftwing.core import IntArray
 from draftwing.engine.devices.base import Download
@@ -46,6 +47,7 @@ class PageTableCheck:
         if self._steps % self._every == 0:
             self._copy = self._begin()
 
+    @torch.inference_mode()  # as the executor's steps, whose buffers it shares
     def _begin(self) -> _Copy | None:
         kv = self._sched.kv
         # Entries below the committed length are the same in the step in flight; others may be on their way.
