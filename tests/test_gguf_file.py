@@ -157,7 +157,7 @@ def test_any_changed_byte_of_a_header_is_an_error_or_read(tmp_path: Path) -> Non
         ("llama.block_count", 1 << 31, r"llama.block_count: expected an integer from 1 to .*, found 2147483648"),
         ("llama.block_count", 1000, "llama.block_count is 1000, and there are 11 tensors"),
         ("llama.feed_forward_length", 0, "llama.feed_forward_length: expected an integer from 1 to .*, found 0"),
-        ("llama.mixer.head_count", 0, "llama.mixer.head_count: expected an integer from 1 to .*, found 0"),
+        ("llama.attention.head_count", 0, "llama.attention.head_count: expected an integer from 1 to .*, found 0"),
         ("llama.embedding_length", 96, r"expected shape \[.*96\], found \[.*64\]"),
     ],
 )

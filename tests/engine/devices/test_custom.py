@@ -143,7 +143,7 @@ def test_a_device_that_is_missing_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ranks_are_processes_that_have_to_import_it() -> None:
     own = type("Own", (CpuDevice,), {"__module__": "__main__"})
-    config: Any = SimpleNamespace(layer=lambda: SimpleNamespace(spread=lambda ranks: None))
+    config: Any = SimpleNamespace(spread=lambda ranks: None)
     options = Options(device=own, tp_size=2, speculative_algorithm="none").resolve()
     with pytest.raises(ConfigError, match="--tp-size 2: expected a device in a module"):
         spread(options, config, own())
