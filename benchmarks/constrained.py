@@ -23,7 +23,7 @@ import jsonschema
 from draftwing import LLM
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
-from draftwing.requests.sampling_params import sampling_params
+from draftwing.requests.sampling_params import SamplingParams
 
 BATCH = 16
 
@@ -44,7 +44,7 @@ def schemas(archive: Path) -> Iterator[Any]:
 
 def check(compiler: GrammarCompiler, kind: str, wish: Any) -> None:
     """Raises RequestError for what a server refuses."""
-    grammar = sampling_params({kind: wish}).grammar
+    grammar = SamplingParams.read({kind: wish}).grammar
     assert grammar is not None
     compiler.compile(grammar)
 

@@ -20,7 +20,7 @@ from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
 from draftwing.models.hub import fetch_default_model
 from draftwing.models.loader import load_model
-from draftwing.spec.drafter import DraftContext
+from draftwing.spec.drafter import Draft, DraftContext, DraftStep, SeenTokens
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -41,11 +41,11 @@ class Coupled(ModelDrafter):
 class Uncoupled(Coupled):
     """Drafts without the target's noise."""
 
-    def propose(self, slots, rows, shape, max_kv_len, noisy):  # type: ignore[no-untyped-def]
-        return super().propose(slots, rows, shape, max_kv_len, noisy[:0])
+    def propose(self, step: DraftStep) -> Draft:
+        return super().propose(step._replace(noisy=step.noisy[:0]))
 
-    def extend(self, slots, batch, aux_hidden, next_ids, count, noisy):  # type: ignore[no-untyped-def]
-        super().extend(slots, batch, aux_hidden, next_ids, count, noisy[:0])
+    def extend(self, seen: SeenTokens) -> None:
+        super().extend(seen._replace(noisy=seen.noisy[:0]))
 
 
 def blurred(blur: float) -> torch.nn.Module:

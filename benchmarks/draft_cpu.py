@@ -29,6 +29,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.hub import fetch_default_model
 from draftwing.models.loader import load_config
 from draftwing.ops.types import Continuations, Draft
+from draftwing.spec.drafter import DraftStep
 from draftwing.spec.model_drafter import ModelDrafter
 
 DEPTH, TOPK, NODES = 6, 4, 32
@@ -38,13 +39,13 @@ CONTEXT = 256  # committed tokens of the row that is measured
 
 def write_random_head(folder: Path, target: ModelConfig) -> Path:
     """An EAGLE-3 head in the official layout with the layer sizes of the target."""
-    hidden, heads, kv_heads, ffn = target.hidden_size, target.num_heads, target.num_kv_heads, target.ffn_size
+    hidden, ffn, (heads, kv_heads, head_dim) = target.hidden_size, target.layers[0].ffn, target.attention.shape
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) / columns**0.5
 
-    queries, keys = heads * target.head_dim, kv_heads * target.head_dim
+    queries, keys = heads * head_dim, kv_heads * head_dim
     kept = torch.randperm(target.vocab_size, generator=generator)[:DRAFT_VOCAB].sort().values
     tensors = {
         "fc.weight": matrix(hidden, 3 * hidden),
@@ -63,7 +64,7 @@ def write_random_head(folder: Path, target: ModelConfig) -> Path:
         tensors[f"{name}.weight"] = torch.ones(hidden)
     config = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": 1,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": target.head_dim,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "vocab_size": target.vocab_size, "draft_vocab_size": DRAFT_VOCAB, "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "max_position_embeddings": target.max_positions,
     }  # fmt: skip
@@ -101,7 +102,7 @@ class Row:
         self.slots.kv_len[0] = CONTEXT
 
     def propose(self, shape: TreeShape) -> Any:
-        return self.drafter.propose(self.slots, self.rows, shape, CONTEXT, self.nobody)
+        return self.drafter.propose(DraftStep(self.slots, self.rows, shape, CONTEXT, self.nobody))
 
     def forward(self, shape: TreeShape) -> Callable[[], Any]:
         """The target over a tree of this shape, logits included."""

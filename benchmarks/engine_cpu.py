@@ -104,10 +104,10 @@ def load_transformers(dtype: torch.dtype) -> Any:
     ours = load_model(fetch_default_model(), dtype, "cpu")
     c = ours.config
     config = LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.ffn_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim, max_position_embeddings=c.max_positions, rms_norm_eps=c.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta}, tie_word_embeddings=c.tie_embeddings,
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.layers[0].ffn,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.attention.heads, num_key_value_heads=c.attention.kv_heads,
+        head_dim=c.attention.head_dim, max_position_embeddings=c.max_positions, rms_norm_eps=c.norm.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.ropes[0].theta}, tie_word_embeddings=c.tie_embeddings,
         bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(dtype).eval()

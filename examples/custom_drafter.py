@@ -8,12 +8,9 @@ All of `propose` is tensors on the device: nothing is read on the host, and no s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from draftwing import LLM, Draft, Drafter
+from draftwing import LLM, Draft, Drafter, DraftStep
 
 
 class PairLookup(Drafter):
@@ -21,17 +18,18 @@ class PairLookup(Drafter):
 
     num_steps = 6  # --speculative-num-steps overrules it
 
-    def propose(self, table: Any, rows: Tensor, shape: Any, max_kv_len: int, noisy: Tensor) -> Draft:
-        text = table.tokens[rows, : max_kv_len + 1]  # [B, L], valid up to the newest token
+    def propose(self, step: DraftStep) -> Draft:
+        table, rows, depth = step.table, step.rows, step.shape.depth
+        text = table.tokens[rows, : step.max_kv_len + 1]  # [B, L], valid up to the newest token
         end = table.kv_len[rows].unsqueeze(1)  # [B, 1], index of the newest token
         newest, before = text.gather(1, end), text.gather(1, (end - 1).clamp(min=0))  # [B, 1]
         position = torch.arange(text.shape[1], device=rows.device)  # [L]
         pair = (text == newest) & (text.roll(1, 1) == before) & (position > 0) & (position < end)  # [B, L]
         last = (pair * position).amax(1, keepdim=True)  # [B, 1], 0 where the pair is new
-        step = torch.arange(shape.depth, device=rows.device)
+        ahead = torch.arange(depth, device=rows.device)
         # Past the newest token the copy goes on with what it has copied.
-        tokens = text.gather(1, last + 1 + step % (end - last).clamp(min=1))  # [B, depth]
-        return self.chain(table, rows, tokens, shape, (last > 0).expand_as(tokens))
+        tokens = text.gather(1, last + 1 + ahead % (end - last).clamp(min=1))  # [B, depth]
+        return self.chain(step, tokens, (last > 0).expand_as(tokens))
 
 
 def main() -> None:

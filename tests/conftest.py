@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), item.path not in slow))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """To import all files takes 20 s, and few of them have tests that measure time, which `make` runs alone."""
+    alone = config.option.markexpr.startswith("timing ") and collection_path.name.startswith("test_")
+    return True if alone and "mark.timing" not in collection_path.read_text() else None
+
+
 def pytest_collection_finish() -> None:
     """What thousands of tests import makes each collection of an engine's garbage take a second."""
     gc.collect()

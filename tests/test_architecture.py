@@ -19,20 +19,16 @@ HOST_SIDE = ("errors", "log", "core", "config", "requests", "sched")
 
 # Modules whose questions are right, and why.
 MAY_ASK = {
-    "engine.device": "makes the device",
-    "config.resolve": "what follows from the options differs by device, and the host's side has no `ops`",
+    "engine.devices.cuda": "says whether there is a GPU",
     "engine.graphs.cpu_tape": "made where `ops.records_calls` alone",
     "engine.startup.precompile": "compiles the GPU's kernels, in a process without tensors on it",
     "kv.pool": "a CPU's pool is of numpy's pages, which are taken as they are written",
-    "parallel.group": "the process group's backend",
     "serve.ray": "says what a replica needs of a machine, before there is one",
     "train.batches": "pins memory for a GPU",
-    "train.capture": "pins memory for a GPU",
     "train.chain_attention": "training's own kernels, with gradients",
     "train.cross_entropy": "training's own kernels, with gradients",
     "train.fit": "the process group's backend, and whether bfloat16 is native",
     "train.optimizer": "torch has its fused step for CUDA",
-    "train.stages": "a process for each GPU",
 }
 
 
@@ -166,7 +162,7 @@ def test_the_walk_sees_what_it_looks_for() -> None:
     assert Import("torch", False, False) in imports("engine.executor")
     assert any(found.typing for found in imports(""))
     assert any(found.deferred for module in trees() for found in imports(module))
-    assert "engine.device: is_cuda" in set(questions("engine.device"))
+    assert "engine.devices.cuda: torch.cuda.is_available" in set(questions("engine.devices.cuda"))
     assert layers()["core"] < layers()["sched"] < layers()["ops"] < layers()["engine"] < layers()["server"]
 
 

@@ -1,31 +1,42 @@
-"""Every command of the documentation, executed as it is typed, with small stand-ins for the checkpoints it names."""
+"""Every command of the documentation, and of SGLang's page on speculative decoding, is taken as it is typed; one server
+is started, by that page's helpers, and is sent every `curl`."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import openai
 import pytest
-import test_page_commands
-from stand_ins import accept_length, chat, llama2, llama3, llama31, mimo, model_of, qwen3, qwen25, served, write_all
 
 from draftwing.cli import main
+from draftwing.config.drafters import find_drafter
+from draftwing.test.doc_patch import launch_server_cmd
+from draftwing.utils import print_highlight, terminate_process, wait_for_server
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/constrained.md", "docs/migrating.md", "docs/speculative_decoding.md")
 PORT_OF_PAGES = "http://127.0.0.1:30000"
-HOST_OPTIONS = ("host", "port", "log_level", "dtype", "mem_fraction_static", "cuda_graph_max_bs")
-PYTHON = shlex.quote(sys.executable)
+# What SGLang's page serves, its import changed; names of models, and log levels, left out.
+EAGLE = "--speculative-algorithm EAGLE --speculative-draft-model-path d --speculative-num-steps"
+SGLANG = (
+    f"{EAGLE} 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8",
+    f"{EAGLE} 5 --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.6 --enable-torch-compile "
+    "--torch-compile-max-bs 2",
+    f"{EAGLE} 5 --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --speculative-token-map freq_32768.pt "
+    "--mem-fraction 0.7 --cuda-graph-max-bs 2 --dtype float16",
+    "--speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-num-steps 5 "
+    "--speculative-eagle-topk 8 --speculative-num-draft-tokens 32 --mem-fraction 0.6 --dtype float16",
+    "--host 0.0.0.0 --trust-remote-code --speculative-algorithm EAGLE --speculative-num-steps 1 "
+    "--speculative-eagle-topk 1 --speculative-num-draft-tokens 2 --mem-fraction 0.5",
+    "--speculative-algorithm STANDALONE --speculative-draft-model-path d --speculative-num-steps 4 "
+    "--speculative-eagle-topk 2 --speculative-num-draft-tokens 7 --mem-fraction-static 0.7",
+    "--speculative-algorithm NGRAM --speculative-num-draft-tokens 16 --speculative-ngram-max-match-window-size 12 "
+    "--speculative-ngram-max-bfs-breadth 10 --mem-fraction-static 0.8",
+)
 
 
 def commands(page: str) -> list[str]:
@@ -44,127 +55,65 @@ def commands(page: str) -> list[str]:
     return found
 
 
-def is_server(command: str) -> bool:
-    return command.startswith("draftwing serve") or "launch_server" in command
-
-
-def configuration(command: str) -> dict[str, Any]:
-    """What a server command chooses; not the host it is typed for: memory, precision, graphs, logs."""
-    words = shlex.split(command.replace("\\\n", " "))
-    start = next(i for i, word in enumerate(words) if word.startswith("--"))
-    parser, _, _ = main._parser()
-    given = vars(parser.parse_args(["serve", *main.dashed(words[start:])]))
-    asked = main.serve_options({name: value for name, value in given.items() if name != "command"}, {})
-    return {name: value for name, value in dataclasses.asdict(asked).items() if name not in HOST_OPTIONS}
-
-
 EVERY = sorted({command for page in PAGES for command in commands(page)})
-SERVERS = [command for command in EVERY if is_server(command)]
-OTHERS = [command for command in EVERY if not is_server(command)]
-# What SGLang's page starts too, in test_page_commands.py, is started once.
-STARTED = [configuration(command) for command, _ in test_page_commands.COMMANDS.values()]
-RIGHT = 1.5  # tokens of a step with drafts
-OWN = [command for command in SERVERS if configuration(command) not in STARTED]
-LIKE_ANOTHER = ("--model smollm2 --speculative-algorithm NGRAM", "--model smollm2 --speculative-algorithm SUFFIX",
-                "DFLASH", "NEXTN", "--speculative-aux-layer-ids")  # fmt: skip
 
 
-def typed(command: str) -> str:
-    """With this interpreter, whatever the PATH says."""
-    return re.sub(r"^draftwing\b", f"{PYTHON} -m draftwing", command)
+@pytest.mark.parametrize("command", [one for one in EVERY if one.startswith("draftwing ")] + [*SGLANG], ids=str)
+def test_a_command_is_taken_as_it_is_typed(command: str) -> None:
+    """With a tree as large as it says, and the drafter that it names."""
+    words = shlex.split(command.removeprefix("draftwing "))
+    words = ["serve", "--model", "m", *words] if command in SGLANG else words
+    parser, _, _ = main._parser()
+    given: dict[str, Any] = vars(parser.parse_args([words[0], *main.dashed(words[1:])]))
+    if given.pop("command") == "serve":
+        options = main.serve_options(given, {}).resolve()
+        asked = given.get("speculative_algorithm")
+        assert asked is None or options.speculative_algorithm == find_drafter(asked).name
+        if "speculative_num_draft_tokens" in given:
+            assert options.speculative_num_draft_tokens == int(given["speculative_num_draft_tokens"])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of the commands, with the files that they name."""
-    folder = write_all(tmp_path_factory.mktemp("docs"), llama2, llama3, llama31, mimo, qwen3, qwen25)
-    # Most bytes of UTF-8, and so most tokens
-    (folder / "notes.txt").write_text("".join(map(chr, (*range(1, 0x800), *range(0x1000, 0x110000, 0x1000)))))
-    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        make_map = next(command for command in OTHERS if "token-map" in command)
-        subprocess.run(typed(make_map), shell=True, check=True)
-        yield folder
+def test_no_command_is_left_out() -> None:
+    assert len(commands("docs/speculative_decoding.md")) >= 10
+    for command in EVERY:
+        assert command.startswith(("draftwing ", "curl ", "make ")), command
+        if command.startswith("make "):  # setting up an environment is no unit test; that make knows what to do is
+            subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.fixture(scope="module")
-def answers(folder: Path, smollm2_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[float]]]:
-    """The accept length of each server that a test asks for. Two run at a time: mostly they start."""
-
-    def ask(command: str) -> float:
-        # On a busy machine drafts of such a small model may not pay, which is not the head's fault.
-        always = " --speculative-fixed-shape" if has_head(command) else ""
-        with served(typed(command) + always) as url:
-            if command == asked:
-                send_requests(url)
-            assert httpx.get(f"{url}/health").status_code == 200
-            answer = chat(url, model_of(command))
-            assert answer["choices"][0]["finish_reason"] in ("stop", "length")
-            assert answer["usage"]["completion_tokens"] >= 1
-            return accept_length(url)
-
-    asked = next(command for command in OWN if "Qwen" in command and "NGRAM" in command)
-    with ThreadPoolExecutor(2) as pool:
-        tests = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-        wanted = {params["command"] for params in tests if params.get("command") in OWN}
-        yield {command: pool.submit(ask, command) for command in OWN if command in wanted}
-
-
-def send_requests(url: str) -> None:
-    """Every `curl` of the pages, to a server of the model that they name."""
-    for command in OTHERS:
-        if command.startswith("curl "):
+@pytest.mark.slow
+def test_the_server_of_a_notebook(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Started, asked and ended by the lines of SGLang's page. Smaller trees may be faster here: the shape is fixed."""
+    tree = "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 6"
+    process, port = launch_server_cmd(
+        "python3 -m sglang.launch_server --model smollm2 --speculative-algorithm EAGLE3 \\\n    --log-level warning "
+        f"{tree} --speculative-fixed-shape --context-length 300"
+    )
+    try:
+        wait_for_server(f"http://localhost:{port}", timeout=60, process=process)
+        client = openai.Client(base_url=f"http://127.0.0.1:{port}/v1", api_key="None")
+        question: Any = [{"role": "user", "content": "List 3 countries and their capitals."}]
+        response = client.chat.completions.create(model="m", messages=question, temperature=0, max_tokens=64)
+        print_highlight(f"Response: {response}")
+        for command in (one for one in EVERY if one.startswith("curl ")):
             assert PORT_OF_PAGES in command
-            there = command.replace(PORT_OF_PAGES, url).replace("curl", "curl --silent --fail-with-body", 1)
-            done = subprocess.run(there, shell=True, capture_output=True, text=True, timeout=60)
+            there = command.replace(PORT_OF_PAGES, f"http://127.0.0.1:{port}")
+            words = [*shlex.split(there), "--silent", "--fail-with-body"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, done.stdout
             if "/generate" in command:
-                assert '"spec_accept_length"' in done.stdout
-
-
-@pytest.mark.further(command=[command for command in OWN if any(part in command for part in LIKE_ANOTHER)])
-@pytest.mark.parametrize("command", OWN)
-def test_server(command: str, answers: dict[str, Future[float]]) -> None:
-    accepted = answers[command].result()
-    if has_head(command):
-        assert accepted > RIGHT, "the stand-in's head is right wherever it may be"
-
-
-def has_head(command: str) -> bool:
-    return any(name in command for name in ("EAGLE", "NEXTN", "DSPARK"))
-
-
-@pytest.mark.parametrize("command", [command for command in OTHERS if command.startswith("draftwing ")])
-def test_tool(command: str, folder: Path) -> None:
-    done = subprocess.run(typed(command), shell=True, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def scripts(page: str) -> list[str]:
-    """Its ```python blocks that load a model."""
-    text = (ROOT / page).read_text(encoding="utf8")
-    return [b for b in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "LLM(" in b]
+                assert float(re.findall(r'"spec_accept_length":([\d.]+)', done.stdout)[0]) > 1.3
+    finally:
+        terminate_process(process)
+    assert process.returncode == 0
+    assert capsys.readouterr().out.startswith("Response: ChatCompletion(id='")
+    assert response.usage is not None and 1 <= response.usage.completion_tokens <= 64
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/constrained.md", "docs/speculative_decoding.md"])
 def test_python(page: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (script,) = scripts(page)
+    text = (ROOT / page).read_text(encoding="utf8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (script,) = [block for block in blocks if "LLM(" in block]
     exec(compile(script, page, "exec"), {})
     assert capsys.readouterr().out.strip()
-
-
-def test_make_targets() -> None:
-    """Setting up an environment is no unit test; that make knows what to do is."""
-    for command in OTHERS:
-        if command.startswith("make "):
-            subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
-
-
-def test_nothing_is_left_out() -> None:
-    assert len(commands("docs/speculative_decoding.md")) >= 10 and len(SERVERS) >= 9
-    assert len(OWN) < len(SERVERS) and any(command.startswith("curl ") for command in OTHERS)
-    for command in OTHERS:
-        assert command.startswith(("draftwing ", "curl ", "make ")), command

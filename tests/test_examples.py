@@ -24,6 +24,9 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM, Completion
 from draftwing.layers.linear_ops import formats
+from draftwing.models.config import FAMILIES, from_hf
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.weight_map import checkpoint_tensors
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -36,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of its own takes what memory is free."""
-    monkeypatch.setattr("draftwing.engine.device._free_host_memory", lambda: 64 << 20)
+    monkeypatch.setattr("draftwing.engine.devices.cpu.CpuDevice.free_memory", lambda device: 64 << 20)
 
 
 def example(name: str) -> ModuleType:
@@ -94,6 +97,20 @@ def test_contributing_add_a_drafter(model: str, tmp_path: Path, monkeypatch: pyt
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0
 
 
+def test_contributing_add_a_device(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, for there is no such device here; what the page asks torch of it is stood in for."""
+    code = blocks("Add a device")[0]
+    assert 'kind = "xpu"' in code
+    (tmp_path / "my_device.py").write_text(code.replace('kind = "xpu"', 'kind = "cpu"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.xpu, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda: (64 << 20, 1 << 30), raising=False)
+    trees = {"speculative_algorithm": "SUFFIX", "speculative_fixed_shape": True}
+    drafted = answer(model, device="my_device:Xpu", **trees)
+    assert drafted.token_ids == answer(model, device="cpu", speculative_algorithm="none").token_ids
+    assert drafted.meta_info["spec_num_proposed_drafts"] > 0
+
+
 def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint in 8 bits and one multiplied out: the text is the same."""
     code, line = blocks("Add a weight format")
@@ -124,6 +141,30 @@ def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
         texts.append(answer(str(tmp_path / folder)).token_ids)
     assert texts[0] == texts[1] and len(set(texts[0])) > 10
+
+
+def test_contributing_add_a_kind_of_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's recurrence in a checkpoint, served with drafts and without."""
+    code, family = blocks("Add a kind of layer")
+    (tmp_path / "recurrence.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FAMILIES, "RecurrentForCausalLM", FAMILIES["LlamaForCausalLM"])  # until the test ends
+    exec(family, dict(vars(importlib.import_module("recurrence"))))
+    folder = write_target(tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"architectures": ["RecurrentForCausalLM"], "state_size": 32, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config, generator = from_hf(raw), torch.Generator().manual_seed(0)
+    assert {type(layer.mixer).__name__ for layer in config.layers} == {"AttentionConfig", "RecurrenceConfig"}
+    model = DecoderModel(config, torch.float32, "cpu")
+    for name, param in model.named_parameters():
+        if param.dim() == 2:
+            scale = (2 if name.startswith("lm_head") else 1) * param.shape[1] ** -0.5
+            param.data.copy_(torch.randn(param.shape, generator=generator) * scale)
+    save_file({name: part.clone() for name, part in checkpoint_tensors(model, config)}, folder / "model.safetensors")
+    drafted = answer(str(folder), speculative_algorithm="NGRAM", speculative_fixed_shape=True)
+    assert drafted.token_ids == answer(str(folder), speculative_algorithm="none").token_ids
+    assert drafted.meta_info["spec_num_proposed_drafts"] > 0 and len(set(drafted.token_ids)) > 10
 
 
 def test_they_are_short() -> None:

@@ -1,14 +1,12 @@
 """The default model through the Python API: known answers, and the same tokens with speculation on and off."""
 
 import json
-import subprocess
-import sys
 
 import jsonschema
 import pytest
 
 from draftwing import LLM, SamplingParams
-from draftwing.engine.device import has_native_bfloat16
+from draftwing.engine.devices.cpu import has_native_bfloat16
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 REPEAT = [
@@ -92,18 +90,6 @@ def test_stop_string_n_and_min_new_tokens(dense):
     assert 2 not in longer.token_ids[:11] and len(longer.token_ids) >= 12
 
 
-def test_llm_from_standard_input(smollm2_path):
-    """No main guard, no file: the engine starts no process that would import the script again."""
-    script = (
-        "from draftwing import LLM, SamplingParams\n"
-        "with LLM('smollm2', max_total_tokens=1024, num_threads=1) as llm:\n"
-        "    print(llm.generate('The capital of France is', SamplingParams(temperature=0, max_new_tokens=1))[0].text)\n"
-    )
-    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "Paris"
-
-
 def test_dtype_auto(plain, dense):
     expected = "torch.bfloat16" if has_native_bfloat16() else "torch.float32"
     assert str(dense.engine.parts.dtype) == expected
@@ -128,7 +114,7 @@ def test_salts_isolate_prefixes_and_generated_text(ngram):
 def test_ignore_eos_and_request_timeout(dense, smollm2_path):
     (answer,) = dense.chat(CAPITAL, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=20))
     assert 2 in answer.token_ids[:-1] and answer.finish_reason == {"type": "length", "length": 20}
-    with LLM("smollm2", speculative_algorithm="none", max_total_tokens=2048, request_timeout=0.3) as llm:
-        (late,) = llm.chat(STORY, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=500))
+    with LLM("smollm2", speculative_algorithm="none", max_total_tokens=2048, request_timeout=1.0) as llm:
+        (late,) = llm.chat(STORY, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=1500))
     assert late.finish_reason["type"] == "abort" and "timeout" in late.finish_reason["message"]
-    assert 0 < len(late.token_ids) < 500
+    assert 0 < len(late.token_ids) < 1500

@@ -1,4 +1,4 @@
-"""tools/soak.py for three minutes, on a tiny model; `make soak` runs it for longer. What it makes of a log."""
+"""tools/soak.py for two minutes, on a tiny model; `make soak` runs it for longer. What it makes of a log."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_a_short_soak(tmp_path: Path, clients: int) -> None:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     serve = ["--max-total-tokens", "8192", "--num-threads", "1", "--speculative-algorithm", "SUFFIX"]
-    serve += ["--speculative-suffix-capacity", "16384"]  # full by the time that memory is judged
+    serve += ["--speculative-suffix-capacity", "8192"]  # full by the time that memory is judged
     done = subprocess.run(
-        [sys.executable, TOOL, "--model", folder, "--minutes", "3", "--longest", "60", "--port", str(port),
+        [sys.executable, TOOL, "--model", folder, "--minutes", "2", "--longest", "60", "--port", str(port),
          "--clients", str(clients), "--", *serve],
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip

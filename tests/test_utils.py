@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from draftwing.test.doc_patch import launch_server_cmd
-from draftwing.utils import free_port, print_highlight, terminate_process, wait_for_server
+from draftwing.utils import terminate_process, wait_for_server
 
 # Stands for the package in the launched process: it answers every GET with its arguments and one variable.
 STAND_IN = """
@@ -61,18 +61,6 @@ def test_a_notebooks_life(stand_in: None) -> None:
     terminate_process(process)  # twice does no harm
 
 
-def test_two_servers_at_once_and_a_chosen_port(stand_in: None) -> None:
-    first, one = launch_server_cmd("python -m draftwing.launch_server")
-    second, two = launch_server_cmd(f"python -m draftwing.launch_server --port {free_port()}")
-    try:
-        assert one != two and f"{two}" in second.args  # type: ignore[operator]
-        for port in (one, two):
-            wait_for_server(f"http://127.0.0.1:{port}/", timeout=20)
-    finally:
-        terminate_process(first)
-        terminate_process(second)
-
-
 def test_what_never_answers(stand_in: None) -> None:
     process, port = launch_server_cmd("python -m draftwing.launch_server --fail 1")
     with pytest.raises(RuntimeError, match="exit code 3"):
@@ -91,8 +79,3 @@ def test_a_process_that_ignores_terminate_is_killed() -> None:
     assert process.stdout is not None and process.stdout.readline()
     terminate_process(process, timeout=0.3)
     assert process.returncode == -9
-
-
-def test_highlight_is_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    print_highlight({"a": "<b>"})
-    assert capsys.readouterr().out == "{'a': '<b>'}\n"

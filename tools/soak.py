@@ -2,14 +2,15 @@
 
     python tools/soak.py --minutes 60 --model smollm2 -- --speculative-algorithm NGRAM
 
-Options after `--` go to `draftwing serve`. Faults come in the first third of the time: the engine is killed, stopped
-for a moment, stopped for good; clients leave in the middle of an answer, or do not read it; no file can be written, as
-on a full disk. Afterwards these must hold, or the exit code is 1:
+Options after `--` go to `draftwing serve`. Faults come in the first third of the time, of twenty minutes or more in
+the first sixth, so that the last engine is warm after a third: the engine is killed, stopped for a moment, stopped for
+good; clients leave in the middle of an answer, or do not read it; no file can be written, as on a full disk. Afterwards
+these must hold, or the exit code is 1:
 
 - all slots and rows are back;
 - resident memory, descriptors and threads of engine and server are those of the end of the second third: memory within
-  3%, in less than twenty minutes 16 MB more; the KV pool, which takes memory as it fills, is small unless options say
-  otherwise, so that it is full by then;
+  3%, in less than twenty minutes 16 MB more; the KV pool and the store of responses, which take memory as they fill,
+  are small unless options say otherwise, so that they are full by then;
 - in twenty minutes or more, memory is within 6% of that of the end of the first third, too;
 - nothing in the log looks like a bug; else all that it says of the minute before is printed, with whole traces;
 - answers of a sample equal those of a fresh server. On a GPU that is promised in deterministic mode alone: there
@@ -439,7 +440,8 @@ async def soak(args: argparse.Namespace) -> Outcome:
             seeds = [args.seed * 1000 + i for i in range(args.clients)]
             clients = [one_client(server, seed, args.longest, tools, end, out) for seed in seeds]
             watching = asyncio.ensure_future(sizes(server, end, out))
-            breaking = faults(server, args.seed, began + seconds / 3, out) if args.faults else asyncio.sleep(0)
+            broken = began + seconds / (6 if seconds >= WARM else 3)
+            breaking = faults(server, args.seed, broken, out) if args.faults else asyncio.sleep(0)
             await asyncio.gather(*clients, breaking)
             found = await watching
             if server.ended:
@@ -489,7 +491,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-faults", dest="faults", action="store_false")
     parser.add_argument("--log", action="store_true", help="print the server's log")
     args = parser.parse_args(argv[:at])
-    args.serve = ["--tool-call-parser", "hermes", "--max-total-tokens", "4096", *argv[at + 1 :]]
+    small = ["--max-total-tokens", "4096", "--response-store-size", str(2**20)]
+    args.serve = ["--tool-call-parser", "hermes", *small, *argv[at + 1 :]]
     if torch.cuda.is_available():
         args.serve.append("--enable-deterministic-inference")
     out = asyncio.run(soak(args))

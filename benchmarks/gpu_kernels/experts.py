@@ -32,11 +32,11 @@ from torch import Tensor
 
 from draftwing.engine.startup import precompile
 from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.ops.contracts import Routed
 from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout, Stream
 from draftwing.ops.expert_rows import FP8, INT4, MX
 from draftwing.ops.groups import WHOLE, PackedGroups, pack, quantized
-from draftwing.ops.torch.experts import Routed
 from draftwing.ops.triton import expert_gemm, experts
 from draftwing.ops.triton.expert_gemm import DENSE, ExpertGemm
 from draftwing.ops.triton.experts import LARGE_TILE

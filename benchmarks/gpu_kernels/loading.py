@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.loader import load_model
 from draftwing.models.weight_map import checkpoint_tensors

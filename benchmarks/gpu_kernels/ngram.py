@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ def bench() -> list[tuple[str, float]]:
     from draftwing.core import TreeShape
     from draftwing.ops import make_ops
     from draftwing.ops.attention import Batch
+    from draftwing.spec.drafter import DraftStep, SeenTokens
     from draftwing.spec.ngram_drafter import NGramDrafter
     from draftwing.spec.suffix_drafter import SuffixDrafter
 
@@ -44,12 +46,12 @@ def bench() -> list[tuple[str, float]]:
                 found.append((f"begin, {name}", begin))
             for width in (1, 9):
                 ids = rows.new_zeros(batch * width)
-                extend = replayed(lambda d=drafter, a=(slots, seen, None, ids, count): d.extend(*a))
+                extend = replayed(partial(drafter.extend, SeenTokens(slots, seen, None, ids, count, none)))
                 found.append((f"insert up to {width} tokens, {name}", extend))
             found.append((f"confidence, {name}", replayed(lambda d=drafter, a=(slots, rows, length): d.confidence(*a))))
             if length == 500:
                 for shape in (TreeShape(5, 8, 8), TreeShape(8, 8, 16), TreeShape(18, 8, 64)):
-                    micros = replayed(lambda d=drafter, a=(slots, rows, shape, length): d.propose(*a))
+                    micros = replayed(partial(drafter.propose, DraftStep(slots, rows, shape, length, none)))
                     found.append((f"build {shape.nodes} nodes deep {shape.depth}, {name}", micros))
     return found
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
-from draftwing.engine.device import Device, pick_device
+from draftwing.engine.devices import pick_device
+from draftwing.engine.devices.base import Device
 from draftwing.parallel.group import Group, Rendezvous, join
 from draftwing.parallel.ranks import Ranks
 

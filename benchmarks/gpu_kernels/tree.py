@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from timing import replayed
 
-from draftwing.engine.device import Device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops import make_ops
-from draftwing.ops.torch.assign import new_calibration
+from draftwing.ops.drafts import new_calibration
 from draftwing.ops.types import Draft
 
 CONTEXT = 8192
@@ -19,7 +19,7 @@ def bench() -> list[tuple[str, float]]:
     ops = make_ops(cuda)
     for batch in (1, 16, 64):
         rows = torch.arange(batch, device=cuda)
-        slots = RowTable(batch, CONTEXT, Device(cuda, ops))
+        slots = RowTable(batch, CONTEXT, pick_device("cuda", ops=ops))
         slots.kv_len.fill_(600)
         found.append((f"plain inputs, {batch} rows", replayed(lambda s=slots, r=rows: ops.plain_inputs(s, r))))
         for depth, nodes in ((0, 1), (3, 4), (5, 32), (8, 64)):

@@ -17,19 +17,23 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "Device",
     "Draft",
     "DraftContext",
+    "DraftStep",
     "Drafter",
     "RequestError",
     "SamplingParams",
+    "SeenTokens",
     "__version__",
 ]
 
 if TYPE_CHECKING:
+    from draftwing.engine.devices.base import Device
     from draftwing.errors import CheckpointError, ConfigError, RequestError
     from draftwing.llm import LLM, Completion
     from draftwing.requests.sampling_params import SamplingParams
-    from draftwing.spec.drafter import Draft, DraftContext, Drafter
+    from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep, SeenTokens
 
 # Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
 _HOMES = {
@@ -37,8 +41,11 @@ _HOMES = {
     "Completion": "draftwing.llm",
     "SamplingParams": "draftwing.requests.sampling_params",
     "CheckpointError": "draftwing.errors",
+    "Device": "draftwing.engine.devices.base",
     "Draft": "draftwing.spec.drafter",
     "DraftContext": "draftwing.spec.drafter",
+    "DraftStep": "draftwing.spec.drafter",
+    "SeenTokens": "draftwing.spec.drafter",
     "Drafter": "draftwing.spec.drafter",
     "ConfigError": "draftwing.errors",
     "RequestError": "draftwing.errors",

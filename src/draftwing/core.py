@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices
 
-# A node's mark, the same in ops/torch/assign.py and the kernels: its depth in the lowest bits, whether it is verified,
-# from which bit on who proposed it, and from which bit on its survival in units of 1 / MARK_ONE.
+# A node's mark, the same in ops/reference/assign.py and the kernels: its depth in the lowest bits, whether it is
+# verified, from which bit on who proposed it, and from which bit on its survival in units of 1 / MARK_ONE.
 MARK_DEPTH, MARK_VERIFIED, MARK_SOURCE, MARK_SURVIVAL, MARK_ONE = 0xFF, 1 << 8, 9, 16, (1 << 15) - 1
 
 # Set beside a drawn token, the same in the kernels: the logits that it was drawn from were not finite, so it means

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,11 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_process import engines
-from tiny_checkpoint import write_checkpoint
 
 from draftwing.cli.main import main
-
-ROOT = Path(__file__).parents[2]
 
 # The real command, but for the model: no weights, a tokenizer of bytes, and the worker of fake_engine.py.
 # A test runner in the background hands an ignored SIGINT on to its children.
@@ -62,34 +57,13 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--speculative-algorithm", "STANDALONE"], "STANDALONE needs speculative_draft_model_path"),
-        (["--speculative_algorithm", "NGRAM", "--speculative_num_draft_tokens", "1"], "at least 2"),
-        (["--dtype", "int8"], "dtype must be one of"),
-        (["--host", "no such host"], "is not an address"),
-    ],
-)
-def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *argv]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("draftwing: error: ") and message in error and "Traceback" not in error
-
-
-def test_unknown_and_abbreviated_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--bogus", "--spec"):
-        with pytest.raises(SystemExit) as info:
-            main(["serve", flag, "1"])
-        assert info.value.code == 2 and flag in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("argv", "usage", "message"),
     [
         (["serve", "--max_runing_requests=3"], "draftwing serve [options]", "nearest option is --max-running-requests"),
         (["bench", "--concurency", "2"], "draftwing bench [", "argument --concurency; the nearest option is --concurr"),
         (["chat", "word"], "draftwing chat [", "unrecognised arguments: word"),
         (["--versoin"], "draftwing [-h]", "the nearest option is --version"),
+        (["serve", "--spec", "1"], "draftwing serve [options]", "--spec"),
     ],
 )
 def test_unknown_arguments(argv: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,27 +109,6 @@ def logged(process: subprocess.Popen[str], last: str) -> list[str]:
         if last in line:
             break
     return log
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_serve_serves_the_page_at_the_address_that_it_prints(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "tiny")
-    argv = ["make", "--no-print-directory", "-n", "serve", "PORT=0", f"ARGS=--model {model} --num-threads 1"]
-    line = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    program, *rest = shlex.split(line)
-    assert program.endswith("/draftwing") and rest[0] == "serve"
-    process = subprocess.Popen([sys.executable, "-m", "draftwing", *rest], stderr=subprocess.PIPE, text=True)
-    try:
-        log = logged(process, "a page to chat")
-        url = log[-1].partition("drafts: ")[2].strip()
-        assert url.startswith("http://127.0.0.1:"), "".join(log)
-        page = httpx.get(url, timeout=30)
-        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-        assert "<title>" in page.text and httpx.get(f"{url}/ui/info", timeout=30).status_code == 200
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
 
 
 @pytest.mark.slow
@@ -207,7 +160,7 @@ def serving(*argv: str, pause: float = 0.0005, deaths: int = 5) -> Iterator[tupl
         process.communicate()
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
+def gone(pid: int, seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
     while (there := alive(pid)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -254,17 +207,6 @@ def test_sigterm_lets_running_requests_end() -> None:
     assert '"finish_reason":"length"' in client.text and client.text.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.exhaustive  # as the next one does
-@pytest.mark.slow
-def test_the_drain_ends_with_an_abort() -> None:
-    with serving("--drain-timeout", "0.2", pause=0.05) as (process, url):
-        client = Streamed(url, 1900)
-        process.send_signal(signal.SIGTERM)
-        client.join(10)
-        assert process.wait(10) == 0
-    assert '"finish_reason":"abort"' in client.text and client.text.endswith("data: [DONE]\n\n")
-
-
 @pytest.mark.slow
 def test_the_drain_ends_although_the_engine_is_slow() -> None:
     """Neither a stream nor an answer waits for the end of a step, which lasts longer than the connections are given
@@ -290,9 +232,9 @@ def test_the_second_signal_ends_at_once() -> None:
         (engine,) = engines(process.pid)
         client = Streamed(url, 1900)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
+        assert "are running" in logged(process, "they have")[-1]  # two at once would be one
         process.send_signal(signal.SIGTERM)
-        assert process.wait(1) == 128 + signal.SIGTERM and gone(engine, 1)
+        assert process.wait(10) == 128 + signal.SIGTERM and gone(engine, 10)  # the answer takes 95 s
         client.join(5)
     assert client.error is not None
 
@@ -312,7 +254,7 @@ def test_a_killed_server_takes_its_engine_along() -> None:
         (engine,) = engines(process.pid)
         process.kill()
         process.wait()
-        assert gone(engine, 2)
+        assert gone(engine)
 
 
 @pytest.mark.slow

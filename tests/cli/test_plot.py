@@ -12,7 +12,6 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.cli.main import main
 from draftwing.cli.plot import WIDTH, plot
-from draftwing.engine.measure import _by_depth
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -67,16 +66,6 @@ def test_a_sweep_has_a_map_for_each_batch_size() -> None:
     assert {"no drafts", "best fixed tree", "chosen by the engine"} <= set(words)
     assert len([one for one in shapes if one.attrib.get("stroke-width") == "2"]) == 2, "the best of each has a frame"
     assert {"155", "152", "948", "950"} <= set(words)
-
-
-def test_without_drafts_there_is_nothing_to_accept() -> None:
-    _, words = drawn(plot([record(1, 0.5, [])], "none"))
-    assert "nothing" in words and "0.5" in words
-
-
-def test_shares_of_steps() -> None:
-    assert _by_depth([[1, 2], [3, 0, 2]]) == [0.5, 0.25]
-    assert _by_depth([[], ()]) == _by_depth([]) == [] and _by_depth([[7]]) == []
 
 
 def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

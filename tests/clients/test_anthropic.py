@@ -39,11 +39,6 @@ def test_a_round_of_tools(client: anthropic.Anthropic, say: Any) -> None:
     assert second.stop_reason == "end_turn"
 
 
-def test_errors(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="top_k"):
-        client.messages.create(model="m", max_tokens=5, messages=HI, extra_body={"top_k": -5})
-
-
 def test_the_tool_runner(client: anthropic.Anthropic, say: Any) -> None:
     @anthropic.beta_tool
     def get_weather(city: str) -> str:

@@ -32,8 +32,3 @@ def test_a_round_of_tools(base: str, say: Any) -> None:
     say("text")
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"}
     assert ask(base, messages=[*HI, message, result], tools=TOOLS).choices[0].message.content == "It is sunny."
-
-
-def test_errors(base: str) -> None:
-    with pytest.raises(litellm.BadRequestError, match="temperature"):
-        ask(base, temperature=-1)

@@ -21,15 +21,8 @@ pytest.importorskip("smg", reason="smg is not installed: pip install smg")
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 OPTIONS = (
-    "--num-threads",
-    "1",
-    "--max-total-tokens",
-    "16384",
-    "--log-level",
-    "error",
-    "--speculative-algorithm",
-    "none",
-)
+    "--num-threads", "1", "--max-total-tokens", "16384", "--log-level", "error", "--speculative-algorithm", "none",
+)  # fmt: skip
 GATEWAY = ("--policy", "cache_aware", "--health-check-interval-secs", "1", "--health-failure-threshold", "1")
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 

@@ -50,12 +50,8 @@ def test_one_key_may_everything_unless_there_is_one_for_operators() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[a", "not valid TOML"),
-        ("", "has no key"),
-        ("a = 1", "must be a table"),
-        ("[a]", "visible ASCII"),
-        ('[a]\nkey = "sk secret"', "visible ASCII"),
-        ('[a]\nkey = "sk-é"', "visible ASCII"),
+        ("[a", "not valid TOML"), ("", "has no key"), ("a = 1", "must be a table"), ("[a]", "visible ASCII"),
+        ('[a]\nkey = "sk secret"', "visible ASCII"), ('[a]\nkey = "sk-é"', "visible ASCII"),
         ('[a]\nkey = ["secret"]', "key must be a text"),
         ('[a]\nkey = "b"\nlimit = 1', "unknown setting 'limit'; expected key, admin, requests_per_minute, tokens_"),
         ('[a]\nkey = "b"\nmax_priority = 1.5', "max_priority must be a whole number; found 1.5"),
@@ -63,7 +59,7 @@ def test_one_key_may_everything_unless_there_is_one_for_operators() -> None:
         ('[a]\nkey = "b"\ntokens_per_minute = 0', "a whole number of at least 1; found 0"),
         ('[a]\nkey = "b"\n[c]\nkey = "b"', "the keys of 'a' and 'c' are the same"),
     ],
-)
+)  # fmt: skip
 def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_keys(written(tmp_path, text))

@@ -7,7 +7,6 @@ import dataclasses
 
 from draftwing.config.arguments import add_arguments, dashed
 from draftwing.config.options import Options
-from draftwing.core import TreeShape
 
 
 def parse(*argv: str) -> Options:
@@ -37,11 +36,3 @@ def test_every_option_has_both_spellings_and_reaches_its_field() -> None:
 def test_underscores_in_values_stay() -> None:
     assert parse("--model_path=my_org/my_model").model == "my_org/my_model"
     assert parse("--model", "my_model").model == "my_model"
-
-
-def test_the_ngram_command_of_sglangs_users() -> None:
-    command = """--model q --speculative-algorithm NGRAM --speculative-num-draft-tokens 16 --mem-fraction-static 0.8
-        --speculative-ngram-max-match-window-size 12 --speculative-ngram-max-bfs-breadth 10 --log-level warning"""
-    options = parse(*command.split()).resolve()
-    assert options.speculative_algorithm == "NGRAM" and options.speculative_shape == TreeShape(15, 10, 16)
-    assert options.mem_fraction_static == 0.8 and options.log_level == "warning"

@@ -151,6 +151,8 @@ def test_a_tree_is_written_beside_what_is_there(tmp_path: Path) -> None:
     config_with(tmp_path, {})
     with pytest.raises(ConfigError, match="the tree to save"):
         save_shape(tmp_path, "cpu", TreeShape(0, 1, 1))
+    with pytest.raises(ConfigError, match="none for xpu"):
+        save_shape(tmp_path, "xpu", TreeShape(3, 1, 4))
     assert carried_shape(tmp_path, "cpu") is None
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from draftwing.config.drafters import NAMES
 from draftwing.config.options import Options
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
 
 
@@ -44,7 +46,8 @@ def test_a_value_out_of_range_is_refused_with_the_rule(fields: dict[str, Any], r
 
 def test_overlap_is_the_default_on_cuda_only() -> None:
     def overlaps(device: str, **fields: bool) -> bool:
-        return Options(**fields).resolve().for_engine(device, 0).enable_overlap  # type: ignore[arg-type]
+        defaults = defaults_for(0) if device == "cuda" else CpuDevice().defaults
+        return Options(**fields).resolve().for_engine(defaults).enable_overlap  # type: ignore[arg-type]
 
     assert overlaps("cuda") and not overlaps("cpu")
     assert overlaps("cpu", enable_overlap=True)

@@ -10,7 +10,11 @@ import pytest
 
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
+
+CPU_DEFAULTS = CpuDevice().defaults
 
 STANDALONE: dict[str, Any] = {"speculative_algorithm": "standalone", "speculative_draft_model_path": "x"}
 
@@ -51,11 +55,11 @@ def test_ngram_shapes(given: dict[str, int], shape: tuple[int, int, int]) -> Non
 def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -> None:
     options = Options(speculative_algorithm=name, speculative_draft_model_path="x").resolve()
     assert options.speculative_algorithm == name.upper()
-    assert options.for_engine("cpu", 0, "LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 16)
-    assert options.for_engine("cpu", 0, "Qwen2ForCausalLM").speculative_shape == TreeShape(3, 1, 4)
-    assert not options.for_engine("cpu", 0, "Qwen2ForCausalLM").speculative_fixed_shape
+    assert options.for_engine(CPU_DEFAULTS, "LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 16)
+    assert options.for_engine(CPU_DEFAULTS, "Qwen2ForCausalLM").speculative_shape == TreeShape(3, 1, 4)
+    assert not options.for_engine(CPU_DEFAULTS, "Qwen2ForCausalLM").speculative_fixed_shape
     carried = TreeShape(4, 2, 10)
-    assert options.for_engine("cpu", 0, "LlamaForCausalLM", carried).speculative_shape == carried
+    assert options.for_engine(CPU_DEFAULTS, "LlamaForCausalLM", carried).speculative_shape == carried
 
 
 @pytest.mark.parametrize(
@@ -71,10 +75,10 @@ def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -
 def test_what_is_given_wins_over_the_tree_that_a_head_asks_for(given: dict[str, int], shape: tuple[int, ...]) -> None:
     fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
     options = Options(speculative_algorithm="EAGLE", **fields).resolve()
-    filled = options.for_engine("cpu", 0, "LlamaForCausalLM", TreeShape(4, 2, 10))
+    filled = options.for_engine(CPU_DEFAULTS, "LlamaForCausalLM", TreeShape(4, 2, 10))
     assert filled.speculative_shape.tree == tuple(shape)[:3] and not filled.speculative_fixed_shape
     pinned = Options(speculative_algorithm="EAGLE", speculative_fixed_shape=True, **fields).resolve()
-    assert pinned.for_engine("cpu", 0, "LlamaForCausalLM", TreeShape(4, 2, 10)).speculative_fixed_shape
+    assert pinned.for_engine(CPU_DEFAULTS, "LlamaForCausalLM", TreeShape(4, 2, 10)).speculative_fixed_shape
 
 
 @pytest.mark.parametrize(
@@ -152,17 +156,17 @@ def test_sizes_by_the_device(caplog: pytest.LogCaptureFixture) -> None:
 
     options = Options().resolve()
     assert sizes(options) == (None, None, None)
-    assert sizes(options.for_engine("cpu", 10**12)) == (64, 512, None)
-    assert sizes(options.for_engine("cuda", 141 * 10**9)) == (256, 8192, 128)
-    assert sizes(options.for_engine("cuda", 24 * 10**9)) == (128, 4096, 64)
-    assert sizes(options.for_engine("cuda", 8 * 10**9)) == (64, 2048, 32)
+    assert sizes(options.for_engine(CPU_DEFAULTS)) == (64, 512, None)
+    assert sizes(options.for_engine(defaults_for(141 * 10**9))) == (256, 8192, 128)
+    assert sizes(options.for_engine(defaults_for(24 * 10**9))) == (128, 4096, 64)
+    assert sizes(options.for_engine(defaults_for(8 * 10**9))) == (64, 2048, 32)
     given = Options(max_running_requests=16, chunked_prefill_size=-1, cuda_graph_max_bs=20).resolve()
-    assert sizes(given.for_engine("cuda", 10**12)) == (16, -1, 16), "no graph is larger than the largest batch"
+    assert sizes(given.for_engine(defaults_for(10**12))) == (16, -1, 16), "no graph is larger than the largest batch"
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        on_cpu = given.for_engine("cpu", 10**12)
-        assert sizes(on_cpu) == (16, -1, None) and on_cpu.for_engine("cpu", 10**12) == on_cpu == on_cpu.resolve()
+        on_cpu = given.for_engine(CPU_DEFAULTS)
+        assert sizes(on_cpu) == (16, -1, None) and on_cpu.for_engine(CPU_DEFAULTS) == on_cpu == on_cpu.resolve()
     assert [r.getMessage() for r in caplog.records] == ["without CUDA, cuda_graph_max_bs has no effect"]
-    on_cuda = given.for_engine("cuda", 10**12)
-    assert on_cuda.for_engine("cuda", 10**12) == on_cuda == on_cuda.resolve()
+    on_cuda = given.for_engine(defaults_for(10**12))
+    assert on_cuda.for_engine(defaults_for(10**12)) == on_cuda == on_cuda.resolve()
     assert not options.deterministic and Options(enable_deterministic_inference=True).deterministic

@@ -12,6 +12,8 @@ from draftwing.config.arguments import dashed
 from draftwing.config.options import Options
 from draftwing.config.sglang_compat import FOREIGN, NO_EFFECT, REFUSED
 from draftwing.core import TreeShape
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
 
 # The commands of SGLang's page on speculative decoding, after the model's name.
@@ -51,12 +53,12 @@ def test_environment(caplog: pytest.LogCaptureFixture) -> None:
     chain = options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="True")
     assert (
         chain.enable_overlap
-        and chain.for_engine("cpu", 0).enable_overlap
+        and chain.for_engine(CpuDevice().defaults).enable_overlap
         and chain.speculative_shape == TreeShape(4, 1, 5)
     )
     assert not options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="False").enable_overlap
     off = options(SPEC_V2 + " --disable-overlap-schedule", SGLANG_ENABLE_SPEC_V2="1")
-    assert not off.for_engine("cuda", 0).enable_overlap
+    assert not off.for_engine(defaults_for(0)).enable_overlap
     with caplog.at_level(logging.WARNING):
         options(NGRAM, SGLANG_NGRAM_FORCE_GREEDY_VERIFY="True")
     assert "SGLANG_NGRAM_FORCE_GREEDY_VERIFY has no effect" in caplog.text
@@ -78,26 +80,12 @@ def test_every_unsupported_flag_parses_and_is_handled(name: str, caplog: pytest.
     assert Options.from_kwargs(**{name: None}) == Options()
 
 
-def test_aliases() -> None:
-    assert options("--speculative-algo NGRAM --speculative-ngram-max-trie-depth 9").speculative_ngram_branch_length == 9
-
-
-def test_dp_attention_says_what_to_do_instead() -> None:
-    with pytest.raises(ConfigError, match="one server per device"):
-        options("--enable-dp-attention")
-
-
 def test_what_asks_for_one_device_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         options("--tp 1 --dp-size 1 --page-size 1 --quantization none")
     assert not caplog.records
     with pytest.raises(ConfigError, match=r"--dp-size is not supported: .* one replica"):
         options("--dp_size 2")
-
-
-@pytest.mark.parametrize("name", ["--tp", "--tp-size", "--tensor-parallel-size"])
-def test_ranks_of_tensor_parallel(name: str) -> None:
-    assert options(f"{name} 2").tp_size == 2
 
 
 def test_help_says_what_is_honoured(capsys: pytest.CaptureFixture[str]) -> None:

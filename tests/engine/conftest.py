@@ -10,17 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_ops import BlockTorchOps
+from decoder_configs import decoder_config
 from thread_ranks import lead, shares_of
 
 from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
-from draftwing.engine.device import Device, pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.loop import Loop
+from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.linear_ops.blocks import BlockFormat
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
@@ -42,11 +43,16 @@ def tiny_model(
     seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0, vocab: int = VOCAB,
     **switches,
 ):  # fmt: skip
-    """switches: of the `ModelConfig`."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    """switches: as `decoder_config` has them."""
+    config = decoder_config(
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
         ffn_size=96, vocab_size=vocab, max_positions=CONTEXT, **switches,
     )  # fmt: skip
+    return model_of(config, seed, device, dtype, sharpen)
+
+
+def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
+    """A model with random weights."""
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -96,7 +102,7 @@ class OracleDrafter:
     """
 
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
-        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
+        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (KVSpec(1, 2),), 0
         self.initial_confidence, self.fixed_confidence, self.from_tokens = MAX_CONFIDENCE, False, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
@@ -107,7 +113,8 @@ class OracleDrafter:
     def span(self, shape):
         return max(shape.nodes, 1 + shape.topk * (shape.depth - 1))
 
-    def propose(self, slots, rows, shape, max_kv_len, noisy):
+    def propose(self, step):
+        slots, rows, shape, max_kv_len, _ = step
         kv_len, root = slots.kv_len[rows], slots.last[rows]
         self._check_kv(slots, rows, kv_len, max_kv_len)
         device, batch, nodes = rows.device, rows.shape[0], shape.nodes
@@ -134,14 +141,15 @@ class OracleDrafter:
     def lags(self, shape):
         return shape == PLAIN
 
-    def watch(self, slots, batch, next_ids, count, noisy):
+    def watch(self, seen):
         pass
 
-    def catch_up(self, slots, batch, aux_hidden, next_ids, count, noisy, drafts):
-        self.extend(slots, batch, aux_hidden, next_ids, count, noisy)
+    def catch_up(self, seen, drafts):
+        self.extend(seen)
 
-    def extend(self, slots, batch, aux_hidden, next_ids, count, noisy):
-        k = torch.stack((batch.ids, next_ids), -1).to(self.pool.dtype)[:, None]
+    def extend(self, seen):
+        batch = seen.batch
+        k = torch.stack((batch.ids, seen.next_ids), -1).to(self.pool.dtype)[:, None]
         self.pool.write(self.layer, batch.write_slots, k, k)
 
     def confidence(self, slots, rows, max_kv_len, out=None):
@@ -208,7 +216,7 @@ class Rig:
             drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, secret=1)  # one on all ranks
         self.drafter = drafter
         if deferral is None:
-            deferral = AT_ONCE if dev.is_cuda or fake_device else Lag.deferral(drafter, dev, chunk)
+            deferral = AT_ONCE if dev.has_own_memory or fake_device else Lag.deferral(drafter, dev, chunk)
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)
         backend = attn(self.pool)
@@ -219,7 +227,7 @@ class Rig:
         model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral)
-        if dev.is_cuda:  # a hidden host read is an error
+        if dev.has_own_memory:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.commit = without_sync(self.executor.commit)
         lookahead, tail, initial_confidence = 0, 0, 0
@@ -243,8 +251,9 @@ class Rig:
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
         self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
+        self.page_table_check = PageTableCheck(self.sched, self.slots, every=1)
         if graph_size:
-            if not dev.is_cuda:
+            if not dev.has_own_memory:
                 dev.record = record_by_calling
             self.captured = self.executor.capture(menu)
 
@@ -282,6 +291,7 @@ class Rig:
                 break
             self.loop.turn()
             self.sched.check_integrity()
+            self.page_table_check.look()
             for out in self.sched.take_outputs():
                 answers.tokens.setdefault(out.uid, []).extend(out.token_ids)
                 answers.logprobs.setdefault(out.uid, []).extend(out.logprobs)
@@ -392,7 +402,7 @@ def harness(request):
     weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", by the device's
     own attention; "ranks", a model spread over two ranks, whose plain answers are those
     of the whole."""
-    rig = Rig
+    rig, of_config = Rig, None
     if request.param == "ranks":
         device, how, rig = "cpu", {}, spread_rig
 
@@ -401,10 +411,13 @@ def harness(request):
     elif request.param == "blocks":
         device, ops = "cpu", pick_device("cpu").ops
         ops = ops if ops.block_kinds else BlockTorchOps(ops.device)
-        how = {"attn": ops.attention, "kv_dtype": torch.bfloat16, "fake_device": Device(ops.device, ops)}
+        how = {"attn": ops.attention, "kv_dtype": torch.bfloat16, "fake_device": pick_device(ops.device.type, ops=ops)}
 
         def model(*args, **kw):
             return in_blocks(tiny_model(*args, **kw), ops)
+
+        def of_config(*args, **kw):
+            return in_blocks(model_of(*args, **kw), ops)
     elif request.param.startswith("windows"):
         device = request.param.partition(" ")[2] or "cpu"
         model = partial(tiny_model, device=device)
@@ -413,7 +426,8 @@ def harness(request):
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}
     return SimpleNamespace(
-        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, prompts_for=prompts_for,
+        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, model_of=of_config or partial(model_of, device=device),
+        prompts_for=prompts_for,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine import build
 from draftwing.engine.compile import compile_forwards
+from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.spec.heads import DraftLM
@@ -137,7 +138,7 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
 
 def test_not_with_deterministic_inference(monkeypatch):
     ops = SimpleNamespace(batch_invariant=True, title="stand-in")
-    device = SimpleNamespace(device=torch.device("cuda"), ops=ops, total_memory=lambda: 80 << 30)
+    device = SimpleNamespace(device=torch.device("cuda"), ops=ops, defaults=defaults_for(80 << 30))
     monkeypatch.setattr(build, "pick_device", lambda name: device)
     monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM"))
     options = Options(

@@ -33,13 +33,13 @@ def dense_logits(model, tokens):
     tokens = tokens.to(device)
     batch, length = tokens.shape
     config = model.config
-    group = config.num_heads // config.num_kv_heads
+    group = config.attention.heads // config.attention.kv_heads
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
     def attend(layer, q, k, v):
-        q, k, v = (t.double().view(batch, length, -1, config.head_dim).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.double().view(batch, length, -1, config.attention.head_dim).transpose(1, 2) for t in (q, k, v))
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = (q @ k.transpose(2, 3) / config.head_dim**0.5).masked_fill(~causal, -torch.inf)
+        scores = (q @ k.transpose(2, 3) / config.attention.head_dim**0.5).masked_fill(~causal, -torch.inf)
         return (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch * length, -1).float()
 
     with torch.inference_mode():

@@ -11,7 +11,7 @@ from made_up_prices import OnMadeUpMachine
 
 from draftwing.core import LOOKUP_ALONE, PLAIN, Deferral, TreeShape
 from draftwing.ops import make_ops
-from draftwing.ops.torch.assign import new_calibration
+from draftwing.ops.drafts import new_calibration
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram_drafter import NGramDrafter

@@ -35,7 +35,7 @@ SWITCHES = {
     "gemma": dict(
         windows=(6, 0),
         qk_norm=True,
-        query_pre_attn_scalar=24,
+        scalar=24,
         local_rope=RopeConfig(100.0),
         wide_norms=True,
         gemma=True,
@@ -54,7 +54,7 @@ def case(request, harness, one_thread):
     expected = harness.plain_answers(model, prompts, params)
     (whole,) = getattr(other := tiny_model(), "whole", (other,))
     for layer in whole.layers:  # the same weights, all of which see everything
-        layer.attention._window = 0
+        layer.mixer._window = 0
     assert harness.plain_answers(whole, prompts, params).tokens != expected.tokens, "windows change nothing here"
     model.again = tiny_model
     return model, prompts, params, expected, harness.make_book(prompts, expected)

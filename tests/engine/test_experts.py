@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.layers.config import ExpertConfig
 from draftwing.sched.policy.cost import StepCost

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftwing.core import AT_ONCE, LAG, LOOKUP_ALONE, PLAIN, CatchUp, Deferral, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.models.heads.block_config import BlockConfig
@@ -62,13 +62,14 @@ def drafts_of(
         drafter.lags = lambda shape: False
     rig = harness.Rig(model, drafter=drafter, policy=Scripted(), lag=lag, attn=ops.attention, deferral=deferral)
     found, propose = [], drafter.propose
-    layer = model.config.num_layers
+    layer = len(model.kv_layers)
 
-    def spy(table: Any, rows: Any, shape: Any, max_kv_len: int, noisy: Any) -> Any:
-        for row in rows.tolist():
+    def spy(step: Any) -> Any:
+        table = step.table
+        for row in step.rows.tolist():
             slots = table.page_table[row, : int(table.kv_len[row])]
             found.extend((rig.pool.kv[layer][slots].clone(), drafter._first.feature[row].clone()))
-        draft = propose(table, rows, shape, max_kv_len, noisy)
+        draft = propose(step)
         found.extend((draft.tokens.clone(), draft.parent.clone()))
         return draft
 
@@ -180,6 +181,7 @@ def test_a_long_prompt_beside_a_short_one_at_rest(
     """The head sees the long one at once, whichever comes first, and the other when it drafts."""
     if harness.device != "cpu":
         pytest.skip("for the CPU")
+    monkeypatch.setattr("draftwing.sched.pace.Pace.record", lambda *_: None)  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
     model, policy = harness.tiny_model(), Told(TREE)
@@ -233,6 +235,7 @@ def test_a_lookup_sees_prompts_that_its_head_does_not(harness: Any, lag: int, mo
     """Its row is the new request's, which is told nothing of what the one before it said."""
     if harness.device != "cpu":
         pytest.skip("for the CPU")
+    monkeypatch.setattr("draftwing.sched.pace.Pace.record", lambda *_: None)  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
     ops, model, alone = make_ops(torch.device("cpu")), harness.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
@@ -300,8 +303,9 @@ class Watcher:
     def __init__(self) -> None:
         self.seen: list[SimpleNamespace] = []
 
-    def catch_up(self, table: Any, batch: Any, hidden: Any, next_ids: Any, count: Any, noisy: Any, drafts: Any) -> None:
+    def catch_up(self, seen: Any, drafts: Any) -> None:
         assert drafts
+        table, batch, hidden, next_ids, count, noisy = seen
         pages = table.page_table.clone()
         self.seen.append(
             SimpleNamespace(batch=batch, hidden=hidden, ids=next_ids, count=count, noisy=noisy, pages=pages)
@@ -311,7 +315,7 @@ class Watcher:
 @pytest.mark.parametrize(("behind", "sizes"), [(1, ()), (2, (1, 4)), (7, ()), (LAG, (4, 8))])
 def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> None:
     """sizes: numbers of rows that are tried before; the others are the dummy then."""
-    device = Device(torch.device(harness.device), make_ops(torch.device(harness.device)))
+    device = pick_device(harness.device)
     g, drafter = torch.Generator().manual_seed(behind), Watcher()
     table = RowTable(4, 2 * LAG + ROOM + 1, device)
     pages = torch.randperm(5 * table.length, generator=g).view(5, -1) + 1
@@ -385,7 +389,7 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
     policy = harness.Cycle(TREE)
     rig = harness.Rig(model, drafter=drafter, policy=policy, chunk=5, deferral=deferral)
     passes, extend = [], drafter.extend
-    drafter.extend = lambda table, batch, *rest: (passes.extend(batch.chunks), extend(table, batch, *rest))
+    drafter.extend = lambda seen: (passes.extend(seen.batch.chunks), extend(seen))
     long = [*range(40), *range(7, 47)]
     if deferral.from_tokens:  # nobody has seen what stands in the cache
         rig.submit("first", [1, 2], harness.greedy(3))
@@ -401,7 +405,7 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
         rig.loop.turn()
     rig.sched.abort("aborted")
     found = []
-    layers = range(model.config.num_layers, len(rig.pool.kv))
+    layers = range(len(model.kv_layers), len(rig.pool.kv))
     for i, prompt in enumerate([long, long[3:40], [*long[:50], 3, 2, 1]]):
         req = rig.submit(str(i), prompt, harness.greedy(9))
         while len(req.tokens) < len(prompt) + 2:

@@ -10,12 +10,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from layer_kinds import KINDS, config_of
 from reference import exact_heads
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Deferral, Deferred, Plan, TreeShape
-from draftwing.engine.device import Device, Download, pick_device
+from draftwing.engine.devices import pick_device
+from draftwing.engine.devices.base import Download
 from draftwing.engine.row_options import SpecialRows
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
@@ -45,7 +47,7 @@ SHAPES = [PLAIN, TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
 class FakeDevice:
     """Uploads arrive as tensors without data."""
 
-    is_cuda = False
+    has_own_memory = False
     device = torch.device("meta")
 
     def __init__(self):
@@ -160,6 +162,19 @@ def test_experts_and_windows_without_data(harness):
             rig.executor.commit(rig.executor.launch(plan))._download.wait()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_differ_without_data(harness, kind):
+    if harness.device != "cpu":
+        pytest.skip("tensors without data are the same everywhere")
+    device, model = FakeDevice(), harness.model_of(config_of(KINDS[kind], harness.CONTEXT)).to("meta")
+    model.pack(device.ops)
+    with device.device:
+        book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+        rig = harness.Rig(model, shapes=SHAPES[2:], drafter="oracle", book=book, fake_device=device)
+        for plan in plans(SHAPES[2], SamplingParams(temperature=0.0)):
+            rig.executor.commit(rig.executor.launch(plan))._download.wait()
+
+
 class Watch(TorchDispatchMode):
     """Operations that would wait on CUDA are errors, except in `Device.upload`."""
 
@@ -205,7 +220,7 @@ def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, draft
     if harness.device != "cpu":
         pytest.skip("there every test of the engine runs with implicit synchronisation an error")
     h, watch = harness, Watch()
-    device = pick_device("cpu") if own else Device(torch.device("cpu"), TorchOps(torch.device("cpu")))
+    device = pick_device("cpu") if own else pick_device("cpu", ops=TorchOps(torch.device("cpu")))
     device.upload = watch.around_upload(device.upload)
     processed = SpecialRows._processed
 

@@ -13,7 +13,7 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.engine import Engine
 from draftwing.errors import CheckpointError
 from draftwing.requests.request import LogprobParams

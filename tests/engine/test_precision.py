@@ -13,8 +13,8 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
 from draftwing.config.options import Options
-from draftwing.engine.device import Device, pick_dtype
-from draftwing.engine.precision import pick_precision
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.precision import pick_dtype, pick_precision
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
@@ -28,8 +28,8 @@ class AllKinds(BlockTorchOps):
     block_kinds = BlockTorchOps.block_kinds | {"Q4_K"}
 
 
-BLOCKS, PLAIN = Device(CPU, AllKinds(CPU)), Device(CPU, TorchOps(CPU))
-GROUPS = Device(CPU, GroupTorchOps(CPU))
+BLOCKS, PLAIN = CpuDevice(ops=AllKinds(CPU)), CpuDevice(ops=TorchOps(CPU))
+GROUPS = CpuDevice(ops=GroupTorchOps(CPU))
 
 
 class GpuOps(TorchOps):
@@ -53,7 +53,7 @@ def test_blocks_on_a_cpu(quantization: str) -> None:
     ("options", "device"),
     [({"dtype": "float32"}, BLOCKS), ({"dtype": "bfloat16"}, BLOCKS), ({"quantization": "none"}, BLOCKS), ({}, PLAIN)],
 )
-def test_dense_weights(options: dict[str, Any], device: Device) -> None:
+def test_dense_weights(options: dict[str, Any], device: CpuDevice) -> None:
     found = pick_precision(Options(**options), device, None)
     assert found.weights == found.head_weights == DENSE
     assert found.dtype == found.kv_dtype == pick_dtype(options.get("dtype", "auto"), device, None)
@@ -87,22 +87,22 @@ def test_what_a_gpu_has_is_blocks_on_a_cpu(name: str, kind: str) -> None:
 
 
 def test_the_types_of_the_pool() -> None:
-    def kv(device: Device, **options: Any) -> torch.dtype:
+    def kv(device: CpuDevice, **options: Any) -> torch.dtype:
         return pick_precision(Options(**options), device, None).kv_dtype
 
     assert kv(BLOCKS, kv_cache_dtype="float32") == torch.float32
     assert kv(PLAIN, dtype="float32", kv_cache_dtype="bfloat16") == torch.bfloat16
     assert kv(PLAIN, dtype="bfloat16", kv_cache_dtype="bfloat16") == torch.bfloat16
-    assert kv(Device(CPU, GpuOps(CPU)), dtype="bfloat16", kv_cache_dtype="fp8_e4m3") == torch.float8_e4m3fn
-    for device, dtype in ((PLAIN, "bfloat16"), (BLOCKS, "auto"), (Device(CPU, GpuOps(CPU)), "float32")):
+    assert kv(CpuDevice(ops=GpuOps(CPU)), dtype="bfloat16", kv_cache_dtype="fp8_e4m3") == torch.float8_e4m3fn
+    for device, dtype in ((PLAIN, "bfloat16"), (BLOCKS, "auto"), (CpuDevice(ops=GpuOps(CPU)), "float32")):
         with pytest.raises(ConfigError, match=r"fp8_e4m3: expected a model in bfloat16 or float16 on CUDA \(compute"):
             kv(device, dtype=dtype, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(ConfigError, match="--kv-cache-dtype float32 beside a model in bfloat16: expected auto or bf"):
         kv(PLAIN, dtype="bfloat16", kv_cache_dtype="float32")
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16 beside a model in float16: expected auto$"):
-        kv(Device(CPU, GpuOps(CPU)), dtype="float16", kv_cache_dtype="bfloat16")
+        kv(CpuDevice(ops=GpuOps(CPU)), dtype="float16", kv_cache_dtype="bfloat16")
     with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 beside a model in float32: expected auto or fl"):
-        kv(Device(CPU, GpuOps(CPU)), dtype="float32", kv_cache_dtype="bfloat16")
+        kv(CpuDevice(ops=GpuOps(CPU)), dtype="float32", kv_cache_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -116,7 +116,7 @@ def test_a_type_that_is_not_exact_on_this_cpu_is_computed_in_float32(
             found = pick_precision(Options(**options), PLAIN, torch.float16)
             assert (found.dtype, found.kv_dtype, found.weights) == (torch.float32, torch.float32, DENSE)
     assert f"--dtype {half}: computed in float32" in caplog.text
-    gpu = Device(CPU, GpuOps(CPU))
+    gpu = CpuDevice(ops=GpuOps(CPU))
     assert pick_precision(Options(dtype=half), gpu, None).dtype == getattr(torch, half)
 
 
@@ -153,7 +153,7 @@ def test_texts_and_log_probabilities_do_not_depend_on_the_batch(tmp_path: Path, 
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for device, kind in ((PLAIN, "q8_0"), (Device(CPU, BlockTorchOps(CPU)), "q4_k")):
+    for device, kind in ((PLAIN, "q8_0"), (CpuDevice(ops=BlockTorchOps(CPU)), "q4_k")):
         with pytest.raises(ConfigError, match=rf"--quantization {kind}: .*--device cpu.* Use none or auto"):
             pick_precision(Options(quantization=kind), device, None)
     with pytest.raises(ConfigError, match="computes in float32 between products: leave out --dtype bfloat16"):

@@ -11,7 +11,7 @@ from reference.exact_heads import exact_dspark
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head
@@ -35,7 +35,7 @@ def interpreted(mended_interpreter):
         pytest.skip("Triton is not interpreted where there is a GPU, on which it is what runs")
     from draftwing.ops.triton.ops import TritonOps
 
-    return Device(torch.device("cpu"), TritonOps(torch.device("cpu")))
+    return CpuDevice(ops=TritonOps(torch.device("cpu")))
 
 
 @pytest.mark.further(drafter="model", tree=TREE)

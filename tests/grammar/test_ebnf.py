@@ -87,25 +87,15 @@ def test_rules_without_recursion_become_one_expression():
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ('x ::= "a"', "no rule 'root'"),
-        ("root ::= a", "'a', which is not defined"),
-        ('root ::= "a', "expected '\"'"),
-        ("root ::= [z-a]", "range"),
-        ("root ::= []", "no characters"),
-        ("root ::= [a", "']'|too early"),
-        ('root ::= ("a"', r"expected '\)'"),
-        ('root "a"', "::="),
-        ('root ::= "a"\nroot ::= "b"', "twice"),
-        ('root ::= "a"{3,2}', "low <= high"),
-        ('root ::= "\\q"', "escape"),
-        ('root ::= "\\ud800"', "no character"),
-        ('root ::= "a" (= "b")', "lookahead"),
-        ('root ::= TagDispatch(("a", b))', "TagDispatch"),
-        ("root ::= " + "(" * 300, "nested"),
-        ("root ::= a\na ::= b\nb ::= a", "never ends"),
-        ("", "no rule"),
+        ('x ::= "a"', "no rule 'root'"), ("root ::= a", "'a', which is not defined"),
+        ('root ::= "a', "expected '\"'"), ("root ::= [z-a]", "range"), ("root ::= []", "no characters"),
+        ("root ::= [a", "']'|too early"), ('root ::= ("a"', r"expected '\)'"), ('root "a"', "::="),
+        ('root ::= "a"\nroot ::= "b"', "twice"), ('root ::= "a"{3,2}', "low <= high"), ('root ::= "\\q"', "escape"),
+        ('root ::= "\\ud800"', "no character"), ('root ::= "a" (= "b")', "lookahead"),
+        ('root ::= TagDispatch(("a", b))', "TagDispatch"), ("root ::= " + "(" * 300, "nested"),
+        ("root ::= a\na ::= b\nb ::= a", "never ends"), ("", "no rule"),
     ],
-)
+)  # fmt: skip
 def test_errors(text, reason):
     with pytest.raises(GrammarError, match=reason):
         to_lark(text)

@@ -19,13 +19,9 @@ from draftwing.requests.grammar_field import Grammar
 DATA = Path(__file__).parent / "data"
 CASES = [json.loads(line) for line in (DATA / "maskbench_sample.jsonl").read_text(encoding="utf8").splitlines()]
 REGEXES = [
-    *(DATA / "regexes.txt").read_text().splitlines(),
-    "(?:[0-9]{1,3}\\.){3}[0-9]{1,3}",
-    "(yes|no|maybe)( [a-z]+){2,4}",
-    "[^a-z]{3}|é+€?",
-    "a*",
-    "https?://[a-z]+/x",
-]
+    *(DATA / "regexes.txt").read_text().splitlines(), "(?:[0-9]{1,3}\\.){3}[0-9]{1,3}",
+    "(yes|no|maybe)( [a-z]+){2,4}", "[^a-z]{3}|é+€?", "a*", "https?://[a-z]+/x",
+]  # fmt: skip
 OBJECT = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -269,24 +265,16 @@ def test_a_schema_cannot_relax_itself(vocab):
 @pytest.mark.parametrize(
     "kind, text, reason",
     [
-        ("regex", "(a", "unclosed"),
-        ("regex", "a(?=b)", "look"),
-        ("regex", "x" * 500_000, "at most"),
+        ("regex", "(a", "unclosed"), ("regex", "a(?=b)", "look"), ("regex", "x" * 500_000, "at most"),
         ("regex", "(?:a{1000}){1000}", "repetitions"),
-        ("json_schema", json.dumps({"items": {"pattern": "a?" * 9000}}), "characters"),
-        ("json_schema", "{", "JSON"),
-        ("json_schema", "3", "expected an object"),
-        ("json_schema", '{"const": NaN}', "NaN"),
-        ("json_schema", "false", "nothing"),
-        ("json_schema", '{"type": "wrong"}', "wrong"),
-        ("json_schema", "[" * 100_000, "nested"),
-        ("json_schema", '{"items":' * 300 + "{}" + "}" * 300, "recursion"),
-        ("ebnf", "root ::= x", "not defined"),
-        ("ebnf", 'root ::= "a" root', "never ends"),
-        ("structural_tag", "[]", "object"),
-        ("structural_tag", '{"format": {"type": "made_up"}}', "made_up"),
+        ("json_schema", json.dumps({"items": {"pattern": "a?" * 9000}}), "characters"), ("json_schema", "{", "JSON"),
+        ("json_schema", "3", "expected an object"), ("json_schema", '{"const": NaN}', "NaN"),
+        ("json_schema", "false", "nothing"), ("json_schema", '{"type": "wrong"}', "wrong"),
+        ("json_schema", "[" * 100_000, "nested"), ("json_schema", '{"items":' * 300 + "{}" + "}" * 300, "recursion"),
+        ("ebnf", "root ::= x", "not defined"), ("ebnf", 'root ::= "a" root', "never ends"),
+        ("structural_tag", "[]", "object"), ("structural_tag", '{"format": {"type": "made_up"}}', "made_up"),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_the_field(vocab, kind, text, reason):
     with pytest.raises(RequestError, match=reason) as error:
         vocab.compiler.compile(Grammar(kind, text))

@@ -30,21 +30,17 @@ CASES = [
     (
         LEGACY,
         [
-            "",
-            "free <function text",
-            '<function=foo>{"x": 1}</function>',
+            "", "free <function text", '<function=foo>{"x": 1}</function>',
             'a<function=foo>{"x":1}</function> b [[[1]]] c',
         ],
         ["<function=", "<function=baz>", "<function=foo>{}</function>", '<function=foo>{"x": 1}', "[[{}]]"],
     ),
-    (form("const_string", value='a "b"\n'), ['a "b"\n'], ["a", 'a "b"\nc']),
-    (form("any_text"), ["", "x\ny é"], []),
+    (form("const_string", value='a "b"\n'), ['a "b"\n'], ["a", 'a "b"\nc']), (form("any_text"), ["", "x\ny é"], []),
     (form("json_schema", json_schema=INT), ['{"x": 2}'], ["{}"]),
     (form("regex", pattern="a/b+"), ["a/bb"], ["a", "a/"]),
     (form("grammar", grammar='root ::= "(" root ")" | ""'), ["", "(())"], ["(()"]),
     (
-        form("sequence", elements=[FOO, EITHER, {"type": "any_text"}]),
-        ["<a>1</a>{x}y", "<a>1</a>{]"],
+        form("sequence", elements=[FOO, EITHER, {"type": "any_text"}]), ["<a>1</a>{x}y", "<a>1</a>{]"],
         ["<a></a>{}", "{}"],
     ),
     (form("or", elements=[FOO, {"type": "const_string", "value": "no"}]), ["<a>12</a>", "no"], ["", "<a>12"]),
@@ -56,14 +52,13 @@ CASES = [
     (form("tags_with_separator", tags=[FOO], separator=", "), ["", "<a>1</a>, <a>2</a>"], ["<a>1</a>,", "x"]),
     (form("tags_with_separator", tags=[FOO], separator=",", at_least_one=True), ["<a>1</a>"], [""]),
     (
-        form("tags_with_separator", tags=[FOO], separator=",", stop_after_first=True),
-        ["", "<a>1</a>"],
+        form("tags_with_separator", tags=[FOO], separator=",", stop_after_first=True), ["", "<a>1</a>"],
         ["<a>1</a>,<a>1</a>"],
     ),
     (form("triggered_tags", triggers=["<"], tags=[FOO]), ["", "x<a>1</a>y"], ["x<", "<b>"]),
     (form("triggered_tags", triggers=["<a"], tags=[FOO], at_least_one=True), ["x<a>1</a>y"], ["", "x"]),
     (form("triggered_tags", triggers=["<a"], tags=[FOO], stop_after_first=True), ["", "x<a>1</a>"], ["<a>1</a>y"]),
-]
+]  # fmt: skip
 
 
 def accepts(vocab, tag, text):

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from group_ops import GroupTorchOps, LateSideWork, RowByRow, TorchTallGemm
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from draftwing.layers.linear_ops import groups as of_groups
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops.types import QuantizedRows
 
@@ -184,8 +184,8 @@ def test_matrices_are_multiplied_out_beside_attention(
 
 def test_a_decoder_says_what_comes_behind_its_attention() -> None:
     ops = GroupTorchOps(CPU)
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32,
+    config = decoder_config(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32,
         ffn_size=64, vocab_size=16, max_positions=64, weight_format=GroupFormat("fp8", ops), vocab_format=DENSE,
     )  # fmt: skip
     model = DecoderModel(config, BF16, "cpu")

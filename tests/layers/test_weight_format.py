@@ -120,7 +120,7 @@ def test_its_tensors_go_where_it_wants_them(
     monkeypatch.setattr(f"{__name__}.Int8RowsOp", op)
     eight, wide = (load_model(path, torch.float32, "cpu") for path in checkpoints)
     stored = load_file(checkpoints[0] / "model.safetensors")
-    qkv = eight.layers[1].attention.qkv
+    qkv = eight.layers[1].mixer.qkv
     assert qkv.weight.dtype == torch.int8 and qkv.weight_scale.dtype == torch.float32
     parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(qkv.weight, torch.cat(parts))
@@ -131,7 +131,7 @@ def test_its_tensors_go_where_it_wants_them(
     for model in (eight, wide):
         model.pack(make_ops(CPU))
     for one, other in zip(eight.layers, wide.layers, strict=True):
-        for linear in ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down"):
+        for linear in ("mixer.qkv", "mixer.o", "mlp.gate_up", "mlp.down"):
             mine, theirs = one.get_submodule(linear), other.get_submodule(linear)
             assert isinstance(mine, Linear) and isinstance(theirs, Linear)
             torch.testing.assert_close(mine.dense_weight(), theirs.dense_weight())

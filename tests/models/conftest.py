@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import FULL, Attend, AttentionKind
 
@@ -40,8 +40,17 @@ CONFIG: dict[str, Any] = {
 def make_target(
     dtype: torch.dtype = torch.float64, hidden: int = HIDDEN, vocab: int = VOCAB, tied: bool = False
 ) -> DecoderModel:
-    config = ModelConfig(
-        "LlamaForCausalLM", hidden, LAYERS, 4, 2, hidden // 4, 48, vocab, 64, norm_eps=1e-5, tie_embeddings=tied
+    config = decoder_config(
+        LAYERS,
+        hidden_size=hidden,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=hidden // 4,
+        ffn_size=48,
+        vocab_size=vocab,
+        max_positions=64,
+        norm_eps=1e-5,
+        tie_embeddings=tied,
     )
     model = DecoderModel(config, dtype, "cpu").requires_grad_(False)
     generator = torch.Generator().manual_seed(7)

@@ -71,8 +71,8 @@ def test_blocks_are_views_of_the_file_until_they_are_packed(tmp_path: Path) -> N
     parts = {name: linear.op._parts for name, linear in linears(model).items()}  # type: ignore[attr-defined]
     owns = {name: [rows.data.untyped_storage().resizable() for rows in kept.values()] for name, kept in parts.items()}
     ends = HEADS * HEAD_DIM, (HEADS + KV_HEADS) * HEAD_DIM
-    assert sorted(parts["layers.0.attention.qkv"]) == [0, *ends]
-    assert owns["layers.0.attention.qkv"] == [True, True, False]
+    assert sorted(parts["layers.0.mixer.qkv"]) == [0, *ends]
+    assert owns["layers.0.mixer.qkv"] == [True, True, False]
     assert not any(any(part) for name, part in owns.items() if "qkv" not in name)
 
 

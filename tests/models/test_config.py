@@ -19,24 +19,25 @@ from reference.hf_configs import (
 )
 
 from draftwing.errors import CheckpointError
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig, from_hf
+
+
+def windows(config: ModelConfig) -> tuple[int, ...]:
+    return tuple(layer.mixer.window for layer in config.layers if isinstance(layer.mixer, AttentionConfig))
 
 
 def test_llama2() -> None:
     assert from_hf(LLAMA2_7B) == ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        ffn_size=11008,
         vocab_size=32000,
         max_positions=4096,
-        norm_eps=1e-5,
-        rope=RopeConfig(10000.0),
+        layers=(LayerConfig(4096, AttentionConfig(32, 32, 128), 11008, NormConfig(1e-5)),) * 32,
+        ropes=(RopeConfig(10000.0),),
+        norm=NormConfig(1e-5),
         dtype=torch.float16,
         stop_ids=(2,),
     )
@@ -44,40 +45,48 @@ def test_llama2() -> None:
 
 def test_llama32() -> None:
     config = from_hf(LLAMA32_1B)
-    assert config.rope == RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
-    assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (8, 64, True)
+    assert config.ropes == (RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),)
+    assert (config.attention.kv_heads, config.attention.head_dim, config.tie_embeddings) == (8, 64, True)
     assert config.stop_ids == (128001, 128008, 128009)
     assert config.dtype == torch.bfloat16
 
 
 def test_qwen2() -> None:
     config = from_hf(QWEN25_7B)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
-    assert (config.head_dim, config.rope.theta, config.tie_embeddings) == (128, 1e6, False)
+    attention = config.attention
+    biases = attention.qkv_bias, attention.o_bias, config.layers[0].mlp_bias
+    assert biases == (True, False, False) and not attention.qk_norm
+    assert (attention.head_dim, config.ropes[0].theta, config.tie_embeddings) == (128, 1e6, False)
 
 
 def test_transformers5_keys() -> None:
     config = from_hf(QWEN25_15B_TRANSFORMERS5)
-    assert (config.rope, config.dtype, config.tie_embeddings) == (RopeConfig(1e6), torch.float16, True)
+    assert (config.ropes, config.dtype, config.tie_embeddings) == ((RopeConfig(1e6),), torch.float16, True)
 
 
 def test_qwen3() -> None:
     config = from_hf(QWEN3_8B)
-    assert (config.qk_norm, config.qkv_bias, config.head_dim, config.stop_ids) == (True, False, 128, (151645,))
+    attention = config.attention
+    assert (attention.qk_norm, attention.qkv_bias, attention.head_dim, config.stop_ids) == (True, False, 128, (151645,))
 
 
 def test_qwen3_moe() -> None:
     config = from_hf(QWEN3_30B)
-    assert config.experts == ExpertConfig(128, 8, 768) and not config.dense_layers
+    assert {layer.experts for layer in config.layers} == {ExpertConfig(128, 8, 768)}
     assert 30.4e9 < config.matrix_weights < 30.6e9  # published as 30.5B
-    layers = from_hf({**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).dense_layers
-    assert sorted(set(range(48)) - layers) == [i for i in range(1, 48, 2) if i != 3]
+    layers = from_hf({**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).layers
+    assert [i for i, layer in enumerate(layers) if layer.experts is not None] == [i for i in range(1, 48, 2) if i != 3]
 
 
 def test_gpt_oss() -> None:
     config = from_hf(GPT_OSS_20B)
-    assert config.experts == ExpertConfig(32, 4, 2880, True, True, True, 7.0) and config.sinks and config.wide_norms
-    assert config.windows == (128, 0) * 12 and config.rope.kind == "yarn" and config.qkv_bias and config.o_bias
+    assert (
+        config.experts == ExpertConfig(32, 4, 2880, True, True, True, 7.0)
+        and config.attention.sinks
+        and config.norm.wide
+    )
+    assert windows(config) == (128, 0) * 12 and config.ropes[0].kind == "yarn"
+    assert config.attention.qkv_bias and config.attention.o_bias
     assert config.quantization is not None and config.quantization.method == "mxfp4"
     assert 20.8e9 < config.matrix_weights < 21.0e9  # published as 20.9B
     with pytest.raises(CheckpointError, match=r"swiglu_alpha: expected 1[.]702, found 2"):
@@ -91,16 +100,16 @@ def test_gpt_oss() -> None:
 def test_llama3_scaling_in_rope_parameters_is_that_of_rope_scaling() -> None:
     new = {k: v for k, v in LLAMA32_1B.items() if k not in ("rope_scaling", "rope_theta")}
     new["rope_parameters"] = {**LLAMA32_1B["rope_scaling"], "rope_theta": 500000.0}
-    assert from_hf(new).rope == from_hf(LLAMA32_1B).rope
+    assert from_hf(new).ropes == from_hf(LLAMA32_1B).ropes
 
 
 def test_rope_theta_beside_rope_parameters_is_used_when_they_have_none() -> None:
-    assert from_hf({**LLAMA2_7B, "rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}).rope.theta == 5e5
+    assert from_hf({**LLAMA2_7B, "rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}).ropes[0].theta == 5e5
 
 
 def test_legacy_linear_scaling() -> None:
     config = from_hf({**LLAMA2_7B, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert config.rope == RopeConfig(10000.0, "linear", 2.0)
+    assert config.ropes == (RopeConfig(10000.0, "linear", 2.0),)
 
 
 def test_model_type_stands_in_for_missing_architectures() -> None:
@@ -113,14 +122,15 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def test_gemma3() -> None:
     config = from_hf(GEMMA3_1B)
-    assert config.windows == ((512,) * 5 + (0,)) * 4 + (512, 512) and config.tie_embeddings and config.wide_norms
-    assert config.rope == RopeConfig(1e6) and config.local_rope == RopeConfig(1e4)
+    assert windows(config) == ((512,) * 5 + (0,)) * 4 + (512, 512) and config.tie_embeddings and config.norm.wide
+    assert config.ropes == (RopeConfig(1e6), RopeConfig(1e4))
+    assert [layer.mixer.rotates for layer in config.layers[4:7]] == [(1, 256), (0, 256), (1, 256)]
     larger = {**GEMMA3_1B, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    assert from_hf(larger).rope == RopeConfig(1e6, "linear", 8.0) and from_hf(larger).local_rope == RopeConfig(1e4)
+    assert from_hf(larger).ropes == (RopeConfig(1e6, "linear", 8.0), RopeConfig(1e4))
 
 
 @pytest.mark.parametrize(
-    ("config", "windows"),
+    ("config", "expected"),
     [
         (MISTRAL_7B_V01, (4096,) * 32),
         ({k: v for k, v in MISTRAL_7B_V01.items() if k != "sliding_window"}, (4096,) * 32),  # transformers' default
@@ -136,8 +146,9 @@ def test_gemma3() -> None:
         ({**QWEN25_7B, "sliding_window": 64}, ()),  # use_sliding_window is false
     ],
 )
-def test_windows(config: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert from_hf(config).windows == windows
+def test_windows(config: dict[str, Any], expected: tuple[int, ...]) -> None:
+    found = from_hf(config)
+    assert windows(found) == (expected or (0,) * found.num_layers)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +230,7 @@ def test_rope_scaling_that_is_added_beside_rope_parameters_is_not_passed_over(
         from_hf({**saved, "rope_scaling": expected})
     same = {"rope_theta": 1e6, **expected}
     if expected.get("type") != "dynamic" and config is not GEMMA3_1B:
-        assert from_hf({**saved, "rope_parameters": same, "rope_scaling": expected}).rope.kind == "yarn"
+        assert from_hf({**saved, "rope_parameters": same, "rope_scaling": expected}).ropes[0].kind == "yarn"
 
 
 def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:
@@ -234,7 +245,7 @@ def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:
         "num_experts_per_tok": 2,
     }
     found = from_hf({k: v for k, v in mixtral.items() if k not in ("rms_norm_eps", "rope_theta")})
-    assert (found.norm_eps, found.rope.theta) == (1e-5, 1e6)
+    assert (found.norm.eps, found.ropes[0].theta) == (1e-5, 1e6)
 
 
 def test_models_that_look_ahead_are_refused() -> None:

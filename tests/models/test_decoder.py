@@ -200,10 +200,10 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
     F.cross_entropy(reference(ids[None]).logits[0, :-1], ids[1:]).backward()
     hidden, _ = model(ids, torch.arange(12), DenseCache())
     F.cross_entropy(model.logits(hidden)[:-1], ids[1:]).backward()
-    q_rows = model.config.num_heads * model.config.head_dim
+    q_rows = model.config.attention.heads * model.config.attention.head_dim
     layer, theirs = model.layers[0], reference.model.layers[0]
     for found, expected in (
-        (layer.attention.qkv.weight.grad[:q_rows], theirs.self_attn.q_proj.weight.grad),
+        (layer.mixer.qkv.weight.grad[:q_rows], theirs.self_attn.q_proj.weight.grad),
         (layer.attn_norm.weight.grad, theirs.input_layernorm.weight.grad),
         (model.embed.weight.grad, reference.model.embed_tokens.weight.grad),
     ):

@@ -57,7 +57,7 @@ def test_model_from_a_config_alone(
     assert "random weights" in caplog.text and "dummy" in caplog.text
     assert (model.lm_head.weight is model.embed.weight) == tied
     assert not any(p.is_meta or p.requires_grad or p.dtype != dtype for p in model.parameters())
-    assert (model.norm.weight == 1).all() and (model.layers[0].attention.qkv.bias == 0).all()
+    assert (model.norm.weight == 1).all() and (model.layers[0].mixer.qkv.bias == 0).all()
     ids = torch.arange(50)
     hidden, _ = model(ids, ids, FunctionAttend(attend))
     logits = model.logits(hidden).float()
@@ -134,7 +134,8 @@ def test_published_heads_of_experts_and_windows(tmp_path: Path, name: str) -> No
     target = DecoderModel(from_hf(of_target), torch.bfloat16, "meta")
     head: Any = load_draft_head(tmp_path, target, "EAGLE3", torch.bfloat16, "meta", dummy=True)
     assert isinstance(head, Eagle3Head) and head.aux_layers == aux_layers and head.vocab == 32000
-    assert head.layer_config.window == 0 and not head.layer_config.sinks and head.layer_config.experts is None
+    (layer,) = head.layer_configs
+    assert layer.mixer.window == 0 and not layer.mixer.sinks and layer.experts is None
 
 
 def test_prediction_layers_of_the_target_itself(drafts: SimpleNamespace, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import transformers
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
+from timed import least_seconds
 from tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, causal, weights, write
 
 from draftwing.errors import CheckpointError
@@ -36,9 +36,9 @@ def test_rows_come_back_in_hugging_face_order(tmp_path: Path, arch: str, kind: T
     model = load_model(write(tmp_path / "m.gguf", arch, kind), torch.float32, "cpu")
     values, layer = weights(arch), model.layers[0]
     expected = {
-        "attention.qkv": np.concatenate([values[f"blk.0.attn_{x}.weight"] for x in "qkv"]),
+        "mixer.qkv": np.concatenate([values[f"blk.0.attn_{x}.weight"] for x in "qkv"]),
         "mlp.gate_up": np.concatenate([values[f"blk.0.ffn_{x}.weight"] for x in ("gate", "up")]),
-        "attention.o": values["blk.0.attn_output.weight"],
+        "mixer.o": values["blk.0.attn_output.weight"],
         "mlp.down": values["blk.0.ffn_down.weight"],
     }
     for name, rows in expected.items():
@@ -48,18 +48,18 @@ def test_rows_come_back_in_hugging_face_order(tmp_path: Path, arch: str, kind: T
     assert model.lm_head.weight is model.embed.weight
     if arch == "qwen2":
         bias = np.concatenate([values[f"blk.0.attn_{x}.bias"] for x in "qkv"])
-        assert np.array_equal(layer.attention.qkv.bias.detach().numpy(), bias)
+        assert np.array_equal(layer.mixer.qkv.bias.detach().numpy(), bias)
     else:
-        assert layer.attention.qkv.bias is None
-    assert (layer.attention.q_norm is not None) == (arch == "qwen3")
+        assert layer.mixer.qkv.bias is None
+    assert (layer.mixer.q_norm is not None) == (arch == "qwen3")
     if arch == "qwen3":
-        assert np.array_equal(layer.attention.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
+        assert np.array_equal(layer.mixer.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
 
 
 @torch.inference_mode()
 def test_gemma3_equals_transformers(tmp_path: Path) -> None:
     model = load_model(write(tmp_path / "m.gguf", "gemma3"), torch.float32, "cpu")
-    assert model.config.windows == (7,) and model.config.rope == RopeConfig(5000.0)
+    assert model.config.attention.window == 7 and model.config.ropes[0] == RopeConfig(5000.0)
     config = transformers.Gemma3TextConfig(
         hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=1, num_attention_heads=HEADS, vocab_size=VOCAB,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM, sliding_window=7,
@@ -110,14 +110,14 @@ def test_biases_of_llama_are_unpermuted(tmp_path: Path) -> None:
     sizes = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}
     biases = {f"blk.0.{name}.bias": rng.standard_normal(rows).astype(np.float32) for name, rows in sizes.items()}
     model = load_model(write(tmp_path / "m.gguf", "llama", extra=biases), torch.float32, "cpu")
-    assert np.array_equal(model.layers[0].attention.qkv.bias.detach().numpy(), np.concatenate(list(biases.values())))
+    assert np.array_equal(model.layers[0].mixer.qkv.bias.detach().numpy(), np.concatenate(list(biases.values())))
 
 
 def test_config(tmp_path: Path) -> None:
     config = load_config(write(tmp_path / "m.gguf", "llama"))
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (4, 2, 16, VOCAB)
-    assert (config.max_positions, config.rope.theta, config.tie_embeddings) == (128, 5000.0, True)
-    assert config.norm_eps == pytest.approx(1e-5)
+    assert config.attention.shape == (4, 2, 16) and config.vocab_size == VOCAB
+    assert (config.max_positions, config.ropes[0].theta, config.tie_embeddings) == (128, 5000.0, True)
+    assert config.norm.eps == pytest.approx(1e-5)
     assert config.stop_ids == (4, 1, 2)  # the named one, and tokens that are known to end an answer
 
 
@@ -144,7 +144,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
         writer.add_rope_scaling_type(gguf_package.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(2.0)
 
-    rope = load_config(write(tmp_path / "m.gguf", "llama", edit=edit)).rope
+    rope = load_config(write(tmp_path / "m.gguf", "llama", edit=edit)).ropes[0]
     assert (rope.kind, rope.factor) == ("linear", 2.0)
 
 
@@ -241,13 +241,13 @@ def test_smollm2_continues_the_capital_of_france(smollm2_path: Path) -> None:
     assert ids.tolist() == [[7042, 260]]  # " Paris", " the"
     torch.testing.assert_close(values, torch.tensor([[17.371, 14.889]]), atol=2e-3, rtol=0)
     assert set(model.config.stop_ids) == {0, 2}
-    assert (model.config.max_positions, model.config.rope.theta) == (8192, 100000.0)
+    assert (model.config.max_positions, model.config.ropes[0].theta) == (8192, 100000.0)
 
 
+@pytest.mark.timing
 def test_smollm2_metadata_is_read_quickly(smollm2_path: Path) -> None:
-    started = time.process_time()  # of this process alone: other work on the machine does not count
     metadata = open_gguf(smollm2_path).metadata
-    assert time.process_time() - started < 0.5
+    assert least_seconds(lambda: open_gguf(smollm2_path).metadata) < 0.5
     assert len(metadata["tokenizer.ggml.tokens"]) == 49152 and len(metadata["tokenizer.ggml.merges"]) == 48900
     assert metadata["tokenizer.ggml.tokens"][:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert np.bincount(metadata["tokenizer.ggml.token_type"]).tolist() == [0, 49135, 0, 17]

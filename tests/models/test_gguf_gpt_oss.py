@@ -109,7 +109,11 @@ def test_it_is_the_model_of_transformers(tmp_path: Path, kind: Type, form: str) 
     path = written(tmp_path / "m.gguf", reference, kind)
     formats: dict[str, WeightFormat] = {"dense": DENSE, "groups": GroupFormat(ops=ops)}
     model = load_model(path, torch.float32, "cpu", weight_format=formats[form])
-    assert model.config.windows == (WINDOW, 0) and model.config.sinks and model.config.stop_ids == (1, 2)
+    assert (
+        [layer.mixer.window for layer in model.config.layers] == [WINDOW, 0]
+        and model.config.attention.sinks
+        and model.config.stop_ids == (1, 2)
+    )
     kept = set(model.layers[0].mlp.down.op.sizes)
     assert kept == ({"mxfp4"} if (form, kind) == ("groups", Type.MXFP4) else set())
     model.pack(ops)

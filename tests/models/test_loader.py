@@ -78,9 +78,9 @@ def check(folder: Path, tensors: dict[str, Tensor]) -> None:
     layer = model.layers[1]
     prefix = "model.layers.1."
     qkv = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(layer.attention.qkv.weight, torch.cat(qkv))
+    assert torch.equal(layer.mixer.qkv.weight, torch.cat(qkv))
     assert torch.equal(
-        layer.attention.qkv.bias, torch.cat([tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"])
+        layer.mixer.qkv.bias, torch.cat([tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"])
     )
     gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
     assert torch.equal(layer.mlp.gate_up.weight, torch.cat(gate_up))

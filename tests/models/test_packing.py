@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from decoder_configs import changed, decoder_config
 from torch import Tensor, nn
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import RopeConfig
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -19,8 +17,8 @@ from draftwing.ops import have_triton, make_ops
 from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.torch.ops import TorchOps
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+CONFIG = decoder_config(
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     ffn_size=96, vocab_size=50, max_positions=32, norm_eps=1e-5, rope=RopeConfig(), qk_norm=True,
 )  # fmt: skip
 
@@ -60,7 +58,7 @@ def test_packed_decoder_gives_the_same(
 ) -> None:
     if ops.name == "triton":
         request.getfixturevalue("mended_interpreter")
-    model = DecoderModel(replace(CONFIG, experts=experts), torch.float32, device)
+    model = DecoderModel(changed(CONFIG, experts=experts), torch.float32, device)
     filled(model, 0)
     model.set_max_positions(32)
     ids, positions = torch.arange(5, device=device), torch.arange(5, device=device)

@@ -55,7 +55,7 @@ def test_context_and_table_of_a_config(more: dict[str, Any], positions: int) -> 
     theirs = LlamaRotaryEmbedding(LlamaConfig(**BASE, **more))
     at = torch.tensor([0, 1, 77, positions // 2, positions - 1])
     cos, sin = theirs(torch.empty(1, dtype=torch.float32), at[None])
-    table = rope_table(config.rope, HEAD_DIM, positions, torch.float32, "cpu")[at]
+    table = rope_table(config.ropes[0], HEAD_DIM, positions, torch.float32, "cpu")[at]
     # Angles in float32 are off by as much as their last bit.
     tolerance = {"atol": float(at[-1]) * 2**-23 + 1e-5, "rtol": 0.0}
     torch.testing.assert_close(table[:, 0], cos[0], **tolerance)
@@ -66,7 +66,7 @@ def test_context_and_table_of_a_config(more: dict[str, Any], positions: int) -> 
 def test_a_window_counts_against_the_longer_context(window: int, kept: bool) -> None:
     more = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
     config = from_hf({"architectures": ["Qwen2ForCausalLM"], **BASE, **yarn(40960, 32768), **more})
-    assert config.windows == ((window,) if kept else ())
+    assert config.attention.window == (window if kept else 0)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_context_of_a_gguf_file(
             writer.add_rope_scaling_orig_ctx_len(original)
 
     found = load_config(tiny_gguf.write(tmp_path / "m.gguf", "qwen3", edit=edit))
-    assert (found.max_positions, found.rope.original_max_positions) == (positions, original or trained)
+    assert (found.max_positions, found.ropes[0].original_max_positions) == (positions, original or trained)
     config = {**BASE, "head_dim": tiny_gguf.HEAD_DIM, **yarn(trained, original or trained, factor, theta=5000.0)}
     cos, _ = LlamaRotaryEmbedding(LlamaConfig(**config))(torch.empty(1), torch.arange(positions)[None])
-    table = rope_table(found.rope, tiny_gguf.HEAD_DIM, positions, torch.float32, "cpu")
+    table = rope_table(found.ropes[0], tiny_gguf.HEAD_DIM, positions, torch.float32, "cpu")
     torch.testing.assert_close(table[:, 0], cos[0], atol=1e-4, rtol=0.0)
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.torch.layer_ops import FewRowsGemm, MixtureWeights
 from draftwing.ops.types import BlockRows, Draft, SamplingRows
 
 Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]
@@ -109,7 +109,7 @@ def rope_tables(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tenso
 def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """A prompt in two chunks, a tree, and a plain step behind them: rope, the pool, scores, softmax and sums."""
     for heads, kv_heads, dim in ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)):
-        pool = KVPool([LayerSpec(kv_heads, dim)], 700, dtype, torch.device("cpu"))
+        pool = KVPool([KVSpec(kv_heads, dim)], 700, dtype, torch.device("cpu"))
         backend, table = ops.attention(pool), torch.arange(1, 701).view(1, 700)
         cos_sin = rope_table(RopeConfig(), dim, 700, dtype, "cpu")
         spans = [(0, 150), (150, 400)]
@@ -216,10 +216,10 @@ def drafts(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 @case
 def trees(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """Integers."""
-    from draftwing.engine.device import Device
+    from draftwing.engine.devices import pick_device
     from draftwing.engine.row_table import RowTable
 
-    table, nodes = RowTable(5, 200, Device(ops.device, ops)), 9
+    table, nodes = RowTable(5, 200, pick_device(ops.device.type, ops=ops)), 9
     table.page_table[:5] = made.ints(1, 1 << 40, 5, 200)
     table.tokens[:] = made.ints(0, 4, 6, 200)
     table.kv_len[:5] = made.ints(0, 120, 5)

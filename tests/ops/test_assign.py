@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from draftwing.core import MARK_DEPTH, MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED
-from draftwing.engine.device import Device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
-from draftwing.ops.torch.assign import DEPTHS, GRADES, LEVELS, MEMORY, SURE, forget, level_of, new_calibration
+from draftwing.ops.drafts import DEPTHS, GRADES, LEVELS, MEMORY, SURE, forget, level_of, new_calibration
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Calibration, Draft
 
@@ -55,7 +55,7 @@ def expected_survival(draft: Draft, depths: list[list[int]], counts: Calibration
 
 
 def table_for(ops: TorchOps) -> RowTable:
-    table = RowTable(ROWS, LENGTH, Device(ops.device, ops))
+    table = RowTable(ROWS, LENGTH, pick_device(ops.device.type, ops=ops))
     table.page_table.copy_(torch.arange(1, table.page_table.numel() + 1).view_as(table.page_table))
     table.kv_len[:ROWS] = torch.arange(3, 3 + ROWS)
     return table

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, Ragged
 from draftwing.ops.torch.ops import TorchOps
 
@@ -46,7 +46,7 @@ class Text:
         self.kind = kind._replace(sinks=None if kind.sinks is None else kind.sinks.to(ops.device))
         self.q = torch.randn(LENGTH, HEADS, DIM, generator=rng).to(dtype) * 2
         self.k, self.v = torch.randn(2, LENGTH, KV_HEADS, DIM, generator=rng).to(dtype)
-        pool = KVPool([LayerSpec(KV_HEADS, DIM)], 3 * LENGTH, dtype, ops.device)
+        pool = KVPool([KVSpec(KV_HEADS, DIM)], 3 * LENGTH, dtype, ops.device)
         pool.kv[0].copy_(torch.randn(pool.kv[0].shape, generator=rng))
         self.table = (torch.randperm(2 * LENGTH, generator=rng) + 1)[None, : LENGTH + 40]
         pool.write(0, self.table[0, :LENGTH].to(ops.device), self.k.to(ops.device), self.v.to(ops.device))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
@@ -41,8 +41,8 @@ def test_buffers_do_not_take_the_default_dtype(ops: CpuOps, default: torch.dtype
 
     expected = floats()
     first = First(torch.arange(8).view(2, 4), -torch.arange(8.0).view(2, 4), torch.empty(2, 0))
-    slots = RowTable(1, 40, Device(torch.device("cpu")))
-    pool = KVPool([LayerSpec(2, 16)], 40, torch.float32, torch.device("cpu"))
+    slots = RowTable(1, 40, CpuDevice())
+    pool = KVPool([KVSpec(2, 16)], 40, torch.float32, torch.device("cpu"))
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(default)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
@@ -41,7 +41,7 @@ def make_tokens(count: int, shape: tuple[int, int, int], dtype: torch.dtype, see
 
 def make_pool(shape: tuple[int, int, int], dtype: torch.dtype, slots: int = 4000) -> KVPool:
     """Filled with what would show: nobody may read a slot that is not theirs."""
-    pool = KVPool([LayerSpec(*shape[1:])] * (LAYER + 1), slots, dtype, torch.device("cpu"))
+    pool = KVPool([KVSpec(*shape[1:])] * (LAYER + 1), slots, dtype, torch.device("cpu"))
     for kv in pool.kv:
         kv.fill_(torch.nan)
     return pool
@@ -287,14 +287,14 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
 
 @pytest.mark.slow
 def test_the_choice_of_a_backend() -> None:
-    half = KVPool([LayerSpec(1, 16)], 4, torch.float16, torch.device("cpu"))
+    half = KVPool([KVSpec(1, 16)], 4, torch.float16, torch.device("cpu"))
     assert isinstance(make_ops(torch.device("cpu")).attention(half), TorchAttention), "the kernels know no float16"
-    pool = KVPool([LayerSpec(1, 16)], 4, torch.bfloat16, torch.device("cpu"))
+    pool = KVPool([KVSpec(1, 16)], 4, torch.bfloat16, torch.device("cpu"))
     own = type(make_ops(torch.device("cpu")).attention(pool)).__name__
     assert own == ("NativeAttention" if KERNELS else "TorchAttention")
     code = (
         "import torch; from draftwing.ops import make_ops; from draftwing.kv.pool import *; cpu = torch.device('cpu');"
-        "print(type(make_ops(cpu).attention(KVPool([LayerSpec(1, 16)], 4, torch.bfloat16, cpu))).__name__)"
+        "print(type(make_ops(cpu).attention(KVPool([KVSpec(1, 16)], 4, torch.bfloat16, cpu))).__name__)"
     )
     environ = {**os.environ, "DRAFTWING_NATIVE": "0"}
     run = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)

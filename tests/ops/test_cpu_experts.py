@@ -13,11 +13,11 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from draftwing.ops import make_ops
+from draftwing.ops.contracts import MixtureWeights, WholeMixture
 from draftwing.ops.cpu.experts import _SLICE, Spare, can_mix
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.cpu.tape import Recording, record
-from draftwing.ops.torch.layer_ops import MixtureWeights, WholeMixture
 from draftwing.ops.types import BlockRows
 
 pytestmark = pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")

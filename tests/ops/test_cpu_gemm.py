@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from decoder_configs import changed, decoder_config
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch
+from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import PackedGemm, has_gemm, summed_in_blocks
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 KERNELS = load_extension()
 pytestmark = pytest.mark.skipif(
@@ -92,11 +91,11 @@ def test_a_wrong_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tiny(eight_bits: bool = False, **changes: Any) -> DecoderModel:
     """changes: of the config."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", hidden_size=128, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=32,
+    config = decoder_config(
+        hidden_size=128, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=32,
         ffn_size=160, vocab_size=50, max_positions=64,
     )  # fmt: skip
-    config = replace(config, **changes)
+    config = changed(config, **changes)
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -134,11 +133,11 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, qk_norm: bool, eight_bi
     assert isinstance(layer, DecoderLayer) and layer._whole is not None
     assert isinstance(layer.mlp.down.op.few_rows, BlockedGemm) == eight_bits
     for _ in range(2):
-        pools.append(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU))
+        pools.append(KVPool([KVSpec(2, 32)] * 2, 100, torch.bfloat16, CPU))
         for kv in pools[-1].kv:
             kv.copy_(numbers(*kv.shape, seed=5))
     x = numbers(rows, 128, seed=6)
-    cos, sin = model.rope.index_select(0, 19 + torch.arange(rows)).unsqueeze(2).unbind(1)
+    cos, sin = model.ropes[0].table.index_select(0, 19 + torch.arange(rows)).unsqueeze(2).unbind(1)
     kept = x.clone()
     found = layer(x, cos, sin, attend_to(pools[0], rows))
     also = layer.mix(layer.attn_norm(x), x, cos, sin, attend_to(pools[0], rows))
@@ -155,7 +154,7 @@ def test_a_model_in_one_call_equals_its_layers(rows: int, aux_layers: tuple[int,
     model, found = tiny(num_layers=3), []
     ids = 19 + torch.arange(rows)
     for whole in (True, False):
-        pool = KVPool([LayerSpec(2, 32)] * 3, 100, torch.bfloat16, CPU)
+        pool = KVPool([KVSpec(2, 32)] * 3, 100, torch.bfloat16, CPU)
         for kv in pool.kv:
             kv.copy_(numbers(*kv.shape, seed=5))
         if not whole:
@@ -174,11 +173,11 @@ def test_the_number_of_threads_changes_nothing() -> None:
     before, found = torch.get_num_threads(), []
     model, x = tiny(hidden_size=512, num_heads=10, ffn_size=1120), numbers(5, 512, seed=6)
     assert model.layers[0]._whole is not None
-    cos, sin = model.rope.index_select(0, 19 + torch.arange(5)).unsqueeze(2).unbind(1)
+    cos, sin = model.ropes[0].table.index_select(0, 19 + torch.arange(5)).unsqueeze(2).unbind(1)
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            pool = KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU)
+            pool = KVPool([KVSpec(2, 32)] * 2, 100, torch.bfloat16, CPU)
             for kv in pool.kv:
                 kv.copy_(numbers(*kv.shape, seed=5))
             found.append(model.layers[0](x, cos, sin, attend_to(pool, 5)))
@@ -192,8 +191,8 @@ def test_a_layer_holds_the_memory_that_it_reads() -> None:
     """Though its modules' weights are moved, as `Module.to` does it."""
     model = tiny(qkv_bias=True)
     layer = model.layers[0]
-    assert isinstance(layer, DecoderLayer) and layer._whole is not None and layer.attention.qkv.bias is not None
-    weights = layer.attn_norm.weight, layer.mlp_norm.weight, layer.attention.qkv.bias
+    assert isinstance(layer, DecoderLayer) and layer._whole is not None and layer.mixer.qkv.bias is not None
+    weights = layer.attn_norm.weight, layer.mlp_norm.weight, layer.mixer.qkv.bias
     before = [weight.data_ptr() for weight in weights]
     model._apply(lambda tensor: tensor.clone())
     assert not any(weight.data_ptr() in before for weight in weights)
@@ -208,7 +207,7 @@ def test_a_layer_holds_the_memory_that_it_reads() -> None:
 def test_a_layer_in_bfloat16_takes_few_rows() -> None:
     layer = tiny().layers[0]
     rows = FEW_ROWS + 1
-    attend: Any = attend_to(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU), rows)
+    attend: Any = attend_to(KVPool([KVSpec(2, 32)] * 2, 100, torch.bfloat16, CPU), rows)
     with pytest.raises(AssertionError):
         attend.run_layers(layer._whole, numbers(rows, 128, seed=1), None, *numbers(2, rows, 1, 32, seed=2))
 

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from block_ops import blocks
+from decoder_configs import changed, decoder_config
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool
+from draftwing.layers.config import NormConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.norm import RMSNorm
-from draftwing.models.config import ModelConfig
+from draftwing.layers.rope import RopeConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch, spans_of
@@ -27,6 +29,7 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import HeadTopK
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.types import BlockRows
+from draftwing.parallel.ranks import ALONE
 
 KERNELS = load_extension()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C extension was not built")
@@ -34,8 +37,8 @@ CPU = torch.device("cpu")
 OPS = make_ops(CPU)
 ENTRIES = 80  # of a row's page table
 # Nothing is a multiple of 64 but where K kinds want 256: 6 heads and 2 of keys and values of size 32, an MLP of 288.
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM", hidden_size=256, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=32,
+CONFIG = decoder_config(
+    hidden_size=256, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=32,
     ffn_size=288, vocab_size=50, max_positions=ENTRIES, weight_format=BlockFormat("Q8_0", OPS),
 )  # fmt: skip
 BIASED = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
@@ -60,7 +63,7 @@ def weight(kind: str, rows: int, columns: int, seed: int) -> BlockRows:
 
 def fill(layer: DecoderLayer, seed: int) -> None:
     """With parts of all kinds."""
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.mixer, layer.mlp
     q, kv, ffn = attention.o.in_features, attention.kv_heads * attention.head_dim, mlp.down.in_features
     parts: dict[Linear, list[tuple[str, int]]] = {
         attention.qkv: [("Q4_K", q), ("Q6_K", kv), ("Q5_1", kv)],
@@ -81,7 +84,7 @@ def fill(layer: DecoderLayer, seed: int) -> None:
 
 def tiny(**changes: Any) -> DecoderModel:
     """changes: of the config."""
-    model = DecoderModel(replace(CONFIG, **changes), torch.float32, "cpu")
+    model = DecoderModel(changed(CONFIG, **changes), torch.float32, "cpu")
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
         fill(layer, i)
@@ -101,8 +104,7 @@ def by_parts(model: DecoderModel) -> None:
 
 
 def pool_of(model: DecoderModel, dtype: torch.dtype) -> KVPool:
-    config = model.config
-    pool = KVPool([LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers, 3 * ENTRIES, dtype, CPU)
+    pool = KVPool(model.kv_layers, 3 * ENTRIES, dtype, CPU)
     for i, kv in enumerate(pool.kv):
         kv.copy_(numbers(*kv.shape, seed=i))
     return pool
@@ -183,14 +185,16 @@ def test_layers_equal_their_parts(
 @pytest.mark.parametrize("in_size", [256, 512])  # 512: two streams beside each other, as in EAGLE-3
 @pytest.mark.parametrize("rows", [1, 8, 9, 40])
 def test_a_layer_whose_input_is_normed_equals_its_parts(rows: int, in_size: int) -> None:
-    layer = DecoderLayer(replace(CONFIG, qkv_bias=True).layer(), 0, torch.float32, CPU, in_size, norms_input=False)
+    layer = DecoderLayer(
+        changed(CONFIG, qkv_bias=True).spread(ALONE)[0], 0, torch.float32, CPU, in_size, norms_input=False
+    )
     fill(layer, 1)
     for part in layer.modules():
         if isinstance(part, (Linear, RMSNorm)):
             part.pack(OPS)
     layer.pack(OPS)
     model, batch = tiny(), trees(rows)
-    cos, sin = model.rope[batch.positions].unsqueeze(2).unbind(1)
+    cos, sin = model.ropes[0].table[batch.positions].unsqueeze(2).unbind(1)
     normed, x = numbers(rows, in_size, seed=1), numbers(rows, 256, seed=2)
 
     def run(threads: int) -> list[Tensor]:
@@ -205,11 +209,31 @@ def test_a_layer_whose_input_is_normed_equals_its_parts(rows: int, in_size: int)
     assert all(torch.equal(*pair) for some in found for pair in zip(some, expected, strict=True))
 
 
+def test_one_call_takes_layers_that_follow_each_other_in_the_pool() -> None:
+    every = [layer.weights() for layer in tiny().layers if isinstance(layer, DecoderLayer)]
+    first, second, third = (one for one in every if one is not None)
+    assert OPS.whole_layers([first, second, third]) is not None and OPS.whole_layers([second, third]) is not None
+    assert OPS.whole_layers([first, third]) is None and OPS.whole_layers([second, first]) is None
+    other = second._replace(shape=second.shape._replace(kv_heads=1))
+    assert OPS.whole_layers([first, other]) is None
+
+
+def test_a_model_with_two_rotary_embeddings_goes_layer_by_layer() -> None:
+    layers = [replace(layer, mixer=replace(layer.mixer, rope=i % 2)) for i, layer in enumerate(CONFIG.layers)]  # type: ignore[type-var]
+    model = tiny(layers=tuple(layers), ropes=(RopeConfig(), RopeConfig(100.0)))
+    assert model._whole_layers(()) is None and all(layer._whole is not None for layer in model.layers)
+
+
+def test_layers_that_the_call_does_not_know_go_part_by_part() -> None:
+    wide = [replace(layer, norm=NormConfig(wide=True)) for layer in CONFIG.layers]
+    for model in (tiny(activation="gelu"), tiny(layers=tuple(wide))):
+        assert model._whole_layers(()) is None and not any(layer._whole for layer in model.layers)
+
+
 def test_layers_are_of_one_size() -> None:
     layers = [tiny(num_layers=1, ffn_size=size).layers[0] for size in (288, 320)]
     weights = [layer.weights() for layer in layers if isinstance(layer, DecoderLayer)]
-    with pytest.raises(AssertionError):
-        OPS.whole_layers(weights)
+    assert OPS.whole_layers(weights[:1]) is not None and OPS.whole_layers(weights) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

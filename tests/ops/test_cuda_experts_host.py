@@ -13,12 +13,13 @@ import torch
 from gemm_inputs import compiled, pointer, quantized, random
 from torch import Tensor
 
+from draftwing.ops.contracts import ExpertTiles, Routed
 from draftwing.ops.cuda import gemm, gemm_experts
 from draftwing.ops.cuda.gemm_experts import Cut, Cuts, Layout, Stream
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows, expert_rows
 from draftwing.ops.groups import WHOLE, pack
-from draftwing.ops.torch.experts import ExpertOps, ExpertTiles, Routed
+from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.types import MXRows
 
 COUNT, TOP = 6, 3

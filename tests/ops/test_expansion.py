@@ -16,11 +16,12 @@ from reference.noise import gumbel64
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, First, RowTensors, Unseen
+from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter
 
@@ -30,7 +31,7 @@ CLOSE = 2e-5
 
 def make_table(ops: TorchOps, rows: int, length: int, vocab: int, seed: int, noisy: bool = False) -> RowTable:
     """Rows of garbage, every other one of them with a temperature if noisy."""
-    g, slots = torch.Generator().manual_seed(seed), RowTable(rows, length, Device(ops.device, ops))
+    g, slots = torch.Generator().manual_seed(seed), RowTable(rows, length, pick_device(ops.device.type, ops=ops))
     slots.page_table[:rows] = torch.randint(1, 1 << 40, (rows, length), generator=g)
     slots.tokens[:] = torch.randint(0, vocab, (rows + 1, length), generator=g)
     slots.kv_len[:rows] = torch.randint(0, length - 64, (rows,), generator=g)
@@ -378,9 +379,9 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
         slots.kv_len[rows], chunks=(ChunkSpan(0, 0, 16, 4), ChunkSpan(1, 4, 28, 5)), bound=40,
     )  # fmt: skip
     fed = aux_hidden if width else None
-    drafter.extend(slots, batch, fed, slots.tokens[token_rows, positions + 1], None, noisy)
+    drafter.extend(SeenTokens(slots, batch, fed, slots.tokens[token_rows, positions + 1], None, noisy))
     slots.last[rows] = slots.tokens[rows, slots.kv_len[rows]]
-    found = [*drafter.propose(slots, rows, shape, 40, noisy)[:3]]
+    found = [*drafter.propose(DraftStep(slots, rows, shape, 40, noisy))[:3]]
     before, count = slots.kv_len[rows], torch.tensor([2, 1], device=device)
     step = torch.arange(3, device=device)
     at, column = before.unsqueeze(1) + step, rows.unsqueeze(1)
@@ -391,8 +392,8 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
         slots.page_table, before, step.expand(2, 3, 3), (step + 1).expand(2, 3), 3, bound=44,
     )  # fmt: skip
     fed = aux_hidden[:6] if width else None
-    drafter.extend(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy)
-    found += drafter.propose(slots, rows, shape, 44, noisy)[:3]
+    drafter.extend(SeenTokens(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy))
+    found += drafter.propose(DraftStep(slots, rows, shape, 44, noisy))[:3]
     return [*found, *drafter._first]
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.ops.contracts import Routed
 from draftwing.ops.groups import PackedGroups, pack
-from draftwing.ops.torch.experts import ExpertOps, Routed
+from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import MXRows, QuantizedRows
 

@@ -7,7 +7,7 @@ import torch
 from attention_cases import TINY, Case, attention, brute, chunked, common, make_case
 from torch import Tensor
 
-from draftwing.kv.pool import FP8, KVPool, LayerSpec
+from draftwing.kv.pool import FP8, KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 
 rope = pytest.importorskip("draftwing.ops.triton.rope")
@@ -48,7 +48,7 @@ def test_what_is_written(device: torch.device) -> None:
     count = len(qkv)
     slots = torch.arange(1, count + 1, device=device)
     cos, sin = torch.ones(count, 32, device=device).bfloat16(), torch.zeros(count, 32, device=device).bfloat16()
-    by_kernel, by_torch = (KVPool([LayerSpec(1, 32)], count, FP8, device, [SCALES]) for _ in range(2))
+    by_kernel, by_torch = (KVPool([KVSpec(1, 32)], count, FP8, device, [SCALES]) for _ in range(2))
     rope.rope_and_write(qkv.clone(), cos, sin, slots, by_kernel.kv[0], scales=SCALES)
     by_torch.write(0, slots, qkv[:, 2:3], qkv[:, 3:])
     expected = (qkv[:, 2:].float().cpu() / torch.tensor(SCALES)[:, None]).clamp(-448, 448).to(FP8)
@@ -64,7 +64,7 @@ def test_turned_keys(device: torch.device) -> None:
     qkv = torch.randn(7, 10, 64, generator=rng).to(device, torch.bfloat16)
     table = rope_table(RopeConfig(), 64, 7, torch.bfloat16, device)
     slots = (torch.randperm(9, generator=rng)[:7] + 1).to(device)
-    wide, narrow = KVPool([LayerSpec(2, 64)], 10, torch.bfloat16, device), KVPool([LayerSpec(2, 64)], 10, FP8, device)
+    wide, narrow = KVPool([KVSpec(2, 64)], 10, torch.bfloat16, device), KVPool([KVSpec(2, 64)], 10, FP8, device)
     turned = [qkv.clone(), qkv.clone()]
     for one, pool in zip(turned, (wide, narrow), strict=True):
         rope.rope_and_write(one, table[:, 0], table[:, 1], slots, pool.kv[0])
@@ -104,9 +104,9 @@ def as_chunk(alone: Case, length: int, tiling: object) -> Tensor:
 
 
 def test_clear_and_scales(device: torch.device) -> None:
-    pool = KVPool([LayerSpec(1, 16), LayerSpec(1, 16)], 3, FP8, device, [SCALES])
+    pool = KVPool([KVSpec(1, 16), KVSpec(1, 16)], 3, FP8, device, [SCALES])
     assert pool.scales == (SCALES, (1.0, 1.0))
-    assert KVPool([LayerSpec(1, 16)], 3, torch.bfloat16, device, [SCALES]).scales == ((1.0, 1.0),)
+    assert KVPool([KVSpec(1, 16)], 3, torch.bfloat16, device, [SCALES]).scales == ((1.0, 1.0),)
     key = torch.full((1, 1, 16), torch.nan, device=device)
     for layer in range(2):
         pool.write(layer, torch.tensor([2], device=device), key, key)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
-from draftwing.ops.torch.assign import DEPTHS, GRADES, LEVELS, SURE, new_calibration
+from draftwing.ops.drafts import DEPTHS, GRADES, LEVELS, SURE, new_calibration
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Calibration, Draft
 

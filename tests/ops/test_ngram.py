@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
-from draftwing.ops.torch import ngram, ngram_memory
-from draftwing.ops.torch.ngram import NGramIndex
+from draftwing.ops.reference import ngram, ngram_memory
+from draftwing.ops.reference.ngram import NGramIndex
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from draftwing.ops.torch.ngram_memory import NGramMemory
+from draftwing.ops.reference.ngram_memory import NGramMemory
 
 CPU = torch.device("cpu")
 WINDOW, BRANCH, CONTEXT, LEAST = 6, 7, 400, 40

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.ops.attention import Batch, Ragged
 from draftwing.ops.torch.ops import TorchOps
 
@@ -64,7 +64,7 @@ def make_whole(
             path_len[b, node] = level + 1
     table = torch.randperm((size + 2) * longest, generator=rng).view(size + 2, longest) + 1
     rows = torch.randperm(size + 2, generator=rng)[:size]
-    pool = KVPool([LayerSpec(heads[1], dim)], int(table.max()), dtype, device)
+    pool = KVPool([KVSpec(heads[1], dim)], int(table.max()), dtype, device)
     pool.kv[0].copy_(torch.randn(pool.kv[0].shape, generator=rng))
     write = table[rows[:, None], prefix[:, None] + torch.arange(nodes)].flatten()
     batch = Batch(rows, write, write, write, table, prefix, path, path_len, window=nodes, bound=bound)

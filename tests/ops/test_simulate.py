@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.errors import ConfigError
+from draftwing.ops.reference.tree import Accepted, accept, derive, fraction_bits
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.torch.tree import Accepted, accept, derive, fraction_bits
 from draftwing.ops.types import Draft, Tree
 from draftwing.spec.simulate import Simulation
 

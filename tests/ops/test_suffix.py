@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE, PLAIN, TreeShape
-from draftwing.ops.torch.assign import LEVELS, level_of
+from draftwing.ops.drafts import LEVELS, level_of
+from draftwing.ops.reference.suffix import BACK, ESCAPE, LENGTHS, OTHERS, WAYS, SuffixIndex
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.torch.suffix import BACK, ESCAPE, LENGTHS, OTHERS, WAYS, SuffixIndex
 
 SHAPES = [TreeShape(5, 3, 8), TreeShape(16, 4, 17), TreeShape(3, 1, 4), TreeShape(2, 2, 40), TreeShape(1, 2, 2), PLAIN]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
 
@@ -34,7 +34,7 @@ def make_tokens(count: int, heads: int, kv_heads: int, dim: int, dtype: torch.dt
 
 def make_pool(kv_heads: int, dim: int, dtype: torch.dtype, slots: int = 4000) -> KVPool:
     """Filled with finite garbage: what nobody owns must not show."""
-    pool = KVPool([LayerSpec(kv_heads, dim)] * (LAYER + 1), slots, dtype, CPU)
+    pool = KVPool([KVSpec(kv_heads, dim)] * (LAYER + 1), slots, dtype, CPU)
     for kv in pool.kv:
         kv.copy_(torch.randn(kv.shape, generator=torch.Generator().manual_seed(99)))
     return pool
@@ -281,7 +281,7 @@ def test_bits_do_not_depend_on_how_a_query_is_asked(shape: tuple[int, int, int],
 @pytest.mark.parametrize("nodes", [1, 12])
 def test_trees_read_nothing_on_the_host(nodes: int) -> None:
     with FakeTensorMode():
-        pool = KVPool([LayerSpec(3, 64)], 500, torch.bfloat16, CPU)
+        pool = KVPool([KVSpec(3, 64)], 500, torch.bfloat16, CPU)
         rows = 2
         path = torch.zeros(rows, nodes, 4, dtype=torch.int64)
         index = torch.zeros(rows * nodes, dtype=torch.int64)

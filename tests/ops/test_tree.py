@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import NOT_FINITE, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Committed, Draft, TargetInputs, Tree, unpack
@@ -83,7 +83,7 @@ class World(NamedTuple):
 
 def make_world(ops: TorchOps, seed: int, kv_len: list[int] | None = None) -> World:
     g = torch.Generator().manual_seed(seed)
-    slots = RowTable(ROWS, LENGTH, Device(ops.device, ops))
+    slots = RowTable(ROWS, LENGTH, pick_device(ops.device.type, ops=ops))
     table = torch.randperm(ROWS * LENGTH, generator=g).view(ROWS, LENGTH) + 1
     text = torch.randint(0, 50, (ROWS, LENGTH), generator=g)
     lengths = torch.randint(0, LENGTH - 70, (ROWS,), generator=g)
@@ -324,7 +324,7 @@ def test_the_random_trees_are_worth_it() -> None:
 def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
     with FakeTensorMode():
         ops = TorchOps(torch.device("cpu"))
-        slots = RowTable(ROWS, LENGTH, Device(ops.device, ops))
+        slots = RowTable(ROWS, LENGTH, pick_device(ops.device.type, ops=ops))
         parent, rows = torch.zeros(2, nodes, dtype=torch.int64), torch.tensor([0, 1])
         draft = Draft(parent, parent, torch.ones(2, nodes, dtype=torch.bool))
         tree, inputs = ops.tree_inputs(slots, rows, draft, depth_max)

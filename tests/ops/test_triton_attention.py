@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import ONE_LANE, TINY, attention, brute, chunked, common, make_case
+from decoder_configs import decoder_config
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer
 from draftwing.ops.attention import Batch, ChunkSpan, FunctionAttend
 
@@ -252,18 +252,18 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.
 
 def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Qwen3's layers leave norm, rope and the pool to the kernel, and get what they would get without it."""
-    config = ModelConfig(
+    config = decoder_config(
         architecture="Qwen3ForCausalLM", hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
         ffn_size=64, vocab_size=16, max_positions=64, qk_norm=True,
     )  # fmt: skip
-    layer = DecoderLayer(config.layer(), 0, torch.float32, device)
+    layer = DecoderLayer(config.layers[0], 0, torch.float32, device)
     rng = torch.Generator().manual_seed(3)
     for param in layer.parameters():
         param.data.copy_(torch.randn(param.shape, generator=rng) * 0.2 + (param.dim() == 1))
         param.requires_grad_(False)
     count = 6
     x = torch.randn(count, 64, generator=rng).to(device)
-    pool = KVPool([LayerSpec(2, 32)], 20, torch.float32, device)
+    pool = KVPool([KVSpec(2, 32)], 20, torch.float32, device)
     table = torch.arange(1, 21, device=device).view(1, 20)
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     positions = torch.arange(count, device=device)
@@ -285,7 +285,7 @@ def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: t
 def test_the_backend(chunks: bool, device: torch.device) -> None:
     """Both ways into it, for a layer behind others, against the brute force."""
     case = make_case([20, 33, 0], 4, device, (4, 2))
-    pool = KVPool([LayerSpec(1, 16), LayerSpec(2, 32)], case.kv.shape[0] - 1, torch.float32, device)
+    pool = KVPool([KVSpec(1, 16), KVSpec(2, 32)], case.kv.shape[0] - 1, torch.float32, device)
     rng = torch.Generator().manual_seed(1)
     count = 12
     qkv = torch.randn(count, 8, 32, generator=rng).to(device)

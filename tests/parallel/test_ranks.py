@@ -25,8 +25,10 @@ from tiny_gguf import write as write_gguf
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models.config import ModelConfig
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
@@ -152,16 +154,22 @@ def test_variables_are_set_for_nccl_while_there_is_a_group(monkeypatch: pytest.M
 
 
 def test_what_cannot_be_spread() -> None:
-    layer = LayerConfig(hidden=64, heads=6, kv_heads=2, head_dim=8, ffn=96)
+    attention = AttentionConfig(heads=6, kv_heads=2, head_dim=8)
+    layer = LayerConfig(64, attention, ffn=96)
     assert layer.spread(ALONE) is layer
     half = layer.spread(Absent(2))
-    assert (half.heads, half.kv_heads, half.ffn) == (3, 1, 48)
-    assert replace(layer, heads=8).spread(Absent(4)).kv_heads == 1  # a head on two ranks
+    assert half.mixer == AttentionConfig(3, 1, 8) and half.ffn == 48
+    assert replace(attention, heads=8).spread(Absent(4)).kv_heads == 1  # a head on two ranks
     for size in (4, 5):
         with pytest.raises(ConfigError, match=f"--tp-size {size}: expected a number that divides the model's 6"):
             layer.spread(Absent(size))
     with pytest.raises(ConfigError, match="key/value heads"):
-        replace(layer, heads=12, kv_heads=4).spread(Absent(3))
+        replace(attention, heads=12, kv_heads=4).spread(Absent(3))
+    with pytest.raises(ConfigError, match=r"--tp-size 3: .*intermediate size of 98"):
+        LayerConfig(64, replace(attention, kv_heads=3), ffn=98).spread(Absent(3))
+    odd = LayerConfig(64, replace(attention, heads=5, kv_heads=1), ffn=96)
+    with pytest.raises(ConfigError, match="model's 5 attention heads"):  # whichever layer it is of
+        ModelConfig("", 64, 8, 8, (layer, odd)).spread(Absent(2))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -207,8 +215,8 @@ def test_a_rank_reads_its_share_of_the_bytes(tmp_path: Path, monkeypatch: pytest
     with safe_open(str(folder / "model.safetensors"), "pt") as file:
         o = file.get_tensor("model.layers.1.self_attn.o_proj.weight")
         k = file.get_tensor("model.layers.1.self_attn.k_proj.weight")
-    assert torch.equal(model.layers[1].attention.o.weight, o[:, 8:16])
-    assert torch.equal(model.layers[1].attention.qkv.weight[8:16], k[:8])  # the first head, of ranks 0 and 1
+    assert torch.equal(model.layers[1].mixer.o.weight, o[:, 8:16])
+    assert torch.equal(model.layers[1].mixer.qkv.weight[8:16], k[:8])  # the first head, of ranks 0 and 1
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
@@ -216,11 +224,11 @@ def test_a_gguf_file_is_spread(arch: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", arch)
     whole = load_model(file, torch.float32, CPU)
     lower, upper = (load_model(file, torch.float32, CPU, ranks=Absent(2, rank)) for rank in range(2))
-    for part in ("attention.o", "mlp.down"):
+    for part in ("mixer.o", "mlp.down"):
         shares = [model.get_submodule(f"layers.0.{part}").weight for model in (lower, upper)]
         assert torch.equal(torch.cat(shares, 1), whole.get_submodule(f"layers.0.{part}").weight)
-    q, k, v = whole.layers[0].attention.qkv.weight.split([64, 32, 32])
-    assert torch.equal(upper.layers[0].attention.qkv.weight, torch.cat((q[32:], k[16:], v[16:])))
+    q, k, v = whole.layers[0].mixer.qkv.weight.split([64, 32, 32])
+    assert torch.equal(upper.layers[0].mixer.qkv.weight, torch.cat((q[32:], k[16:], v[16:])))
     assert torch.equal(torch.cat((lower.lm_head.weight, upper.lm_head.weight)), whole.lm_head.weight)
 
 
@@ -270,8 +278,8 @@ def test_quantised_checkpoints_are_spread(tmp_path: Path) -> None:
     whole = load_model(folder, torch.float32, CPU)
     shares = [load_model(folder, torch.float32, CPU, ranks=Absent(2, rank)) for rank in range(2)]
     layer = whole.layers[0]
-    halves = [share.layers[0].attention.o.weight for share in shares]
-    assert torch.equal(torch.cat(halves, 1), layer.attention.o.weight)
+    halves = [share.layers[0].mixer.o.weight for share in shares]
+    assert torch.equal(torch.cat(halves, 1), layer.mixer.o.weight)
     halves = [share.layers[0].mlp.gate_up.weight.chunk(2) for share in shares]
     assert torch.equal(torch.cat([half[0] for half in halves] + [half[1] for half in halves]), layer.mlp.gate_up.weight)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftwing.ops.torch.tree import derive
+from draftwing.ops.reference.tree import derive
 from draftwing.requests.request import MAX_MARKER, ThinkingBudget
 from draftwing.sampling.budgets import BudgetTable
 

@@ -10,8 +10,8 @@ from reference.trees import path_of, random_trees
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from draftwing.ops.reference.tree import Tree, derive
 from draftwing.ops.torch.sampling import SamplingRows, sample
-from draftwing.ops.torch.tree import Tree, derive
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import Edited, EditTable, Features
 

@@ -7,6 +7,7 @@ import pytest
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched import making
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.making import WORTH
 from draftwing.sched.req import Req, ReqState
@@ -163,3 +164,22 @@ def test_what_is_spoilt_is_not_cached() -> None:
     assert spoilt is not None and slots <= set(spoilt.tolist()) and kv.take_spoilt() is None
     assert kv.radix.size == 0
     kv.check_idle()
+
+
+def test_who_waits_is_not_compared_again_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.arange(4 * WORTH)
+    kv = KVManager(8 * WORTH, ROWS, lookahead=0, cache=True, room=ROOM)
+    compared = []
+    own = making.InTheMaking.most_in_common
+    monkeypatch.setattr(making.InTheMaking, "most_in_common", lambda *args: compared.append(1) or own(*args))
+    first, second = request("a", tokens.tolist()), request("b", [*tokens[:-1].tolist(), 0])
+    other = np.asarray(second.tokens)
+    assert not kv.on_its_way(first, tokens) and admit(kv, first)
+    assert kv.on_its_way(second, other, {first}) is False, "whoever does not go on now is not waited for"
+    compared.clear()
+    for _ in range(5):
+        assert kv.on_its_way(second, other)
+    assert len(compared) == 1
+    assert not kv.on_its_way(second, other, {first})
+    prefill(kv, first)
+    assert not kv.on_its_way(second, other) and len(compared) == 3, "what it waited for is cached: it is looked at anew"

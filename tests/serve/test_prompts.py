@@ -16,16 +16,11 @@ from draftwing.serve.prompts import beginning
         ({"messages": [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}], "model": "m"}, "AB"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "B"}]}], "system": "A"}, "AB"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "B"}]}], "instructions": "A"}, "AB"),
-        ({"prompt": "A"}, "A"),
-        ({"prompt": ["A", "B"]}, "AB"),
-        ({"prompt": [1, 22]}, "1 22 "),
-        ({"text": "A", "cache_salt": "S"}, "SA"),
-        ({"input_ids": [[1, 2], [3]]}, "1 2 3 "),
-        ({"model": "m", "max_tokens": 3}, ""),
-        (["A"], ""),
-        (3, ""),
+        ({"prompt": "A"}, "A"), ({"prompt": ["A", "B"]}, "AB"), ({"prompt": [1, 22]}, "1 22 "),
+        ({"text": "A", "cache_salt": "S"}, "SA"), ({"input_ids": [[1, 2], [3]]}, "1 2 3 "),
+        ({"model": "m", "max_tokens": 3}, ""), (["A"], ""), (3, ""),
     ],
-)
+)  # fmt: skip
 def test_texts(body: Any, text: str) -> None:
     assert beginning(json.dumps(body).encode()) == text
 

@@ -53,18 +53,13 @@ ATTACKS = {
     "a body after a 404": Attack(head("POST /nothing", JSON, CHUNKED), LARGE),
     "a body to /health": Attack(head("GET /health", CHUNKED), LARGE),
     "a stated body of 1 GB": Attack(head("POST /generate", JSON, f"content-length: {10**9}"), b" " * 4096),
-    "headers": Attack(b"GET /health HTTP/1.1\r\n", b"a: b\r\n"),
-    "empty lines": Attack(b"", b"\r\n"),
-    "nonsense": Attack(b"", b"\x00\xff\r\n"),
-    "requests that do not wait": Attack(b"", head("GET /health")),
-    "/health": Attack(b"", head("GET /health"), asks=True),
-    "the page": Attack(b"", head("GET /"), asks=True),
-    "preflights": Attack(b"", PREFLIGHT, asks=True),
-    "401": Attack(b"", head("GET /v1/models", WRONG_KEY), asks=True),
-    "404": Attack(b"", head("GET /nothing"), asks=True),
-    "connections that say nothing": Attack(b"", leaves=True),
+    "headers": Attack(b"GET /health HTTP/1.1\r\n", b"a: b\r\n"), "empty lines": Attack(b"", b"\r\n"),
+    "nonsense": Attack(b"", b"\x00\xff\r\n"), "requests that do not wait": Attack(b"", head("GET /health")),
+    "/health": Attack(b"", head("GET /health"), asks=True), "the page": Attack(b"", head("GET /"), asks=True),
+    "preflights": Attack(b"", PREFLIGHT, asks=True), "401": Attack(b"", head("GET /v1/models", WRONG_KEY), asks=True),
+    "404": Attack(b"", head("GET /nothing"), asks=True), "connections that say nothing": Attack(b"", leaves=True),
     "connections that ask for /health and leave": Attack(head("GET /health"), leaves=True),
-}
+}  # fmt: skip
 FLUSHES = Attack(head("POST /flush_cache?timeout=3600", "content-length: 0"), leaves=True)  # where nobody has a key
 
 

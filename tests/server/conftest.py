@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 from fake_engine import FakeEngine, local
+from scripted import ScriptedEngine, serving
 from starlette.testclient import TestClient
 
 from draftwing.server.app import create_app
@@ -28,3 +30,20 @@ def engine() -> FakeEngine:
 def client(engine: FakeEngine) -> Iterator[TestClient]:
     with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def scripted(request: pytest.FixtureRequest) -> ScriptedEngine:
+    """Says what a test tells it to; a module's SCRIPTED has what it is made with."""
+    return ScriptedEngine(**request.module.SCRIPTED)
+
+
+@pytest.fixture(scope="module")
+def url(scripted: ScriptedEngine) -> Iterator[str]:
+    with serving(scripted) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def api(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

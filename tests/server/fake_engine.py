@@ -69,20 +69,11 @@ class FakeEngine:
         self.options = dataclasses.replace(options, speculative_algorithm=algorithm).resolve()
         self.tokenizer = byte_tokenizer()
         self.info = EngineInfo(
-            options=dataclasses.replace(self.options, served_model_name="echo"),
-            architecture="LlamaForCausalLM",
-            context_length=CONTEXT,
-            vocab_size=EOS + 1,
-            stop_ids=frozenset({EOS}),
-            max_total_tokens=4 * CONTEXT,
-            max_banned=16,
-            dtype="float32",
-            device="cpu",
-            weight_bytes={"Q8_0": 34},
-            read_rate=17e3,
-            processors=PROCESSORS,
-            defaults=defaults or {},
-        )
+            options=dataclasses.replace(self.options, served_model_name="echo"), architecture="LlamaForCausalLM",
+            context_length=CONTEXT, vocab_size=EOS + 1, stop_ids=frozenset({EOS}), max_total_tokens=4 * CONTEXT,
+            max_banned=16, dtype="float32", device="cpu", weight_bytes={"Q8_0": 34}, read_rate=17e3,
+            processors=PROCESSORS, defaults=defaults or {},
+        )  # fmt: skip
         self.grammars = GrammarCompiler.of(options, self.tokenizer, self.info.vocab_size, self.info.stop_ids)
         self.burst, self.pause = burst, pause
         self.requests: list[GenerationRequest] = []  # all that were ever submitted
@@ -200,18 +191,11 @@ class FakeEngine:
         request, done, _ = self.running.pop(uid)
         drafted = self._drafted(request)
         meta = {
-            "prompt_tokens": len(request.prompt_ids),
-            "completion_tokens": len(done),
-            "cached_tokens": self.cached_tokens.pop(uid),
-            "num_retractions": 0,
-            "e2e_latency": 0.1,
-            "spec_verify_ct": 1,
-            "spec_num_proposed_drafts": 7 * drafted,
-            "spec_num_correct_drafts": 3 * drafted,
-            "spec_accept_length": 1.0,
-            "spec_accept_rate": 0.0,
-            "spec_correct_drafts_histogram": [1],
-        }
+            "prompt_tokens": len(request.prompt_ids), "completion_tokens": len(done),
+            "cached_tokens": self.cached_tokens.pop(uid), "num_retractions": 0, "e2e_latency": 0.1,
+            "spec_verify_ct": 1, "spec_num_proposed_drafts": 7 * drafted, "spec_num_correct_drafts": 3 * drafted,
+            "spec_accept_length": 1.0, "spec_accept_rate": 0.0, "spec_correct_drafts_histogram": [1],
+        }  # fmt: skip
         return self._told(Output(uid, new, reason, meta), request, len(done) == len(new))
 
 

@@ -11,78 +11,30 @@ TEXTS = ("é", "😀", "\u2028", "\x85", "a b", "\n", "\\", '"', "<", "", "x" * 
 # What is no character, no number or no JSON, as it stands in JSON.
 VALUES = (
     *(
-        '"\\ud83d"',
-        '"\\udc00\\ud83d"',
-        '"\\ud83d\\ude00"',
-        '"\\u12"',
-        '"\\d"',
-        '"a\nb"',
-        '"',
-        "'x'",
-        "NaN",
+        '"\\ud83d"', '"\\udc00\\ud83d"', '"\\ud83d\\ude00"', '"\\u12"', '"\\d"', '"a\nb"', '"', "'x'", "NaN",
         "-Infinity",
     ),
     *(
-        "1e999",
-        "9" * 400,
-        "1-2",
-        "-",
-        "01",
-        "True",
-        "None",
-        "tru",
-        "null",
-        "{}",
-        "[]",
-        "[1,]",
-        '{"a":1,}',
-        "1",
+        "1e999", "9" * 400, "1-2", "-", "01", "True", "None", "tru", "null", "{}", "[]", "[1,]", '{"a":1,}', "1",
         "-0.5e3",
     ),
     *('"\u2028"', '"</tool_call>"', '"[TOOL_CALLS]"', '"<|end|>"', "[" * 200, '{"a":' * 140, "", " "),
-)
+)  # fmt: skip
 MARKERS = (
     *(
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[CALL_ID]",
-        "<|python_tag|>",
-        "```json\n",
-        "```",
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "```json\n", "```",
         "```py\n",
     ),
     *(
-        "<think>",
-        "</think>",
-        "[THINK]",
-        "[/THINK]",
-        "◁think▷",
-        "◁/think▷",
-        "{",
-        "}",
-        "[",
-        "]",
-        ", ",
-        "; ",
-        "\n",
-        " ",
-        "<",
-        "[",
+        "<think>", "</think>", "[THINK]", "[/THINK]", "◁think▷", "◁/think▷", "{", "}", "[", "]", ", ", "; ", "\n",
+        " ", "<", "[",
     ),
     *("<|start|>assistant", "<|channel|>analysis", "<|channel|>commentary to=", "functions.f", "<|constrain|>json"),
     *(
-        "<|message|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-        "<|channel|>final",
-        " to=f ",
-        "browser.search",
+        "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|channel|>final", " to=f ", "browser.search",
         '"name": "f"',
     ),
-)
+)  # fmt: skip
 
 
 KEYS = ('"a"', '"b"', '"name"', '"\\ud800"', '""')
@@ -119,16 +71,11 @@ def call(draw: random.Random) -> str:
     text = "{" + ", ".join(parts) + draw.choice(("}", "}", "}", "}}", ",}", ""))
     channel, header = draw.choice(("commentary", "analysis")), draw.choice(HEADERS)
     forms = (
-        text,
-        f"[{text}]",
-        f"<|python_tag|>{text}",
-        f"<tool_call>\n{text}\n</tool_call>",
-        f"<tool_call>{text}",
-        f"[TOOL_CALLS]{name}[ARGS]{given}",
-        f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{given}",
+        text, f"[{text}]", f"<|python_tag|>{text}", f"<tool_call>\n{text}\n</tool_call>", f"<tool_call>{text}",
+        f"[TOOL_CALLS]{name}[ARGS]{given}", f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{given}",
         f"[TOOL_CALLS][{text}, {text}]",
         *[f"<|start|>assistant<|channel|>{channel} {header}<|message|>{given}<|call|>"] * 2,
-    )
+    )  # fmt: skip
     return draw.choice(forms)
 
 

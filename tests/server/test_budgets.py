@@ -79,20 +79,15 @@ def silent() -> Iterator[Served]:
 
 FIELDS: list[tuple[str, dict[str, Any], int]] = [
     *((CHAT, {name: 7}, 7) for name in ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens")),
-    (CHAT, {"reasoning_budget_tokens": 0}, 0),
-    (CHAT, {"reasoning_effort": 9}, 9),
-    (CHAT, {"reasoning_effort": "9"}, 9),
-    (CHAT, {"reasoning_effort": 0}, 0),
-    (CHAT, {"reasoning_effort": 9, "thinking_budget": 5}, 5),
-    (CHAT, {"reasoning": {"max_tokens": 11}}, 11),
+    (CHAT, {"reasoning_budget_tokens": 0}, 0), (CHAT, {"reasoning_effort": 9}, 9),
+    (CHAT, {"reasoning_effort": "9"}, 9), (CHAT, {"reasoning_effort": 0}, 0),
+    (CHAT, {"reasoning_effort": 9, "thinking_budget": 5}, 5), (CHAT, {"reasoning": {"max_tokens": 11}}, 11),
     (CHAT, {"reasoning": {"effort": "12", "enabled": True}}, 12),
-    (CHAT, {"custom_params": {"thinking_budget": 3}}, 3),
-    (RESPONSES, {"thinking_budget": 4}, 4),
-    (RESPONSES, {"reasoning": {"effort": 6}}, 6),
-    (RESPONSES, {"reasoning": {"effort": "6"}}, 6),
+    (CHAT, {"custom_params": {"thinking_budget": 3}}, 3), (RESPONSES, {"thinking_budget": 4}, 4),
+    (RESPONSES, {"reasoning": {"effort": 6}}, 6), (RESPONSES, {"reasoning": {"effort": "6"}}, 6),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
     (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 8}}, 8),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "fields", "tokens"), FIELDS, ids=str)
@@ -215,7 +210,7 @@ def test_a_model_without_reasoning(silent: Served) -> None:
         (RESPONSES, {"thinking_budget": 5}, "thinking_budget"),
         (COMPLETIONS, {"thinking_budget": 5}, "thinking_budget"),
         ("/generate", {"sampling_params": {"thinking_budget": 5}}, "thinking_budget"),
-        ("/generate", {"max_thinking_tokens": 5}, "thinking_budget"),
+        ("/generate", {"max_thinking_tokens": 5}, "max_thinking_tokens"),
     ):
         response = silent.ask(path, **fields)
         assert response.status_code == 400 and named in response.text and "--reasoning-parser" in response.text
@@ -253,12 +248,31 @@ def test_thinking_that_the_template_does_not_switch_on() -> None:
         (RESPONSES, {"reasoning": {"effort": -1}}, "reasoning.effort"),
         ("/generate", {"sampling_params": {"thinking_budget": "5"}}, "sampling_params.thinking_budget"),
         ("/generate", {"sampling_params": {"thinking_budget": 5, "regex": "a"}}, "thinking_budget"),
+        ("/generate", {"max_thinking_tokens": -2}, "max_thinking_tokens"),
+        ("/generate", {"max_thinking_tokens": 2**31}, "max_thinking_tokens"),
+        ("/generate", {"max_thinking_tokens": "5"}, "max_thinking_tokens"),
+        ("/generate", {"max_thinking_tokens": 5, "sampling_params": [{"regex": "a"}]}, "max_thinking_tokens"),
+        ("/generate", {"max_thinking_tokens": 5, "sampling_params": {"thinking_budget": -2}}, "params.thinking_budget"),
+        (
+            "/generate",
+            {"max_thinking_tokens": 5, "sampling_params": {"allowed_token_ids": [5, 6]}},
+            "which max_thinking_tokens writes",
+        ),
+        (CHAT, {"custom_params": {"thinking_budget": -2}}, "custom_params.thinking_budget"),
+        (COMPLETIONS, {"custom_params": {"thinking_budget": "5"}}, "custom_params.thinking_budget"),
+        (CHAT, {"custom_params": {"thinking_budget": 5}, "thinking_token_budget": -2}, "thinking_token_budget"),
+        (
+            "/generate",
+            {"sampling_params": {"custom_params": {"thinking_budget": -2}}},
+            "sampling_params.custom_params.thinking_budget",
+        ),
     ],
     ids=str,
 )
 def test_refusals(opens: Served, path: str, fields: dict[str, Any], named: str) -> None:
     response = opens.ask(path, **fields)
     assert response.status_code == 400 and named in response.text
+    assert "thinking_budget" not in response.text or "thinking_budget" in str(fields), "it was not sent"
     if path in (CHAT, RESPONSES):
         assert response.json()["param"] == named
 

@@ -21,25 +21,7 @@ from draftwing.server.openai.schema import ChatRequest
 ITEMS = "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}" + (
     "{% for k, v in c.function.arguments | items %}<{{ k }}={{ v | tojson }}>{% endfor %}{% endfor %}{% endfor %}"
 )
-LONE = '{"a": "\\ud83d", "\\udc00": [1]}'
-DEEP = '{"a":' * 150 + "1" + "}" * 150
-SCRIPTS = [
-    LONE,
-    json.dumps(LONE),
-    '{"a": [NaN, -Infinity, 1e999]}',
-    json.dumps('{"a": NaN}'),
-    '{"a": %s}' % ("9" * 900),
-    '{"a": 1, "a": 2}',
-    '{"a": "\u2028\x85\u2029"}',
-    '{"a": 1-2}',
-    DEEP,
-    json.dumps("{}"),
-    "null",
-    '{"a": 1}}',
-]
 CLIENT = httpx.Client()  # one for all: to make one takes longer than a request
-SCHEMA = {"type": "object", "properties": {}}
-CALL = '<tool_call>{"name": "f", "arguments": %s}</tool_call>'
 
 
 @pytest.fixture(scope="module", params=[TEMPLATE, ITEMS], ids=["tojson", "items"])
@@ -61,73 +43,10 @@ def post(url: str, body: dict[str, Any]) -> Any:
     return json.loads(answer.text, parse_constant=pytest.fail)
 
 
-def events(url: str, body: dict[str, Any]) -> list[Any]:
-    """As a client that splits lines as Python does."""
-    with CLIENT.stream("POST", url, json=body | {"stream": True}) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
-    found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert found and not any("error" in event or event.get("type") == "error" for event in found), found[-1]
-    return found
-
-
-def turns(name: str, url: str) -> tuple[str, str]:
-    """Has the model make a call and gives it back, whole and from a stream. Returns the arguments, as texts."""
-    tool: dict[str, Any] = {"name": "f"}
-    if name == "chat":
-        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
-        body["tools"] = [{"type": "function", "function": tool | {"parameters": SCHEMA}}]
-        whole = post(url + path, body)["choices"][0]["message"]
-        deltas = [c["delta"] for e in events(url + path, body) for c in e["choices"]]
-        streamed = "".join(d["tool_calls"][0]["function"]["arguments"] for d in deltas if "tool_calls" in d)
-        messages = [
-            *body["messages"],
-            whole,
-            {"role": "tool", "content": "x", "tool_call_id": whole["tool_calls"][0]["id"]},
-        ]
-        post(url + path, {**body, "messages": messages})
-        post(url + "/tokenize", {"messages": messages})
-        assert whole["content"] is None
-        return whole["tool_calls"][0]["function"]["arguments"], streamed
-    if name == "responses":
-        path, body = "/v1/responses", {"input": [{"role": "user", "content": "hi"}]}
-        body["tools"] = [{"type": "function", **tool, "parameters": SCHEMA}]
-        (item,) = post(url + path, body)["output"]
-        deltas = [e["delta"] for e in events(url + path, body) if e["type"].endswith("arguments.delta")]
-        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}
-        post(url + path, {**body, "input": [*body["input"], item, result]})
-        return item["arguments"], "".join(deltas)
-    path, body = "/v1/messages", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    body["max_tokens"] = 1500
-    body["tools"] = [{**tool, "input_schema": SCHEMA}]
-    (block,) = post(url + path, body)["content"]
-    found = [e["delta"] for e in events(url + path, body) if e["type"] == "content_block_delta"]
-    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "x"}
-    answered = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
-    post(url + path, {**body, "max_tokens": 9, "messages": [*body["messages"], *answered]})
-    return json.dumps(block["input"]), "".join(delta["partial_json"] for delta in found)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s[:30])
-@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
-def test_calls_come_back(dialect: str, script: str, url: str, engine: ScriptedEngine) -> None:
-    engine.script = CALL % script
-    whole, streamed = turns(dialect, url)
-    if script not in ('{"a": 1-2}', DEEP):  # these break, or are deeper than readers go
-        assert json.loads(whole) == json.loads(streamed)
-    else:
-        assert streamed.startswith('{"a":')
-
-
 ARGUMENTS: list[tuple[Any, Any]] = [
-    ("", {}),
-    (None, {}),
-    ("null", {}),
-    ({"a": 1}, {"a": 1}),
-    ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
-    ('{"a": 1, "b": "cut', {"a": 1}),
-    ('{"a": NaN}', {"a": None}),
-    ('{"\\udfff": 1e999}', {"\ufffd": None}),
-]
+    ("", {}), (None, {}), ("null", {}), ({"a": 1}, {"a": 1}), ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+    ('{"a": 1, "b": "cut', {"a": 1}), ('{"a": NaN}', {"a": None}), ('{"\\udfff": 1e999}', {"\ufffd": None}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "shown"), ARGUMENTS, ids=lambda a: str(a)[:20])

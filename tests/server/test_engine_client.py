@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import httpx
-import openai
 import pytest
 import uvicorn
 from fake_engine import FakeEngine, local, logprob, traced
@@ -24,10 +23,9 @@ from draftwing.server.engine_client import AsyncEngine, Stream
 from draftwing.server.run import bind
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
-CHAT = [{"role": "user", "content": "hello"}]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -71,42 +69,6 @@ def test_a_waiting_client_that_goes_away_aborts_its_request(live: str, slow: Fak
         httpx.post(f"{live}/v1/completions", json=FOREVER, timeout=0.2)
     wait_until(lambda: len(slow.aborted) == 1)
     assert not slow.running
-
-
-def test_many_clients_that_go_away_leave_none_behind(live: str, slow: FakeEngine) -> None:
-    async def scenario() -> None:
-        body = {"text": "abc", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=32), timeout=20) as client:
-            posts = [
-                asyncio.ensure_future(client.post(f"{live}/generate", json=body | {"stream": i % 2 == 0}))
-                for i in range(32)
-            ]
-            await asyncio.to_thread(wait_until, lambda: len(slow.requests) == 32, 20)
-            for post in posts:
-                post.cancel()
-            await asyncio.gather(*posts, return_exceptions=True)
-
-    asyncio.run(scenario())
-    wait_until(slow.idle)
-    assert len(slow.aborted) > 8  # all, unless the machine is so busy that some were answered before
-    done = httpx.post(f"{live}/v1/completions", json={"prompt": "abc"})
-    assert done.json()["choices"][0]["text"] == "abc"
-
-
-def test_official_client(live: str) -> None:
-    client = openai.OpenAI(base_url=f"{live}/v1", api_key="none")
-    assert [model.id for model in client.models.list()] == ["echo"]
-    answer = client.chat.completions.create(model="echo", messages=CHAT, temperature=0, max_tokens=64)  # type: ignore[arg-type]
-    assert answer.choices[0].message.content == "user:hello\n" and answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].matched_stop == 256 and answer.usage.reasoning_tokens == 0  # type: ignore
-    stream = client.chat.completions.create(model="echo", messages=CHAT, stream=True)  # type: ignore[arg-type]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "user:hello\n"
-    assert client.completions.create(model="echo", prompt="abc").choices[0].text == "abc"
-    with pytest.raises(openai.BadRequestError, match="temperature") as info:
-        client.completions.create(model="echo", prompt="abc", temperature=-1)
-    assert info.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("bogus")
 
 
 def test_abort_request(live: str, slow: FakeEngine) -> None:
@@ -192,32 +154,31 @@ def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
 
 
 def test_what_a_slow_client_has_not_taken_is_not_copied_each_time() -> None:
-    """Answers of 4 and of 16 times as many tokens take about so many times as long, and nothing is lost."""
+    """The lists that came first are the ones that are given out, with all that came later, and nothing is lost."""
+    engine, count = local(FakeEngine()), 2500
+    wanted = LogprobParams(start=0)
 
-    def unread(count: int) -> float:
-        engine = local(FakeEngine())
+    def output(i: int) -> Output:
+        first = [None, logprob(2, wanted)] if i == 0 else []
+        step = traced([i % 200], i, False)
+        return Output("x", [i % 200], None, {}, [logprob(i % 200, wanted)], first, [step])
 
-        async def scenario() -> float:
-            engine.start()
-            wanted = LogprobParams(start=0)
-            stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
-            begun = time.thread_time()
-            for i in range(count):
-                first = [None, logprob(2, wanted)] if i == 0 else []
-                step = traced([i % 200], i, False)
-                stream.put(Output("x", [i % 200], None, {}, [logprob(i % 200, wanted)], first, [step]))
-            stream.put(Output("x", [7], {"type": "length", "length": count}, {"a": 1}, [logprob(7, wanted)]))
-            took = time.thread_time() - begun
-            (output,) = [one async for one in stream]
-            assert output.token_ids == [*(i % 200 for i in range(count)), 7] and output.meta == {"a": 1}
-            assert output.finish_reason == {"type": "length", "length": count}
-            assert len(output.logprobs) == count + 1 and len(output.prompt_logprobs) == 2
-            assert len(output.trace) == 64 and output.trace[-1].number == count - 1
-            stream.close()
-            await engine.stop()
-            return took
+    async def scenario() -> None:
+        engine.start()
+        stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
+        begin = output(0)
+        stream.put(begin)
+        for i in range(1, count):
+            stream.put(output(i))
+        stream.put(Output("x", [7], {"type": "length", "length": count}, {"a": 1}, [logprob(7, wanted)]))
+        (whole,) = [one async for one in stream]
+        assert whole.token_ids is begin.token_ids and whole.logprobs is begin.logprobs
+        assert whole.prompt_logprobs is begin.prompt_logprobs
+        assert whole.token_ids == [*(i % 200 for i in range(count)), 7] and whole.meta == {"a": 1}
+        assert whole.finish_reason == {"type": "length", "length": count}
+        assert len(whole.logprobs) == count + 1 and len(whole.prompt_logprobs) == 2
+        assert len(whole.trace) == 64 and whole.trace[-1].number == count - 1
+        stream.close()
+        await engine.stop()
 
-        return asyncio.run(scenario())
-
-    few, many = min(unread(2500) for _ in range(3)), min(unread(40_000) for _ in range(3))
-    assert many < 16 * few * 2.5
+    asyncio.run(scenario())

@@ -36,13 +36,9 @@ PARTS = (
 )
 # Parsers of calls and of reasoning, and templates.
 SERVERS = [
-    ("hermes", "qwen3", TEMPLATE),
-    ("hermes", None, ITEMS),
-    ("llama3", "deepseek-r1", PARTS),
-    ("mistral", "mistral", ITEMS),
-    ("json", None, TEMPLATE),
-    ("gpt-oss", None, TEMPLATE),
-]
+    ("hermes", "qwen3", TEMPLATE), ("hermes", None, ITEMS), ("llama3", "deepseek-r1", PARTS),
+    ("mistral", "mistral", ITEMS), ("json", None, TEMPLATE), ("gpt-oss", None, TEMPLATE),
+]  # fmt: skip
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 USER = {"role": "user", "content": "hi"}
 
@@ -140,10 +136,12 @@ def streamed(path: str, text: str) -> list[str]:
     return [calls[index] for index in sorted(calls)]
 
 
-async def turn(draw: random.Random, asking: httpx.AsyncClient, engine: Any, statuses: Counter[tuple[str, int]]) -> None:
-    """A question with an odd history, its answer whole and streamed, and the answer sent back."""
+async def turn(
+    draw: random.Random, asking: httpx.AsyncClient, engine: Any, statuses: Counter[tuple[str, int]], script: str = ""
+) -> None:
+    """A question with an odd history, its answer whole and streamed, and the answer sent back. script: the answer."""
     path = draw.choice(sorted(ASKED))
-    engine.script, body = garbled.answer(draw), ASKED[path](draw, [])
+    engine.script, body = script or garbled.answer(draw), ASKED[path](draw, [])
 
     async def post(where: str, data: dict[str, Any]) -> httpx.Response:
         content = json.dumps(data).encode()  # halves of characters as escapes
@@ -187,6 +185,29 @@ def test_no_garbled_conversation_gives_a_5xx(requests: int) -> None:
     for path in ASKED:
         assert statuses[(path, 200)] > requests / 10
     assert sum(count for (_, status), count in statuses.items() if status == 400)
+
+
+LONE, DEEP = '{"a": "\\ud83d", "\\udc00": [1]}', '{"a":' * 150 + "1" + "}" * 150
+ARGUMENTS = [
+    LONE, json.dumps(LONE), '{"a": [NaN, -Infinity, 1e999]}', json.dumps('{"a": NaN}'), '{"a": %s}' % ("9" * 900),
+    '{"a": 1, "a": 2}', '{"a": "\u2028\x85\u2029"}', '{"a": 1-2}', DEEP, json.dumps("{}"), "null", '{"a": 1}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("server", SERVERS[:2], ids=["tojson", "items"])
+def test_calls_come_back(server: tuple[str, str | None, str]) -> None:
+    """In every dialect, whole and streamed, whatever their arguments are."""
+
+    async def scenario() -> Counter[tuple[str, int]]:
+        draw, statuses = random.Random(1), Counter[tuple[str, int]]()
+        async with client(*server) as (asking, engine):
+            for script in ARGUMENTS * 4:
+                call = f'<tool_call>{{"name": "f", "arguments": {script}}}</tool_call>'
+                await turn(draw, asking, engine, statuses, call)
+        return statuses
+
+    statuses = asyncio.run(scenario())
+    assert all(statuses[(path, 200)] > 15 for path in ASKED)
 
 
 if __name__ == "__main__":

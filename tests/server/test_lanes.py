@@ -181,7 +181,7 @@ def test_a_free_place_is_for_who_has_fewest() -> None:
         await asyncio.gather(late, return_exceptions=True)
         turns.give_back("a")
         turns.give_back("c")
-        assert not turns._lines and not turns._held and turns._free == 2
+        assert not turns._waiting and not turns._held and turns._free == 2
 
     asyncio.run(scenario())
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from engine_process import engines
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
@@ -104,60 +99,3 @@ def test_64_clients_that_go_away_leave_no_slot_behind(url: str) -> None:
     assert memory["free_tokens"] + memory["cached_tokens"] == memory["token_capacity"] == POOL
     assert httpx.post(f"{url}/flush_cache?timeout=5").status_code == 200
     assert state()["memory_usage"]["free_tokens"] == POOL
-
-
-def test_official_clients(url: str) -> None:
-    question: Any = [{"role": "user", "content": "List 3 countries and their capitals."}]
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="None")
-    whole = client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=32)
-    chunks = client.chat.completions.create(
-        model="tiny",
-        messages=question,
-        temperature=0,
-        max_tokens=32,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    text, usage = "", None
-    for chunk in chunks:
-        text += "".join(choice.delta.content or "" for choice in chunk.choices)
-        usage = chunk.usage or usage
-    assert text == whole.choices[0].message.content and usage is not None and whole.usage is not None
-    cached = [one.prompt_tokens_details and one.prompt_tokens_details.cached_tokens for one in (whole.usage, usage)]
-    assert cached == [0, usage.prompt_tokens - 1]
-    # How many drafts are right differs, too: the second answer is drafted from the first one.
-    counts = {"completion_tokens_details": None, "prompt_tokens_details": None}
-    assert usage.model_copy(update=counts) == whole.usage.model_copy(update=counts)
-
-    async def scenario() -> str | None:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="None") as client:
-            answer = await client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=32)
-            return answer.choices[0].message.content
-
-    assert asyncio.run(scenario()) == text
-
-
-def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:
-    process, url = server
-    (engine,) = engines(process.pid)
-
-    async def scenario() -> None:
-        async with clients(url) as client:
-            bodies = [body(i, 900) for i in range(4)]
-            for one in bodies:
-                one["sampling_params"]["temperature"] = 50  # so random that no draft is right
-            tasks = [asyncio.ensure_future(client.post("/generate", json=one)) for one in bodies]
-            while (await client.get("/server_info")).json()["internal_states"][0]["num_running_reqs"] < 4:
-                await asyncio.sleep(0.01)
-            killed = time.monotonic()
-            os.kill(engine, signal.SIGKILL)
-            while (await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            assert time.monotonic() - killed < 1.0
-            for answer in await asyncio.gather(*tasks):
-                assert answer.status_code == 503 and "killed by SIGKILL" in answer.json()["error"]["message"]
-
-    asyncio.run(scenario())
-    wait_for_server(url, timeout=60, process=process)
-    assert httpx.post(f"{url}/generate", json=body(1, 5)).json()["meta_info"]["completion_tokens"] == 5
-    assert not Path(f"/proc/{engine}").exists()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import jsonschema
 import pytest
@@ -75,7 +74,7 @@ def test_reasoning_is_as_long_as_asked_for(served: tuple[str, int]) -> None:
     for temperature in (0, 0.8):
         free = chat(url, temperature=temperature)
         assert free["usage"]["reasoning_tokens"] == 200 and not parts(free)[0][1]
-        for tokens in (0, 1, 7, 40):
+        for tokens in (0, 7):
             bounded = [
                 chat(url, temperature=temperature, thinking_budget=tokens, speculative=wish)
                 for wish in (None, "off", {"num_steps": 2})
@@ -111,8 +110,8 @@ def test_a_schema_and_calls_after_the_reasoning(served: tuple[str, int]) -> None
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
     call_it: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
-    for tokens in (0, 6, 30):
-        for temperature, seed in ((0, 3), *((1.0, seed) for seed in range(4))):
+    for tokens in (0, 6):
+        for temperature, seed in ((0, 3), (1.0, 0)):
             asked = {"thinking_budget": tokens, "temperature": temperature, "seed": seed, "ignore_eos": False}
             found = []
             for wish in (None, "off"):
@@ -126,22 +125,3 @@ def test_a_schema_and_calls_after_the_reasoning(served: tuple[str, int]) -> None
                 assert 0 <= called["usage"]["reasoning_tokens"] - tokens - marker <= 3
                 found.append((parts(answer), call["function"]))
             assert found[0] == found[1]
-
-
-def test_anthropics_client_and_generate(served: tuple[str, int]) -> None:
-    url, marker = served
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    kinds = set()
-    for seed in range(4):  # some of which begin with more than white space
-        message = client.messages.create(
-            model="m", max_tokens=60, messages=HI, thinking={"type": "enabled", "budget_tokens": 12},
-            extra_body={"temperature": 1.0, "seed": seed},
-        )  # fmt: skip
-        kinds.add(tuple(block.type for block in message.content))
-    assert ("thinking", "text") in kinds and ("thinking",) not in kinds
-    body = {"text": "user: hi\nassistant: <think>\n", "sampling_params": {"thinking_budget": 12, "temperature": 0}}
-    body["sampling_params"] |= {"max_new_tokens": 60, "skip_special_tokens": False}  # type: ignore[operator]
-    answer = httpx.post(f"{url}/generate", json=body | {"return_logprob": True}, timeout=60).json()
-    assert answer["text"].index("</think>") == 12
-    chances = answer["meta_info"]["output_token_logprobs"][12 : 12 + marker]
-    assert sum(chance for chance, *_ in chances) < -2 * marker  # the model's own, who would not have said it

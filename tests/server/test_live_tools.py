@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -49,50 +48,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         terminate_process(process)
 
 
-def test_anthropics_client(url: str) -> None:
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    tools: list[Any] = [{"name": "weather", "input_schema": SCHEMA}]
-    inputs = []
-    for extra in ({}, OFF):
-        body: dict[str, Any] = {
-            "model": "m",
-            "max_tokens": 300,
-            "messages": HI,
-            "tools": tools,
-            "tool_choice": {"type": "tool", "name": "weather"},
-            "extra_body": {"seed": 5, **extra},
-        }
-        message = client.messages.create(**body)
-        (block,) = message.content
-        assert message.stop_reason == "tool_use" and block.type == "tool_use" and block.name == "weather"
-        jsonschema.validate(block.input, SCHEMA)
-        inputs.append(block.input)
-        with client.messages.stream(**body) as stream:
-            assert stream.get_final_message().content[0].input == block.input
-    assert inputs[0] == inputs[1]
-    plain = client.messages.create(model="m", max_tokens=20, messages=HI)
-    assert plain.usage.output_tokens <= 20 and plain.stop_reason in ("max_tokens", "end_turn")
-
-
-def test_openais_responses(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    tools: list[Any] = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
-    found = []
-    for extra in ({}, OFF):
-        response = client.responses.create(
-            model="m", input="hi", tools=tools, tool_choice="required", parallel_tool_calls=False,
-            max_output_tokens=300, extra_body={"seed": 6, **extra},
-        )  # fmt: skip
-        (call,) = response.output
-        assert response.status == "completed" and call.type == "function_call" and call.name == "weather"
-        jsonschema.validate(json.loads(call.arguments), SCHEMA)
-        found.append(call.arguments)
-    assert found[0] == found[1]
-    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
-    response = client.responses.create(model="m", input="hi", text=form, max_output_tokens=300)
-    jsonschema.validate(json.loads(response.output_text), SCHEMA)
-
-
 def test_openais_chat(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     tools: list[Any] = [
@@ -102,14 +57,10 @@ def test_openais_chat(url: str) -> None:
     found = []
     for extra in ({}, OFF):
         body: dict[str, Any] = {
-            "model": "m",
-            "messages": HI,
-            "tools": tools,
-            "tool_choice": {"type": "function", "function": {"name": "weather"}},
-            "max_tokens": 300,
-            "seed": 7,
+            "model": "m", "messages": HI, "tools": tools,
+            "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 300, "seed": 7,
             "extra_body": extra,
-        }
+        }  # fmt: skip
         choice = client.chat.completions.create(**body).choices[0]
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         assert choice.message.tool_calls is not None
@@ -148,13 +99,9 @@ def test_custom_tools_hold_to_their_format(url: str, syntax: str) -> None:
     found = []
     for extra in ({}, OFF):
         body: dict[str, Any] = {
-            "model": "m",
-            "input": "hi",
-            "tools": [{"type": "custom", "name": "edit", "format": form}],
-            "tool_choice": choice,
-            "max_output_tokens": 300,
-            "extra_body": {"seed": 7, **extra},
-        }
+            "model": "m", "input": "hi", "tools": [{"type": "custom", "name": "edit", "format": form}],
+            "tool_choice": choice, "max_output_tokens": 300, "extra_body": {"seed": 7, **extra},
+        }  # fmt: skip
         (call,) = client.responses.create(**body).output
         assert call.type == "custom_tool_call" and re.fullmatch(right, call.input), call.input
         with client.responses.stream(**body) as stream:

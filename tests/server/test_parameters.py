@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import EOS, FakeEngine, local
+from fake_engine import FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
@@ -166,10 +166,6 @@ def test_echo(client: TestClient, engine: FakeEngine) -> None:
     assert texts[0].startswith("abcdef") and "".join(texts) == "abcdefabcdef"
 
 
-def test_best_of_that_ranks_nothing(client: TestClient) -> None:
-    assert len(ok(client, COMPLETION, prompt="a", n=3, best_of=3)["choices"]) == 3
-
-
 def test_the_answers_to_a_prompt_come_together_and_share_its_prefill(client: TestClient, engine: FakeEngine) -> None:
     data = ok(client, "/generate", text=["abcd", "xy"], sampling_params={"n": 3})
     assert [d["meta_info"]["cached_tokens"] for d in data] == [0, 3, 3, 0, 1, 1]
@@ -274,10 +270,6 @@ def test_defaults_of_the_model() -> None:
         ok(client, "/generate", text="a", sampling_params={"top_k": 5, "temperature": None})
     found = [(r.params.temperature, r.params.top_k, r.params.repetition_penalty) for r in engine.requests]
     assert found == [(0.6, 20, 1.1), (0.0, 20, 1.1), (0.6, 5, 1.1)]
-
-
-def test_matched_ids_and_texts_are_told_apart(client: TestClient) -> None:
-    assert ok(client, COMPLETION, prompt="abc")["choices"][0]["matched_stop"] == EOS
 
 
 def test_expressions_are_compiled_once_and_in_a_thread(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

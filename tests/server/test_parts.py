@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import time
 
 import pytest
+from timed import least_seconds
 
 from draftwing.errors import RequestError
-from draftwing.server.http import _MOST_PARTS, _check_parts
+from draftwing.server.openai.schema import Message, conversation
+from draftwing.server.parsers.call import read_arguments
+from draftwing.server.parts import MOST_IN_CALL, MOST_PARTS, check_parts
 
 LONGEST = 2**19
 CPP = 'std::map<int, std::vector<int>> a[{{1: 2}, {3: 4}}]; // "quoted" \\ and \\" and \\\\\n'
@@ -27,8 +29,8 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("beside", [{}, {"tools": [{"a": [{}]}] * 100}], ids=["alone", "with tools"])
 def test_what_stands_in_texts_does_not_count(text: str, beside: dict[str, object]) -> None:
-    _check_parts(json.dumps({"messages": [{"role": "user", "content": text}], **beside}).encode(), LONGEST)
-    _check_parts(json.dumps({"prompt": ["a", text, "b:"], **beside}, indent=1).encode(), LONGEST)
+    check_parts(json.dumps({"messages": [{"role": "user", "content": text}], **beside}).encode(), MOST_PARTS, LONGEST)
+    check_parts(json.dumps({"prompt": ["a", text, "b:"], **beside}, indent=1).encode(), MOST_PARTS, LONGEST)
 
 
 @pytest.mark.parametrize("unit", ["[],", "{},", '{"a":1},', '"a",', '"[",[],', "[[]],"])
@@ -36,7 +38,7 @@ def test_what_stands_in_texts_does_not_count(text: str, beside: dict[str, object
 def test_what_stands_outside_does(unit: str, first: str) -> None:
     body = f'{{"text":{first},"metadata":[{unit * 700_000}1]}}'.encode()
     with pytest.raises(RequestError) as refused:
-        _check_parts(body, LONGEST)
+        check_parts(body, MOST_PARTS, LONGEST)
     assert refused.value.param == "body"
 
 
@@ -44,27 +46,66 @@ def test_a_long_list_beside_a_text_is_one() -> None:
     ids = ",".join(["1"] * (LONGEST + 2))
     for text in ("a", '\\"', "]" * 100):
         with pytest.raises(RequestError):
-            _check_parts(f'{{"text":"{text}","ids":[{ids}]}}'.encode(), LONGEST)
+            check_parts(f'{{"text":"{text}","ids":[{ids}]}}'.encode(), MOST_PARTS, LONGEST)
 
 
 def test_the_border_is_exact() -> None:
-    for count, fits in ((_MOST_PARTS - 3, True), (_MOST_PARTS - 2, False)):
+    for count, fits in ((MOST_PARTS - 3, True), (MOST_PARTS - 2, False)):
         body = f'{{"text":"[[[{{{{:","m":[{",".join(["[]"] * (count - 1))}]}}'.encode()
         assert json.loads(body)
         if fits:
-            _check_parts(body, LONGEST)
+            check_parts(body, MOST_PARTS, LONGEST)
         else:
             with pytest.raises(RequestError):
-                _check_parts(body, LONGEST)
+                check_parts(body, MOST_PARTS, LONGEST)
 
 
+def checked(body: bytes) -> None:
+    with contextlib.suppress(RequestError):
+        check_parts(body, MOST_PARTS, LONGEST)
+
+
+@pytest.mark.timing
 def test_what_is_no_json_takes_little_time() -> None:
     generator = random.Random(5)
     size = 2**22
     bodies = [b'"' * size, b"\\" * size, b'\\"' * (size // 2), b"[" * size, b'"",' * (size // 3), b'"' + b"[" * size]
     bodies += [bytes(generator.choices(b'"\\[{:,', k=size)) for _ in range(2)]
     for body in bodies:
-        begun = time.thread_time()
-        with contextlib.suppress(RequestError):
-            _check_parts(body, LONGEST)
-        assert time.thread_time() - begun < 0.3
+        assert least_seconds(lambda body=body: checked(body)) < 0.3  # type: ignore[misc]
+
+
+def called(arguments: str) -> object:
+    """What a template is given of the arguments of a call in the history."""
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    (plain,) = conversation([Message(role="user", content="hi"), message])[1:]
+    return plain["tool_calls"][0]["function"]["arguments"]
+
+
+@pytest.mark.parametrize("unit", ["[]", "{}", '{"":0}', '""', "null", "1", '"[",[]', "[[]]"])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("before", ["", '"b":"\\ud83d\\ude00",', '"b":"\\\\",'])
+def test_arguments_of_a_call_are_bounded_too(unit: str, cut: bool, before: str) -> None:
+    def arguments(count: int) -> str:
+        return f'{{{before}"a":[{",".join([unit] * count)}' + "]}" * (not cut)
+
+    with pytest.raises(RequestError) as refused:
+        called(arguments(700_000))
+    assert refused.value.param == "messages.1.tool_calls.0.function.arguments"
+    assert called(arguments(5000)) == read_arguments(arguments(5000)) != {}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_what_stands_in_a_text_of_arguments_does_not_count(text: str) -> None:
+    assert called(json.dumps({"input": text})) == {"input": text}
+
+
+def test_the_border_of_arguments_is_exact() -> None:
+    for count, fits in ((MOST_IN_CALL - 3, True), (MOST_IN_CALL - 2, False)):
+        text = f'{{"a":[{",".join(["[]"] * count)}]}}'
+        if fits:
+            assert called(text) == json.loads(text)
+        else:
+            with pytest.raises(RequestError):
+                called(text)

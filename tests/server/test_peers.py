@@ -117,11 +117,6 @@ def test_ids_begin_as_openais_do(client: TestClient) -> None:
     assert ok(client, CHAT, **body_of(CHAT), rid="mine", request_id="other")["id"] == "mine"
 
 
-def test_a_stop_in_the_output(client: TestClient) -> None:
-    said = ok(client, COMPLETION, prompt="a stop b", max_tokens=50, stop="stop", include_stop_str_in_output=True)
-    assert said["choices"][0]["text"].endswith("stop")
-
-
 def test_an_answer_of_the_assistant_comes_back(client: TestClient, served: tuple[FakeEngine, TestClient]) -> None:
     said = [
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}], "reasoning": "hm"},
@@ -199,32 +194,12 @@ def test_continuing_as_vllm_asks_for_it(client: TestClient, served: tuple[FakeEn
     assert whole[: len(short)] == short
 
 
-def test_responses_as_agents_ask_for_them(client: TestClient) -> None:
-    for store in (True, False):
-        said = ok(client, "/v1/responses", input="hi", store=store, include=["reasoning.encrypted_content"])
-        assert said["store"] is store
-    more = {"top_k": 5, "stop": ["x"], "presence_penalty": 0.5, "chat_template_kwargs": {"a": 1}}
-    ok(client, "/v1/responses", input="hi", **more)
-    response = client.post("/v1/responses", json={"input": "hi", "include": ["message.output_text.logprobs"]})
-    assert response.status_code == 400 and response.json()["param"] == "include.0"
-
-
-def test_messages_as_agents_ask_for_them(client: TestClient) -> None:
-    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    history = [*HI, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, *HI]
-    ok(client, "/v1/messages", model="m", max_tokens=9, messages=history, context_management=keep)
-
-
 def test_log_probabilities_of_a_prompt_alone(client: TestClient) -> None:
     ids = client.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
     said = ok(
-        client,
-        "/generate",
-        input_ids=ids,
-        sampling_params={"max_new_tokens": 0, "temperature": 0},
-        return_logprob=True,
-        logprob_start_len=0,
-    )
+        client, "/generate", input_ids=ids, sampling_params={"max_new_tokens": 0, "temperature": 0},
+        return_logprob=True, logprob_start_len=0,
+    )  # fmt: skip
     info = said["meta_info"]
     assert (said["text"], said["output_ids"], info["completion_tokens"]) == ("", [], 0)
     assert [entry[1] for entry in info["input_token_logprobs"]] == ids and info["output_token_logprobs"] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from typing import Any
@@ -81,8 +80,8 @@ def test_other_threads_run_while_a_batch_is_tokenized() -> None:
     while thread.is_alive():
         time.sleep(0.001)
         ticks.append(time.monotonic())
-    longest = max(after - before for before, after in itertools.pairwise(ticks))
-    assert longest < 0.7 * (span[1] - span[0])
+    meanwhile = sum(span[0] < tick < span[1] for tick in ticks)
+    assert meanwhile > 5, "with the lock held there are none, or one of before it was taken"
     assert tokenizer.encode_many(["ab", "é"]) == [tokenizer.encode("ab"), tokenizer.encode("é")]
 
 

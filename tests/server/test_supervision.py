@@ -196,13 +196,6 @@ def engine_of(process: subprocess.Popen[bytes]) -> int:
     return engines(process.pid)[0]
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
 @contextmanager
 def serving(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     write_checkpoint(folder)
@@ -269,61 +262,6 @@ def test_a_stopped_engine_is_replaced(tmp_path: Path) -> None:
 
     with serving(tmp_path / "tiny", f"--watchdog-timeout {SECONDS}") as (process, url):
         asyncio.run(scenario(process, url))
-
-
-@pytest.mark.exhaustive  # test_soak.py stops one for a while, too
-@pytest.mark.slow
-def test_streams_go_on_with_an_engine_that_was_stopped_for_a_while(tmp_path: Path) -> None:
-    """What was running before ends, and what comes meanwhile and afterwards too."""
-
-    async def scenario(process: subprocess.Popen[bytes], url: str) -> None:
-        engine = engine_of(process)
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            alone = (await client.post("/generate", json=endless(0))).json()["text"]
-            began = [asyncio.Event() for _ in range(4)]
-            grown = [0] * 4
-            streams = [asyncio.ensure_future(streamed(client, i, began[i], grown)) for i in range(4)]
-            for one in began:
-                await one.wait()
-            os.kill(engine, signal.SIGSTOP)
-            meanwhile = asyncio.ensure_future(client.post("/generate", json=endless(0)))
-            await asyncio.sleep(3)
-            before = list(grown)
-            os.kill(engine, signal.SIGCONT)
-            short = endless(0) | {"sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
-            assert (await client.post("/generate", json=short)).status_code == 200
-            assert all(now > then for now, then in zip(grown, before, strict=True)), "they get tokens in the same steps"
-            after = asyncio.ensure_future(client.post("/generate", json=endless(0)))
-            for text in await asyncio.gather(*streams):
-                assert '"type":"length"' in text and text.endswith("data: [DONE]\n\n")
-            for one in (await meanwhile, await after):
-                assert one.json()["text"] == alone
-            state = (await client.get("/server_info")).json()["internal_states"][0]
-            assert state["num_running_reqs"] == state["num_waiting_reqs"] == 0
-
-    with serving(tmp_path / "tiny") as (process, url):
-        asyncio.run(scenario(process, url))
-
-
-@pytest.mark.slow
-def test_the_request_that_kills_the_engine_is_refused_and_others_are_served(tmp_path: Path) -> None:
-    with serving(tmp_path / "tiny") as (process, url), httpx.Client(base_url=url, timeout=60) as client:
-
-        def state() -> int:
-            running: int = client.get("/server_info").json()["internal_states"][0]["num_running_reqs"]
-            return running
-
-        for _ in range(2):
-            with client.stream("POST", "/generate", json=endless(1, stream=True)) as response:
-                lines = response.iter_lines()
-                next(lines)
-                os.kill(engine_of(process), signal.SIGKILL)
-                assert "killed by SIGKILL" in "".join(lines)
-            until(lambda: client.get("/health").status_code == 200)
-        refused = client.post("/generate", json=endless(2) | {"text": "client 1: "})  # another seed
-        assert refused.status_code == 400 and "ran this request alone" in refused.json()["error"]["message"]
-        other = client.post("/generate", json=endless(3) | {"stream": True})
-        assert '"type":"length"' in other.text and state() == 0
 
 
 def test_an_answer_that_the_model_cannot_give_is_an_error_with_its_reason(

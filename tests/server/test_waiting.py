@@ -225,7 +225,7 @@ def test_requests_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         box.put([asked("a500", "a")])
         while len(sent) < 6:
             await asyncio.sleep(0)
-        assert sent[5:] == [["a500"]] and not box._clients and not box._lines and not box._pauses
+        assert sent[5:] == [["a500"]] and not box._unsent and not box._pauses
 
         # Who takes back all that waits, and asks again, has no more messages in a pause than others.
         for turn in range(5):

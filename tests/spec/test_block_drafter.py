@@ -27,6 +27,7 @@ from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.noise import gumbel
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.block_drafter import BlockDrafter
+from draftwing.spec.drafter import DraftStep, SeenTokens
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 12, 96
@@ -143,7 +144,7 @@ class Rig:
                 path = step.expand(1, len(step), len(step)).contiguous()
                 batch = batch._replace(path=path, path_len=path_len, window=len(step))
             count = None if batch.chunks else torch.tensor([end - start])
-            self.drafter.extend(self.table, batch, hidden[start:end], none, count, none)
+            self.drafter.extend(SeenTokens(self.table, batch, hidden[start:end], at, count, none))
 
 
 def drawn_noise(seed: int, position: int) -> torch.Tensor:
@@ -185,7 +186,7 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
     noisy = torch.tensor([rows.tolist().index(row) for row in NOISY])
     head = rig.drafter.head
     assert head.config_of_block.steps == case.rows - (not case.from_anchor)
-    draft = rig.drafter.propose(rig.table, rows, shape, max(map(len, known)), noisy)
+    draft = rig.drafter.propose(DraftStep(rig.table, rows, shape, max(map(len, known)), noisy))
     compared = 0
     for place, row in enumerate(rows.tolist()):
         args = case.rows, case.from_anchor, case.windows, case.causal
@@ -217,7 +218,7 @@ def compare_grades(tmp_path: Path, name: str, ops: Any) -> None:
     case, known, shape = CASES[name], texts(4), TreeShape(4, 3, 14)
     rig = Rig(case, tmp_path, ops, known, shape.topk)
     rows, none = torch.tensor([3, 1]), torch.zeros(0, dtype=torch.int64)
-    draft = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    draft = rig.drafter.propose(DraftStep(rig.table, rows, shape, 40, none))
     close = 0
     for place, row in enumerate(rows.tolist()):
         expected = block_pass(TARGET, rig.checkpoint, known[row], case.rows, True)
@@ -260,14 +261,14 @@ def test_what_may_not_follow_is_not_drafted(tmp_path: Path) -> None:
     known, ops = texts(3), TorchOps(CPU)
     rig = Rig(CASES["dspark, speculators"], tmp_path, ops, known, 2)
     rows, none, shape = torch.tensor([2, 1]), torch.zeros(0, dtype=torch.int64), TreeShape(3, 2, 7)
-    free = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    free = rig.drafter.propose(DraftStep(rig.table, rows, shape, 40, none))
     banned = torch.zeros(1, VOCAB, dtype=torch.bool)
     banned[0, free.tokens[1, 1]] = True
     rig.drafter.constrain(rig.table, rows[1:], banned, none)
-    held = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    held = rig.drafter.propose(DraftStep(rig.table, rows, shape, 40, none))
     assert torch.equal(held.tokens[0], free.tokens[0])
     assert held.tokens[1, 1] != free.tokens[1, 1]
-    again = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    again = rig.drafter.propose(DraftStep(rig.table, rows, shape, 40, none))
     assert all(torch.equal(a, b) for a, b in zip(again, free, strict=True)), "it holds for one step"
 
 

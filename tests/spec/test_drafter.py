@@ -14,11 +14,10 @@ import httpx
 import pytest
 import torch
 from reference.learnable import ENGINE, write_target
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import draftwing
-from draftwing import LLM, ConfigError, Draft, DraftContext, Drafter
+from draftwing import LLM, ConfigError, Draft, DraftContext, Drafter, DraftStep, SeenTokens
 from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
@@ -75,11 +74,13 @@ def test_a_chain_ends_where_nothing_is_known(example: Any) -> None:
         last = torch.tensor([6, 1, 4, 9])
 
     rows = torch.arange(4)
-    draft = example.PairLookup().propose(Slots(), rows, TreeShape(5, 1, 6), 4, rows[:0])
+    draft = example.PairLookup().propose(DraftStep(Slots(), rows, TreeShape(5, 1, 6), 4, rows[:0]))
     assert draft.tokens[:2].tolist() == [[6, 7, 5, 6, 7, 5], [1, 1, 1, 1, 1, 1]]
     assert draft.alive.sum(1).tolist() == [6, 6, 1, 1] and draft.parent[0].tolist() == [0, 0, 1, 2, 3, 4]
     known = torch.tensor([[True, True, False, True]] * 4)
-    draft = example.PairLookup().chain(Slots(), rows, torch.full((4, 4), 3), TreeShape(6, 2, 8), known)
+    draft = example.PairLookup().chain(
+        DraftStep(Slots(), rows, TreeShape(6, 2, 8), 4, rows[:0]), torch.full((4, 4), 3), known
+    )
     assert draft.alive.sum(1).tolist() == [3] * 4 and draft.tokens.shape == draft.parent.shape == (4, 8)
     assert bool((draft.parent[:, 1:] < torch.arange(1, 8)).all())
 
@@ -98,9 +99,8 @@ def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[in
             assert (context.rows, context.shape) == (17, TreeShape(2, 1, 3))
             return drafter
 
-        def extend(
-            self, slots: Any, batch: Any, aux_hidden: Tensor, next_ids: Tensor, count: Any, noisy: Tensor
-        ) -> None:
+        def extend(self, given: SeenTokens) -> None:
+            slots, batch, aux_hidden, _, count, _ = given
             aux_hidden = aux_hidden if count is None else aux_hidden.view(len(count), 3, -1)[0, : count[0]]
             ids = [int(torch.cdist(row[None], self.embed).argmin()) for row in aux_hidden]
             start = int(batch.prefix_len[0])
@@ -124,7 +124,7 @@ def test_it_reads_no_data(example: Any) -> None:
         )
         rows = torch.arange(3)
         for bound in (20, 40):  # graphs are captured for any length
-            draft = example.PairLookup().propose(slots, rows, TreeShape(3, 1, 4), bound, rows[:0])
+            draft = example.PairLookup().propose(DraftStep(slots, rows, TreeShape(3, 1, 4), bound, rows[:0]))
             assert all(part.shape == (3, 4) for part in draft[:3])
 
 
@@ -172,13 +172,18 @@ class Unfinished(Drafter):
 class Odd(Drafter):
     num_steps = 0
 
-    def propose(self, *given: Any) -> Draft:
+    def propose(self, step: DraftStep) -> Draft:
         raise NotImplementedError
 
 
 class WithModel(Odd):
     num_steps, topk, num_draft_tokens = 4, 2, 9
     reads_options = ("speculative_draft_model_path",)
+
+
+class Earlier(Drafter):
+    def propose(self, table: Any, rows: Any, shape: Any, max_kv_len: int, noisy: Any) -> Draft:  # type: ignore[override]
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
@@ -198,6 +203,7 @@ class WithModel(Odd):
         ("draftwing:Drafter", "the class has to define propose"),
         (Unfinished, "Unfinished: the class has to define propose"),
         (Odd, "num_steps, topk and num_draft_tokens: expected"),
+        (Earlier, "Earlier: expected propose(self, step)"),
         (7, "speculative_algorithm must be a str"),
     ],
 )
@@ -210,13 +216,13 @@ def test_what_is_no_drafter_is_refused(asked: Any, message: str) -> None:
 class Short(Odd):
     num_steps = 2
 
-    def propose(self, slots: Any, rows: Tensor, shape: Any, max_kv_len: int, noisy: Tensor) -> Draft:
-        whole = self.chain(slots, rows, rows[:, None].expand(-1, 2), shape, torch.ones(1, 2, dtype=torch.bool))
+    def propose(self, step: DraftStep) -> Draft:
+        whole = self.chain(step, step.rows[:, None].expand(-1, 2))
         return whole._replace(parent=whole.parent[:, :2])
 
 
 class NoDraft(Short):
-    def propose(self, *given: Any) -> Any:
+    def propose(self, step: DraftStep) -> Any:
         return [1, 2]
 
 

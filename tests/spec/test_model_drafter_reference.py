@@ -17,12 +17,12 @@ from reference import checkpoints, draft_heads, exact_heads
 from reference.checkpoints import Checkpoint
 
 from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
@@ -206,7 +206,7 @@ class Rig:
         topk = max(shape.topk for shape in policy.menu)
         self.model, self.drafter = load_drafter(case, folder, topk, rows + 1)
         config = self.model.config
-        layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        layers = [KVSpec(config.attention.kv_heads, config.attention.head_dim)] * config.num_layers
         self.first_layer = len(layers)
         self.pool = KVPool([*layers, *self.drafter.kv_layers], slots, torch.float32, dev.device)
         backend = TorchAttention(self.pool)
@@ -260,11 +260,12 @@ class Rig:
             calls.append(tuple(t.clone() for t in out))
             return out
 
-        def spy_propose(slots, rows, shape, max_kv_len, noisy):
+        def spy_propose(step):
+            slots, rows, shape, _, noisy = step
             drafter._read_first(slots, rows, noisy)  # as `propose` begins
             before = [self._state(int(row), i in noisy.tolist(), shape.topk) for i, row in enumerate(rows)]
             calls.clear()
-            draft = propose(slots, rows, shape, max_kv_len, noisy)
+            draft = propose(step)
             size, topk = len(rows), shape.topk
             del calls[:2]  # of the root's continuations
             assert len(calls) == 3 * (shape.depth - 1) and draft.alive.all()

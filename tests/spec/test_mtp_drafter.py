@@ -7,7 +7,7 @@ from reference import checkpoints
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool
 from draftwing.models.heads.loader import load_mtp_head
@@ -16,6 +16,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.ops import TorchOps
+from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 
@@ -46,8 +47,8 @@ def test_a_step_needs_no_data(shape, noisy_rows, tmp_path):
         ids = torch.zeros(6, dtype=torch.int64)
         spans = (ChunkSpan(0, 0, 4, 1), ChunkSpan(1, 1, 0, 5, False))
         prompt = Batch(rows, ids, ids, ids, slots.page_table, slots.kv_len[rows], chunks=spans, bound=5)
-        drafter.extend(slots, prompt, torch.empty(6, hidden), ids, None, noisy)
-        draft = drafter.propose(slots, rows, shape, 5, noisy)
+        drafter.extend(SeenTokens(slots, prompt, torch.empty(6, hidden), ids, None, noisy))
+        draft = drafter.propose(DraftStep(slots, rows, shape, 5, noisy))
         assert draft.tokens.shape == draft.parent.shape == (2, shape.nodes)
         width = shape.max_commit
         ids, step = torch.zeros(2 * width, dtype=torch.int64), torch.arange(width).expand(2, width)
@@ -55,7 +56,7 @@ def test_a_step_needs_no_data(shape, noisy_rows, tmp_path):
             rows, ids, ids, ids, slots.page_table, slots.kv_len[rows], bound=5 + width + 1,
             path=step.unsqueeze(1).expand(-1, width, -1), path_len=step + 1, window=width,
         )  # fmt: skip
-        drafter.extend(slots, path, torch.empty(2 * width, hidden), ids, torch.ones_like(rows), noisy)
+        drafter.extend(SeenTokens(slots, path, torch.empty(2 * width, hidden), ids, torch.ones_like(rows), noisy))
 
 
 @pytest.mark.parametrize("layers, kind", [(1, ModelDrafter), (2, MTPDrafter)])

@@ -12,11 +12,12 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.torch.ngram import OWN, STEADY
+from draftwing.ops.reference.ngram import OWN, STEADY
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.spec.drafter import Draft, Drafter
+from draftwing.spec.drafter import Draft, Drafter, DraftStep, SeenTokens
 from draftwing.spec.ngram_drafter import NGramDrafter
 
+NONE = torch.empty(0, dtype=torch.int64)
 SHAPE = TreeShape(5, 3, 8)
 
 
@@ -59,7 +60,7 @@ def prefill(drafter: NGramDrafter, slots: Slots, row: int) -> None:
     rows = torch.tensor([row])
     length = int(slots.kv_len[row])
     batch = Batch(rows, empty, empty, empty, empty, rows, chunks=(ChunkSpan(0, 0, 0, length),))
-    drafter.extend(slots, batch, None, torch.zeros(length, dtype=torch.int64), None)
+    drafter.extend(SeenTokens(slots, batch, None, torch.zeros(length, dtype=torch.int64), None, NONE))
 
 
 def accepted(draft: Draft, row: int, following: list[int]) -> int:
@@ -85,14 +86,16 @@ def replay(
     confidences = []
     while length < len(everything) - 1:
         confidences.append(int(drafter.confidence(slots, rows, length)))
-        draft = drafter.propose(slots, rows, SHAPE, length)
+        draft = drafter.propose(DraftStep(slots, rows, SHAPE, length, NONE))
         live = int(draft.alive.sum()) - 1
         assert (live > 0) == (confidences[-1] > 0)
         count = min(accepted(draft, 0, everything[length + 1 :]) + 1, len(everything) - 1 - length)
         before, length = length, length + count
         fill(slots, row, everything[: length + 1], salt)
         ids = torch.zeros(SHAPE.max_commit, dtype=torch.int64)
-        drafter.extend(slots, decode_batch(rows, torch.tensor([before])), None, ids, torch.tensor([count]))
+        drafter.extend(
+            SeenTokens(slots, decode_batch(rows, torch.tensor([before])), None, ids, torch.tensor([count]), NONE)
+        )
     return len(confidences), confidences
 
 
@@ -177,16 +180,16 @@ def test_a_new_request_drops_the_former_ones_candidates(ops: TorchOps) -> None:
     fill(slots, 0, [1, 2, 3, 1, 2])
     rows = torch.tensor([0])
     assert drafter.confidence(slots, rows, 4).tolist() == [2]
-    assert drafter.propose(slots, rows, SHAPE, 4).alive.sum() > 1
+    assert drafter.propose(DraftStep(slots, rows, SHAPE, 4, NONE)).alive.sum() > 1
     prefill(drafter, slots, 0)
-    assert drafter.propose(slots, rows, SHAPE, 4).alive.sum() == 1
+    assert drafter.propose(DraftStep(slots, rows, SHAPE, 4, NONE)).alive.sum() == 1
 
 
 def test_plain_shape_and_span(ops: TorchOps) -> None:
     drafter: Drafter = NGramDrafter(2, ops, capacity=1)
     slots = make_slots(1, 50)
     fill(slots, 0, [1, 2, 1])
-    draft = drafter.propose(slots, torch.tensor([0]), PLAIN, 2)  # type: ignore[arg-type]
+    draft = drafter.propose(DraftStep(slots, torch.tensor([0]), PLAIN, 2, NONE))  # type: ignore[arg-type]
     assert draft.tokens.tolist() == [[1]] and draft.alive.tolist() == [[True]] and draft.parent.tolist() == [[0]]
     assert drafter.span(SHAPE) == SHAPE.nodes and drafter.span(PLAIN) == 1
     assert drafter.aux_layers == () and drafter.lookahead == 0 and drafter.kv_layers == ()
@@ -213,10 +216,12 @@ def random_life(drafter: NGramDrafter, together: bool) -> list[Draft]:
             rows = torch.tensor(batch)
             prefix = torch.tensor([*before, 0])[rows]
             ids = torch.zeros(6 * len(batch), dtype=torch.int64)
-            drafter.extend(slots, decode_batch(rows, prefix), None, ids, torch.tensor([*counts, 1])[rows])
+            drafter.extend(
+                SeenTokens(slots, decode_batch(rows, prefix), None, ids, torch.tensor([*counts, 1])[rows], NONE)
+            )
         for batch in batches:
             drafter.confidence(slots, torch.tensor(batch), bound)
-        parts = [drafter.propose(slots, torch.tensor(batch), SHAPE, bound) for batch in batches]
+        parts = [drafter.propose(DraftStep(slots, torch.tensor(batch), SHAPE, bound, NONE)) for batch in batches]
         drafts.append(Draft(*(torch.cat(p)[:4] for p in zip(*parts, strict=True))))
     return drafts
 
@@ -236,11 +241,13 @@ def test_reads_nothing_on_the_host() -> None:
         for shape in (PLAIN, SHAPE, TreeShape(30, 2, 200)):
             prefix = torch.zeros(3, dtype=torch.int64)
             ids = torch.zeros(3 * shape.max_commit, dtype=torch.int64)
-            drafter.extend(slots, decode_batch(rows, prefix), None, ids, torch.ones(3, dtype=torch.int64))
+            drafter.extend(
+                SeenTokens(slots, decode_batch(rows, prefix), None, ids, torch.ones(3, dtype=torch.int64), NONE)
+            )
             assert drafter.confidence(slots, rows, 50).shape == (3,)
-            draft = drafter.propose(slots, rows, shape, 50)
+            draft = drafter.propose(DraftStep(slots, rows, shape, 50, NONE))
             assert draft.tokens.shape == draft.parent.shape == draft.alive.shape == (3, shape.nodes)
-        drafter.extend(slots, decode_batch(rows, rows), None, rows, None)
+        drafter.extend(SeenTokens(slots, decode_batch(rows, rows), None, rows, None, NONE))
         drafter.flush()
 
 

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from draftwing.core import BOTH, LAG, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
-from draftwing.kv.pool import LayerSpec
-from draftwing.ops.torch.assign import LEVELS
+from draftwing.kv.pool import KVSpec
+from draftwing.ops.drafts import LEVELS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
 from draftwing.sched.policy.menus import part_of
+from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.pair_drafter import PairDrafter
 
 GROWN, DEEP = TreeShape(3, 2, 7), TreeShape(8, 2, 12)
 ROWS = torch.tensor([0, 1])
+SEEN: Any = SeenTokens(*("table", "batch", "hidden", "ids", "count", "noisy"))  # type: ignore[arg-type]
 
 
 class Part:
@@ -29,11 +31,12 @@ class Part:
         self.asked: list[Any] = []
         self.ops = TorchOps(torch.device("cpu"))
         self.aux_layers, self.lookahead, self.tail = ((1, 2), 1, 1) if source == MODEL else ((), 0, 0)
-        self.kv_layers = (LayerSpec(1, 2),) if source == MODEL else ()
+        self.kv_layers = (KVSpec(1, 2),) if source == MODEL else ()
         self.fixed_confidence = source == MODEL
         self.head = "head"
 
-    def propose(self, table: Any, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, step: DraftStep) -> Draft:
+        rows, shape = step.rows, step.shape
         self.asked.append(shape)
         node = torch.arange(shape.nodes)
         other = 100 * (self.source == LOOKUP) * (node > 1)
@@ -52,8 +55,8 @@ class Part:
         assert out is not None
         return out.copy_(torch.tensor([0, MAX_CONFIDENCE]))
 
-    def extend(self, *args: Any) -> None:
-        self.asked.append(args)
+    def extend(self, seen: SeenTokens) -> None:
+        self.asked.append(seen)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.asked.append((name, *args))
@@ -65,7 +68,7 @@ def pair() -> PairDrafter:
 
 
 def tokens_of(pair: PairDrafter, shape: TreeShape) -> list[int]:
-    draft = pair.propose(SimpleNamespace(), ROWS, shape, 5, ROWS[:0])  # type: ignore[arg-type]
+    draft = pair.propose(DraftStep(SimpleNamespace(), ROWS, shape, 5, ROWS[:0]))  # type: ignore[arg-type]
     assert draft.tokens.shape == (2, shape.nodes) and torch.equal(draft.tokens[0], draft.tokens[1])
     return draft.tokens[0][draft.alive[0]].tolist()
 
@@ -96,7 +99,7 @@ def test_one_alone(pair: PairDrafter) -> None:
 
 
 def test_what_it_says_of_itself(pair: PairDrafter) -> None:
-    assert (pair.aux_layers, pair.lookahead, pair.tail, pair.kv_layers) == ((1, 2), 1, 1, (LayerSpec(1, 2),))
+    assert (pair.aux_layers, pair.lookahead, pair.tail, pair.kv_layers) == ((1, 2), 1, 1, (KVSpec(1, 2),))
     assert not pair.fixed_confidence and pair.initial_confidence == 1 and pair.head == "head"
     assert pair.span(GROWN) == pair.span(DEEP) == 20
     assert pair.span(DEEP._replace(by=LOOKUP_ALONE)) == 12
@@ -120,19 +123,17 @@ def test_only_the_model_lags(pair: PairDrafter) -> None:
     assert [pair.lags(shape) for shape in longest] == [True, False], (
         "as many tokens as it sees in one pass are too many"
     )
-    given: list[Any] = ["table", "batch", "ids", "count", "noisy"]
-    pair.watch(*given)
-    pair.catch_up(*given[:2], "hidden", *given[2:], True)
-    assert pair.lookup.asked == [("table", "batch", None, "ids", "count", "noisy")]  # type: ignore[attr-defined]
-    assert pair.model.asked == [("catch_up", "table", "batch", "hidden", "ids", "count", "noisy", True)]  # type: ignore[attr-defined]
+    pair.watch(SEEN._replace(aux_hidden=None))
+    pair.catch_up(SEEN, True)
+    assert pair.lookup.asked == [SEEN._replace(aux_hidden=None)]  # type: ignore[attr-defined]
+    assert pair.model.asked == [("catch_up", SEEN, True)]  # type: ignore[attr-defined]
 
 
 def test_both_see_the_text(pair: PairDrafter) -> None:
-    given: list[Any] = ["table", "batch", "hidden", "ids", "count", "noisy"]
-    pair.extend(*given)
+    pair.extend(SEEN)
     pair.flush()
-    assert pair.model.asked == [tuple(given), ("flush",)]  # type: ignore[attr-defined]
-    assert pair.lookup.asked == [("table", "batch", None, "ids", "count", "noisy"), ("flush",)]  # type: ignore[attr-defined]
+    assert pair.model.asked == [SEEN, ("flush",)]  # type: ignore[attr-defined]
+    assert pair.lookup.asked == [SEEN._replace(aux_hidden=None), ("flush",)]  # type: ignore[attr-defined]
     pair.constrain("table", "rows", "banned", "noisy")  # type: ignore[arg-type]
     assert pair.model.asked[-1] == ("constrain", "table", "rows", "banned", "noisy")  # type: ignore[attr-defined]
     assert TreeShape(1, 1, 2).by == BOTH

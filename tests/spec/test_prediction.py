@@ -8,9 +8,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
-from draftwing.ops.torch.assign import new_calibration
+from draftwing.ops.drafts import new_calibration
+from draftwing.ops.reference.tree import accept, derive
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.torch.tree import accept, derive
 from draftwing.spec.drafter import Draft
 from draftwing.spec.prediction import LEVEL, WINDOW, PredictedOutput
 

@@ -14,9 +14,10 @@ from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.spec.drafter import Draft
+from draftwing.spec.drafter import Draft, DraftStep, SeenTokens
 from draftwing.spec.suffix_drafter import SuffixDrafter
 
+NONE = torch.empty(0, dtype=torch.int64)
 SHAPE = TreeShape(15, 4, 16)
 EMPTY = torch.empty(0, dtype=torch.int64)
 
@@ -55,7 +56,7 @@ def decoded(rows: Tensor, prefix_len: Tensor) -> Batch:
 def prefill(drafter: SuffixDrafter, slots: Slots, row: int, final: bool = True) -> None:
     rows, length = torch.tensor([row]), int(slots.kv_len[row])
     batch = Batch(rows, EMPTY, EMPTY, EMPTY, EMPTY, rows, chunks=(ChunkSpan(0, 0, 0, length, final),))
-    drafter.extend(slots, batch, None, torch.zeros(length, dtype=torch.int64), None)
+    drafter.extend(SeenTokens(slots, batch, None, torch.zeros(length, dtype=torch.int64), None, NONE))
 
 
 def accepted(draft: Draft, following: list[int]) -> int:
@@ -78,13 +79,13 @@ def replay(drafter: SuffixDrafter, slots: Slots, row: int, prompt: list[int], an
     prefill(drafter, slots, row)
     while length < len(everything) - 1:
         confidence = int(drafter.confidence(slots, rows, length))
-        draft = drafter.propose(slots, rows, SHAPE, length)
+        draft = drafter.propose(DraftStep(slots, rows, SHAPE, length, NONE))
         assert (draft.alive.sum() > 1) == (confidence > 0)
         count = min(accepted(draft, everything[length + 1 :]) + 1, len(everything) - 1 - length)
         before, length = length, length + count
         fill(slots, row, everything[: length + 1], salt)
         ids = torch.zeros(SHAPE.max_commit, dtype=torch.int64)
-        drafter.extend(slots, decoded(rows, torch.tensor([before])), None, ids, torch.tensor([count]))
+        drafter.extend(SeenTokens(slots, decoded(rows, torch.tensor([before])), None, ids, torch.tensor([count]), NONE))
         steps += 1
     return steps
 
@@ -117,17 +118,17 @@ def test_a_prompt_is_learnt_at_its_end_and_forgotten_with_its_row(ops):
     assert drafter.confidence(slots, rows, 4).tolist() == [0]
     prefill(drafter, slots, 0)
     assert drafter.confidence(slots, rows, 4).tolist() == [1]
-    assert drafter.propose(slots, rows, SHAPE, 4).alive.sum() > 1
+    assert drafter.propose(DraftStep(slots, rows, SHAPE, 4, NONE)).alive.sum() > 1
     fill(slots, 0, [7, 1, 2])
     prefill(drafter, slots, 0)
-    assert drafter.propose(slots, rows, SHAPE, 2).alive.sum() == 1, "the former request's draft"
+    assert drafter.propose(DraftStep(slots, rows, SHAPE, 2, NONE)).alive.sum() == 1, "the former request's draft"
     assert drafter.confidence(slots, rows, 2).tolist() == [0]
 
 
 def test_plain_shape_and_span(ops):
     drafter, slots = SuffixDrafter(2, ops, capacity=1 << 14), make_slots(1, 50)
     fill(slots, 0, [1, 2, 1])
-    draft = drafter.propose(slots, torch.tensor([0]), PLAIN, 2)
+    draft = drafter.propose(DraftStep(slots, torch.tensor([0]), PLAIN, 2, NONE))
     assert draft.tokens.tolist() == [[1]] and draft.alive.tolist() == [[True]] and draft.parent.tolist() == [[0]]
     assert drafter.span(SHAPE) == SHAPE.nodes and drafter.span(PLAIN) == 1
     assert drafter.aux_layers == () and drafter.lookahead == 0 and drafter.kv_layers == ()
@@ -142,12 +143,12 @@ def test_reads_nothing_on_the_host():
         for shape in (PLAIN, TreeShape(5, 3, 8), TreeShape(30, 2, 50)):
             prefix = torch.zeros(3, dtype=torch.int64)
             ids = torch.zeros(3 * min(shape.max_commit, 5), dtype=torch.int64)
-            drafter.extend(slots, decoded(rows, prefix), None, ids, torch.ones(3, dtype=torch.int64))
+            drafter.extend(SeenTokens(slots, decoded(rows, prefix), None, ids, torch.ones(3, dtype=torch.int64), NONE))
             assert drafter.confidence(slots, rows, 50).shape == (3,)
-            draft = drafter.propose(slots, rows, shape, 50)
+            draft = drafter.propose(DraftStep(slots, rows, shape, 50, NONE))
             assert draft.tokens.shape == draft.parent.shape == draft.alive.shape == (3, shape.nodes)
         chunks = ChunkSpan(0, 0, 0, 4), ChunkSpan(1, 4, 0, 5), ChunkSpan(2, 9, 2, 5, False)
-        drafter.extend(slots, decoded(rows, rows)._replace(chunks=chunks), None, rows, None)
+        drafter.extend(SeenTokens(slots, decoded(rows, rows)._replace(chunks=chunks), None, rows, None, NONE))
         drafter.flush()
 
 

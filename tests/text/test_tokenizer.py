@@ -15,15 +15,8 @@ from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_diffe
 
 CORPUS = ["The quick brown fox jumps over the lazy dog.", "Zwölf Boxkämpfer jagen Viktor quer, 1234 mal!", "日本語 😀"]
 TEXTS = [
-    "the lazy fox",
-    "  two spaces",
-    "",
-    "Größe 😀 日本",
-    "<s>x</s>",
-    "a<think>b</think>",
-    "new\nline\t1234",
-    "e\u0301",
-]
+    "the lazy fox", "  two spaces", "", "Größe 😀 日本", "<s>x</s>", "a<think>b</think>", "new\nline\t1234", "e\u0301",
+]  # fmt: skip
 SPECIALS = ["<unk>", "<s>", "</s>"]
 
 
@@ -172,16 +165,11 @@ def test_where_chat_templates_lie(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"lstrip": True},
-        {"rstrip": True},
-        {"lstrip": True, "rstrip": True, "special": True},
-        {"single_word": True},
-        {"normalized": True},
-        {"special": True},
-        {"special": True, "normalized": True, "single_word": True},
+        {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True, "special": True}, {"single_word": True},
+        {"normalized": True}, {"special": True}, {"special": True, "normalized": True, "single_word": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_flags_that_differ_from_those_of_tokenizer_json(kind: Any, flags: dict[str, bool], tmp_path: Path) -> None:
     backend = kind()
     backend.normalizer = normalizers.Sequence([n for n in (backend.normalizer, normalizers.Lowercase()) if n])

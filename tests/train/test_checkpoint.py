@@ -14,7 +14,7 @@ from reference.learnable import ENGINE, VOCAB, drafting, write_target
 from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.loader import load_draft_head
@@ -169,7 +169,7 @@ def test_a_block_head_is_stored_as_published(markov, kept, tied, tmp_path):
     assert inner["target_layer_ids"] == [1, 3, 4] and inner["mask_token_id"] == 60 and config["block_size"] == 6
     assert config["architectures"] == ["Qwen3DSparkModel" if markov else "DFlashDraftModel"]
     loaded = load_head(folder, target, "DSPARK" if markov else "DFLASH")
-    assert loaded.config_of_block == head.config_of_block and loaded.config.ffn_size == FFN
+    assert loaded.config_of_block == head.config_of_block and loaded.config.layers[0].ffn == FFN
     assert loaded.target_ids is None if kept is None else torch.equal(loaded.target_ids, kept)
     for a, b in zip(loaded.parameters(), head.parameters(), strict=True):
         frozen = a is getattr(loaded.head_rows, "weight", None)
@@ -236,7 +236,7 @@ def test_a_head_of_other_layers_and_width(tmp_path):
     target = target_of("llama", tmp_path)
     head = new_eagle3_head(target, None, aux_layers=(1, 6), ffn_size=20)
     loaded = load_draft_head(save_head(head, tmp_path / "h"), target, "EAGLE3", torch.float32, "cpu")
-    assert loaded.aux_layers == (1, 6) and loaded.config.ffn_size == 20 and loaded.target_ids is None
+    assert loaded.aux_layers == (1, 6) and loaded.config.layers[0].ffn == 20 and loaded.target_ids is None
     assert not {"d2t", "t2d"} & set(stored(tmp_path / "h")) and loaded.vocab == V
     with pytest.raises(ConfigError, match="taken for others"):
         new_eagle3_head(target, None, aux_layers=(3, 4, 5))
@@ -258,7 +258,7 @@ def test_the_ends_of_a_target_are_enough(tmp_path):
     assert torch.equal(heads[0].lm_head.weight, whole.lm_head.weight[KEPT])
     assert torch.equal(heads[0].norm.weight, whole.norm.weight)
     assert not torch.equal(
-        new_eagle3_head(whole, KEPT, seed=4).fusion.attention.qkv.weight, heads[0].fusion.attention.qkv.weight
+        new_eagle3_head(whole, KEPT, seed=4).fusion.mixer.qkv.weight, heads[0].fusion.mixer.qkv.weight
     )
 
 

@@ -213,7 +213,7 @@ def test_the_mean_of_heads(bench: Bench, run: Path, capsys: pytest.CaptureFixtur
     fresh = bench.train("narrow", "--data", str(run), "--steps", "1", "--ffn-size", "64", stage="fit")
     args = bench.args("none", "--data", str(run), *untrained, stage="fit")
     assert "only for --init-head" in refused(args, capsys)
-    assert "differ in ffn_size: " in refused([*args, "--init-head", heads[0], str(fresh / "head")], capsys)
+    assert "differ in ffn: 48, 64" in refused([*args, "--init-head", heads[0], str(fresh / "head")], capsys)
 
 
 def test_the_mean_needs_no_data(

@@ -17,7 +17,7 @@ from reference.checkpoints import llama_target
 from reference.fit_run import Random, config, run
 
 from draftwing import ConfigError
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.block_config import BlockConfig

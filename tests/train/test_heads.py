@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from decoder_configs import changed
 from reference.checkpoints import llama_target
 
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.errors import ConfigError
+from draftwing.layers.config import NormConfig
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel, causal
@@ -51,8 +52,8 @@ def test_a_fresh_head_does_what_the_last_layer_does(tmp_path):
     aux_hidden, final = FeatureModel(target, head.aux_layers, pick_device("cpu"))(ids)
     head.set_max_positions(32)
     with torch.no_grad():
-        assert head.fusion.attention.qkv.weight[:, : head.width].any()
-        head.fusion.attention.qkv.weight[:, : head.width].zero_()  # what reads the next token
+        assert head.fusion.mixer.qkv.weight[:, : head.width].any()
+        head.fusion.mixer.qkv.weight[:, : head.width].zero_()  # what reads the next token
         hidden = head.run(ids, torch.arange(11), head.features(aux_hidden), 0, causal(1, 11))
         torch.testing.assert_close(head.logits(hidden), TargetHead(target)(final)[:, kept], rtol=1e-4, atol=1e-5)
 
@@ -62,7 +63,7 @@ def test_other_shapes_stay_random(tmp_path):
     head = new_eagle3_head(target, None, ffn_size=32, seed=2)
     other = new_eagle3_head(target, None, ffn_size=32, seed=3)
     assert not torch.equal(head.fusion.mlp.down.weight, other.fusion.mlp.down.weight)
-    assert torch.equal(head.fusion.attention.o.weight, other.fusion.attention.o.weight)
+    assert torch.equal(head.fusion.mixer.o.weight, other.fusion.mixer.o.weight)
 
 
 def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
@@ -83,14 +84,14 @@ def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
     for name, parameter in mean.named_parameters():
         assert parameter.requires_grad
         torch.testing.assert_close(parameter.detach(), sum(part[name].detach() for part in parts) / 3)
-    assert not torch.equal(parts[0]["fusion.attention.qkv.weight"], parts[1]["fusion.attention.qkv.weight"])
+    assert not torch.equal(parts[0]["fusion.mixer.qkv.weight"], parts[1]["fusion.mixer.qkv.weight"])
     for number, (changes, message) in enumerate(
         (
             ({"aux_layers": (1, 4, 6)}, r"aux_layers: \(1, 3, 6\), \(1, 4, 6\)$"),
             ({"norm_before_residual": True}, "norm_before_residual: False, True$"),
             ({"norm_output": True}, "norm_output: False, True$"),
-            ({"rms_norm_eps": 0.5}, "norm_eps: .*, 0.5$"),
-            ({"rope_theta": 77.0}, "rope: .*77.0"),
+            ({"rms_norm_eps": 0.5}, "eps: .*, 0.5$"),
+            ({"rope_theta": 77.0}, "ropes: .*77.0"),
             ({"ids": kept + 1}, "the tokens that they draft$"),
             ({"ids": kept[1:]}, "draft_vocab: 32, 31; shape of lm_head.weight"),
         )
@@ -102,8 +103,8 @@ def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
 
 def test_layers_of_a_head_are_plain_whatever_the_targets_are(tmp_path):
     target = load_model(llama_target(0, num_hidden_layers=7).write(tmp_path / "target"), torch.float32, "cpu")
-    target.config = replace(target.config, windows=(4,) * 7, sinks=True, query_pre_attn_scalar=3, wide_norms=True)
+    target.config = changed(target.config, window=4, sinks=True, scalar=3, norm=NormConfig(wide=True))
     block = BlockConfig((1, 3), 4, 63, False, (), ())
     for head in (new_eagle3_head(target, None), new_block_head(target, block, layers=2)):
         layer = head.layers[0] if hasattr(head, "layers") else head.fusion
-        assert layer.attention.kind.is_full and layer.attention.qkv.weight.dtype == torch.float32
+        assert layer.mixer.kind.is_full and layer.mixer.qkv.weight.dtype == torch.float32

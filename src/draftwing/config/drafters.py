@@ -7,6 +7,7 @@ here as `module:function` and imported when a model is loaded. docs/architecture
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -242,6 +243,11 @@ def _own(found: Any, name: str) -> DrafterSpec:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"{_OPTION} {name}: the class has to define {' and '.join(missing)}")
+    signature = inspect.signature(cls.propose)
+    try:
+        signature.bind("self", "step")
+    except TypeError:
+        raise ConfigError(f"{_OPTION} {name}: expected propose(self, step), found propose{signature}") from None
     steps, topk, nodes = cls.num_steps, cls.topk, cls.num_draft_tokens
     if nodes is None and isinstance(steps, int) and isinstance(topk, int):
         nodes = most_nodes(steps, topk)

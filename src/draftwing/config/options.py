@@ -12,6 +12,7 @@ from typing import Any
 from draftwing.config import resolve
 from draftwing.config import sglang_compat as compat
 from draftwing.config.choices import AUX_LAYER_IDS, HARMONY_PARSERS, LOG_LEVELS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from draftwing.config.devices import AUTO, DEVICES, Defaults
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
@@ -20,6 +21,7 @@ from draftwing.errors import ConfigError
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
 REQUESTS, CUDA = "requests", "CUDA"
+_DEVICES = "{" + ",".join((AUTO, *reversed(DEVICES), "module:Class")) + "}"
 _ALGORITHMS = "{" + ",".join((*NAMES, "module:Class")) + "}"
 
 
@@ -56,7 +58,9 @@ class Options:
         "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",
         choices=("auto", "dummy"),
     )  # fmt: skip
-    device: str = option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    device: str | type[Any] = option(  # noqa: RUF009
+        AUTO, MODEL, "auto: cuda where there is one; module:Class is one of your own", metavar=_DEVICES
+    )
     tp_size: int = option(
         1, MODEL, "ranks that the model is spread over (tensor parallel): processes, each with a GPU if there are GPUs",
         aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64,
@@ -304,13 +308,13 @@ class Options:
         check_fields(self)
         return resolve.resolved(self)
 
-    def for_engine(self, device: str, memory: int, architecture: str = "", carried: TreeShape | None = None) -> Options:
+    def for_engine(self, defaults: Defaults, architecture: str = "", carried: TreeShape | None = None) -> Options:
         """Returns resolved options with all that depends on the device and the models: sizes, overlap, a head's tree.
 
-        device, memory: "cpu" or "cuda", and its bytes.  carried: the tree that the head's config asks for; without one
-        it is the default for targets of this architecture. A second call changes nothing. Raises ConfigError.
+        defaults: of the device.  carried: the tree that the head's config asks for; without one it is the default for
+        targets of this architecture. A second call changes nothing. Raises ConfigError.
         """
-        return resolve.for_engine(self, device, memory, architecture, carried)
+        return resolve.for_engine(self, defaults, architecture, carried)
 
     @property
     def deterministic(self) -> bool:

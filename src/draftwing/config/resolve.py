@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.config.choices import HARMONY_PARSERS
+from draftwing.config.devices import Defaults, check_device
 from draftwing.config.drafters import (
     DEFAULT,
     DRAFT_MODEL,
@@ -32,14 +33,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# (bytes of memory at least, most requests, prompt tokens of a step, largest batch with graphs) of a CUDA device
-CUDA_SIZES = ((60e9, 256, 8192, 128), (20e9, 128, 4096, 64), (0, 64, 2048, 32))
-CPU_SIZES = (64, 512)
 IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs")
 
 
 def resolved(options: Options) -> Options:
     """`Options.resolve`, of options whose values are each in range."""
+    check_device(options.device)
     if options.disable_overlap_schedule and options.enable_overlap:
         raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
     if options.chunked_prefill_size == 0:
@@ -60,17 +59,15 @@ def resolved(options: Options) -> Options:
 # ---- the device and the models ---------------------------------------------------------------------------------------
 
 
-def for_engine(options: Options, device: str, memory: int, architecture: str, carried: TreeShape | None) -> Options:
+def for_engine(options: Options, defaults: Defaults, architecture: str, carried: TreeShape | None) -> Options:
     """`Options.for_engine`"""
-    sizes: dict[str, Any]
-    if device == "cuda":
-        rows, chunk, graphs = next(sizes for least, *sizes in CUDA_SIZES if memory >= least)
-        sizes = {"cuda_graph_max_bs": min(options.cuda_graph_max_bs or graphs, options.max_running_requests or rows)}
-    else:
-        (rows, chunk), sizes = CPU_SIZES, _without_cuda(options)
-    sizes["max_running_requests"] = options.max_running_requests or rows
-    sizes["chunked_prefill_size"] = options.chunked_prefill_size or chunk
-    overlap = (options.enable_overlap or device == "cuda") and not options.disable_overlap_schedule
+    rows = options.max_running_requests or defaults.max_running_requests
+    sizes: dict[str, Any] = {"cuda_graph_max_bs": min(options.cuda_graph_max_bs or defaults.graph_size, rows)}
+    if not defaults.graph_size:
+        sizes = _without_cuda(options)
+    sizes["max_running_requests"] = rows
+    sizes["chunked_prefill_size"] = options.chunked_prefill_size or defaults.chunked_prefill_size
+    overlap = (options.enable_overlap or defaults.overlap) and not options.disable_overlap_schedule
     options = dataclasses.replace(options, enable_overlap=overlap, **sizes)
     return _with_tree(options, options.drafter_spec, architecture, carried)
 

@@ -123,6 +123,8 @@ def from_anchor(config: Mapping[str, Any]) -> bool:
 
 def save_shape(folder: Path, device: str, shape: TreeShape) -> None:
     """Writes the tree into the head's config.json, which is replaced whole. Raises ConfigError where it cannot be."""
+    if device not in DEVICES:
+        raise ConfigError(f"a head's config keeps trees for {' and '.join(DEVICES)}, none for {device}")
     carried_shape(folder, device)  # refuses what it could not be added to
     checked_shape(list(shape.tree), "the tree to save")
     file = folder / "config.json"

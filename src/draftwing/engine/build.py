@@ -17,7 +17,8 @@ from tqdm import tqdm
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
-from draftwing.engine.device import Device, pick_device
+from draftwing.engine.devices import pick_device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.mirror import NO_OTHERS, Mirror
@@ -47,7 +48,7 @@ from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.spec.drafter import Draft, DraftContext, Drafter
+from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
 from draftwing.spec.token_map import load_token_map
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
@@ -103,9 +104,10 @@ def build(
     device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
     check_target(options, path, config)
     draft_path = _draft_path(options)
-    kind = device.device.type
-    carried = carried_shape(draft_path or path, kind, drafter_spec.tree) if drafter_spec.heads else None
-    options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
+    carried = None
+    if drafter_spec.heads:
+        carried = carried_shape(draft_path or path, device.kind, drafter_spec.tree)
+    options = options.for_engine(device.defaults, config.architecture, carried)
     if draft_path is not None:
         check_draft_files(options, draft_path, config)
         if drafter_spec.same_tokenizer and tokenizer and not options.dummy:
@@ -130,7 +132,7 @@ def build(
         ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute))
     try:
         if options.tp_size > 1:
-            mirror = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device.device, rank_failed)
+            mirror = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device, rank_failed)
             ranks = others.ranks
         found = capability(device, ranks)
         if ranks.size > 1:
@@ -177,7 +179,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     device.set_threads(options.num_threads or 1)
     config = load_config(setup.path)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
-    ranks = join(setup.port, options.tp_size, setup.rank, device.device)
+    ranks = join(setup.port, options.tp_size, setup.rank, device.device, device.collectives)
     model = load_with_progress(setup.path, precision, device, options, ranks)
     loaded()
     tokens = options.speculative_token_map
@@ -189,13 +191,15 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
 def spread(options: Options, config: ModelConfig, device: Device) -> Options:
     """Options of an engine with several ranks. Raises ConfigError for what cannot have them."""
     size = options.tp_size
-    config.layer().spread(Absent(size))
+    config.spread(Absent(size))
     if device.count < size:
         raise ConfigError(f"--tp-size {size}: expected as many GPUs, found {device.count}")
     if options.enable_torch_compile:
         raise ConfigError(f"--tp-size {size} and --enable-torch-compile exclude each other; leave one of them out")
     if options.drafter_spec.own and options.drafter_spec.name.startswith("__main__"):
         raise ConfigError(f"--tp-size {size}: expected a drafter in a module that other processes can import")
+    if isinstance(options.device, type) and options.device.__module__ == "__main__":
+        raise ConfigError(f"--tp-size {size}: expected a device in a module that other processes can import")
     threads = options.num_threads or max(device.threads // size, 1)
     return replace(options, num_threads=threads)
 
@@ -309,7 +313,7 @@ def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -
     Kernels would not notice."""
     table = RowTable(1, row_length(shape.nodes + 1), device)
     rows = torch.zeros(1, dtype=torch.int64, device=device.device)
-    draft = drafter.propose(table, rows, shape, 1, rows[:0])
+    draft = drafter.propose(DraftStep(table, rows, shape, 1, rows[:0]))
     if not isinstance(draft, Draft):
         raise ConfigError(f"{name}: propose must return a Draft; found {type(draft).__name__}")
     for part, tensor, dtype in zip(draft._fields[:3], draft[:3], (torch.int64, torch.int64, torch.bool), strict=True):
@@ -363,7 +367,7 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
-        most = device.installed_memory() * (ranks.size if device.has_own_memory else 1)
+        most = device.total_memory() * (ranks.size if device.has_own_memory else 1)
         model = load_model(
             path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.core import TOKEN, Plan
 from draftwing.engine.batches import Batches, Drafted
-from draftwing.engine.device import Download
+from draftwing.engine.devices.base import Download
 from draftwing.engine.lag import Lag
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows
 from draftwing.engine.row_table import RowTable, Upload
@@ -19,7 +19,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Drawing, Rescoring
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, SeenTokens
 from draftwing.spec.simulate import Simulation
 
 
@@ -153,11 +153,10 @@ class CommitStage:
                 some = plan.noisy[(plan.noisy >= first) & (plan.noisy < end)] - first
                 noisy = self._table.device.upload(some)
             if seen:
-                drafter.extend(
-                    self._table, part, aux_hidden if aux_hidden is None else aux_hidden[here], next_ids, None, noisy
-                )
+                fed = None if aux_hidden is None else aux_hidden[here]
+                drafter.extend(SeenTokens(self._table, part, fed, next_ids, None, noisy))
             elif self._lag is not None:
-                drafter.watch(self._table, part, next_ids, None, noisy)
+                drafter.watch(SeenTokens(self._table, part, None, next_ids, None, noisy))
                 self._lag.reset(rows[first:end], 1)  # a pass over the row sees the newest position last
 
     def _draw_first(
@@ -214,7 +213,8 @@ class CommitStage:
         elif nodes is not None and aux_hidden is not None:
             aux_hidden = self._ops.take_rows(aux_hidden, nodes)  # [R, T] -> [B * (D + 1), T]
         batch = self._batches.accepted(rows, before, path, width, step.bound + width)
+        seen = SeenTokens(self._table, batch, aux_hidden, done.tokens.flatten(), done.count, noisy)
         if lags:
-            drafter.watch(self._table, batch, done.tokens.flatten(), done.count, noisy)
+            drafter.watch(seen._replace(aux_hidden=None))
         else:
-            drafter.extend(self._table, batch, aux_hidden, done.tokens.flatten(), done.count, noisy)
+            drafter.extend(seen)

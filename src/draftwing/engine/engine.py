@@ -21,6 +21,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.explain import Explainer
 from draftwing.engine.inbox import Inbox
 from draftwing.engine.loop import Loop
+from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.salts import Salts
@@ -78,7 +79,6 @@ class Engine:
         self.parts = parts
         self._processors = load_processors(self.options.logit_processors)
         self.grammars = GrammarCompiler.of(self.options, tokenizer, parts.model.config.vocab_size, stop)
-        device = parts.executor.device.device
         self.info = EngineInfo(
             options=self.options,
             architecture=parts.model.config.architecture,
@@ -88,7 +88,7 @@ class Engine:
             max_total_tokens=parts.pool_tokens,
             max_banned=BAN_IDS,
             dtype=str(parts.dtype).removeprefix("torch."),
-            device=device.type,
+            device=parts.executor.device.kind,
             weight_bytes=parts.model.weight_bytes(),
             processors=tuple(self._processors),
             defaults=dict(defaults or {}),
@@ -103,6 +103,7 @@ class Engine:
         self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
+        self._page_table_check = PageTableCheck(parts.sched, parts.executor.table)
         self._inbox = Inbox()
         self._turning = threading.Lock()  # held while a step runs
         self._progress = Progress()
@@ -198,12 +199,14 @@ class Engine:
                 parts.keep_prices()
                 parts.executor.close()
             self.__dict__.pop("_loop", None)
+            self.__dict__.pop("_page_table_check", None)
             self.__dict__.pop("reporter", None)
             self.__dict__.pop("explainer", None)
 
     def _turn(self) -> None:
         try:
             self._loop.turn()
+            self._page_table_check.look()
             if self._loop.idle:
                 self.parts.executor.mirror.compare()
         except (RuntimeError, OSError, EOFError) as error:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.commit import CommitStage
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs
@@ -35,11 +35,10 @@ from draftwing.engine.traces import Traces
 from draftwing.log import Forgiving
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
-from draftwing.ops.torch.assign import forget, new_calibration
-from draftwing.ops.torch.tree import roots_alone
+from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, Drawing
 from draftwing.sched.guidance import Guides
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, DraftStep
 from draftwing.spec.simulate import Simulation
 
 T = TypeVar("T")
@@ -71,9 +70,9 @@ class Executor:
         if not graph_size and self.ops.records_calls:
             self.graphs = RecordedStages(device, table.rows, drafter)
         self.prefills: PrefillGraphs | None = None
-        if graph_size and attn.takes_tiles:
-            tiled, heads = cast(TiledAttention, attn), model.layer_config.heads
-            self.prefills = PrefillGraphs(device, table, tiled, heads, chunk or table.length, self._target)
+        if graph_size and attn.takes_tiles and not model.needs_chunks:
+            tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
+            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self._target)
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._lag: Lag | None = None
@@ -301,7 +300,7 @@ class Executor:
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
             return roots_alone(self.table, rows, shape.nodes)
-        return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
+        return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
 
     def _show(self, plan: Plan, begun: Any) -> Any:
         """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 
 from draftwing.errors import RequestError
+from draftwing.fair_deque import FairDeque
 from draftwing.sched.req import Req
 
 
@@ -18,8 +19,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._new: OrderedDict[str, OrderedDict[str, Req]] = OrderedDict()  # by client and uid; none is empty
-        self._clients: dict[str, str] = {}  # by uid of a new request
+        self._new: FairDeque[str, Req] = FairDeque()  # by uid
         self._live: set[str] = set()  # uids of requests whose last output has not been given out
         self._ended: deque[str | Req] = deque()
         self._woken = False
@@ -30,14 +30,13 @@ class Inbox:
             if req.uid in self._live:
                 raise RequestError(f"uid: expected one of its own, found {req.uid!r}, which a live request has", "uid")
             self._live.add(req.uid)
-            self._clients[req.uid] = req.request.client
-            self._new.setdefault(req.request.client, OrderedDict())[req.uid] = req
+            self._new.put(req.request.client, req.uid, req)
             self._changed.notify()
 
     def end(self, uid: str) -> None:
         with self._changed:
-            client = self._clients.pop(uid, None)
-            self._ended.append(uid if client is None else self._pop(client, uid))
+            req = self._new.drop(uid)
+            self._ended.append(uid if req is None else req)
             self._changed.notify()
 
     def forget(self, uids: Iterable[str]) -> None:
@@ -65,19 +64,11 @@ class Inbox:
     @property
     def new(self) -> int:
         """New requests."""
-        return len(self._clients)
+        return len(self._new)
 
     def take_new(self, most: int) -> list[Req]:
-        found: list[Req] = []
         with self._changed:
-            while self._new and len(found) < most:
-                client = next(iter(self._new))
-                req = self._pop(client, next(iter(self._new[client])))
-                del self._clients[req.uid]
-                if client in self._new:
-                    self._new.move_to_end(client)
-                found.append(req)
-        return found
+            return [self._new.pop()[1] for _ in range(min(most, len(self._new)))]
 
     def take_ended(self, most: int) -> list[str | Req]:
         """Uids of requests that may be the scheduler's, and requests that never will be."""
@@ -87,10 +78,3 @@ class Inbox:
     @property
     def _empty(self) -> bool:
         return not self._new and not self._ended
-
-    def _pop(self, client: str, uid: str) -> Req:
-        line = self._new[client]
-        req = line.pop(uid)
-        if not line:
-            del self._new[client]
-        return req

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from draftwing.core import AT_ONCE, LAG, CatchUp, Chunk, Deferral, Deferred, IntArray, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import zeros_as_written
 from draftwing.ops.attention import Batch, spans_of
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Unseen
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, SeenTokens
 
 ROOM = LAG + 1  # page-table entries past those of a step that a pass over unseen text may name
 WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are compiled for each
@@ -186,7 +186,9 @@ class Lag:
         aux_hidden = None if kept is None else torch.cat([kept[part.at : part.at + part.length] for part in parts])
         if self._slots is not None:
             aux_hidden = self._ops.take_rows(self._slots, batch.write_slots)
-        self._drafter.catch_up(table, batch, aux_hidden, table.tokens[row_of, at + 1], None, rows[:0], False)
+        self._drafter.catch_up(
+            SeenTokens(table, batch, aux_hidden, table.tokens[row_of, at + 1], None, rows[:0]), False
+        )
         # What comes after the parts is all that it has not seen of these rows.
         after = table.kv_len.index_select(0, rows) - (prefix_len + upload(lengths))
         behind = self._unseen.behind
@@ -212,6 +214,7 @@ class Lag:
             window=width, bound=min(bound + width + 1, table.length),
         )  # fmt: skip
         count = (kv_len - start).clamp(min=1)
-        drafter.catch_up(table, batch, aux_hidden, table.tokens[column, at + 1].flatten(), count, noisy, drafts)
+        next_ids = table.tokens[column, at + 1].flatten()
+        drafter.catch_up(SeenTokens(table, batch, aux_hidden, next_ids, count, noisy), drafts)
         table.page_table.index_put_((column, past), entries)
         self.reset(rows)

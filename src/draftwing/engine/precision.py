@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from draftwing.config.options import Options
-from draftwing.engine.device import Device, pick_dtype
+from draftwing.engine.devices.base import Device
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import SAFE_KIND, BlockFormat
@@ -57,6 +57,13 @@ def pick_precision(
     return Precision(torch.float32, kv_dtype, BlockFormat(kind, device.ops), BlockFormat(SAFE_KIND, device.ops))
 
 
+def pick_dtype(name: str, device: Device, checkpoint: torch.dtype | None) -> torch.dtype:
+    """Returns the type that `--dtype` names. checkpoint: what the weights were saved in."""
+    if name == "auto":
+        return device.default_dtype(checkpoint)
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
 def _block_kind(options: Options, device: Device) -> str | None:
     """The kind of blocks that weights are quantised to, None where they stay as they are."""
     asked, known = options.quantization, device.ops.block_kinds
@@ -98,7 +105,7 @@ def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: tor
         if dtype.itemsize != 2 or not device.ops.narrows_pool:
             raise ConfigError(
                 "--kv-cache-dtype fp8_e4m3: expected a model in bfloat16 or float16 on CUDA (compute capability 8.9 "
-                f"or later), found one in {str(dtype).removeprefix('torch.')} on {device.device.type}: leave it out"
+                f"or later), found one in {str(dtype).removeprefix('torch.')} on {device.kind}: leave it out"
             )
         return torch.float8_e4m3fn
     asked: torch.dtype = getattr(torch, options.kv_cache_dtype)

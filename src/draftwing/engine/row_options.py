@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import FORBIDDEN, NOT_FINITE, PLAIN, TOKEN, IntArray, Plan, TokenLogprobs, TreeShape
-from draftwing.engine.device import Device, Download
+from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import Calibration, Draft
@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
     depth: Tensor  # [B, N]
     depth_max: int
     tokens: Tensor  # [B, N]: the nodes' own
-    path: Tensor  # [B, N, D + 1], as in `ops.torch.tree.Tree`
+    path: Tensor  # [B, N, D + 1], as in `ops.types.Tree`
     path_len: Tensor  # [B, N]
 
     def pick(self, at: Tensor) -> Drawn:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import Admission, IntArray, Plan
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.kv.pool import zeros_as_written
 from draftwing.ops.types import Drawing, SamplingRows
 

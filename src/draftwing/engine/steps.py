@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwing.core import Plan, StepResult, TreeShape
 from draftwing.engine.batches import Drafted
-from draftwing.engine.device import Download
+from draftwing.engine.devices.base import Download
 from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.row_options import Logprobs, unpacked
 from draftwing.engine.row_table import Upload

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import DraftTokens, Plan
-from draftwing.engine.device import Device, Download
+from draftwing.engine.devices.base import Device, Download
 from draftwing.ops.types import Draft
 
 

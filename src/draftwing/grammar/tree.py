@@ -50,8 +50,9 @@ class Guided:
 def guide(state: GrammarState, tokens: IntArray, parent: IntArray, alive: BoolArray, max_depth: int) -> Guided:
     """Fits a draft tree to the grammar.
 
-    state: after the root's token.  tokens, parent [N] int64, alive [N] bool: a tree as `ops.torch.tree.derive` wants
-    it, parent[0] = 0 and parent[i] < i; the root's token is not looked at.  max_depth: of the tree that comes back.
+    state: after the root's token.  tokens, parent [N] int64, alive [N] bool: a tree as `ops.reference.tree.derive`
+    wants it, parent[0] = 0 and parent[i] < i; the root's token is not looked at.  max_depth: of the tree that comes
+    back.
 
     Nodes keep their indices. Illegal ones die with all below them; the indices of dead nodes are given to text that the
     grammar forces after the root and after live nodes, the deepest first. Siblings stay distinct, parents stay before

@@ -1,4 +1,5 @@
-"""One pool of keys and values for every model that the engine runs, target and drafter alike.
+"""One pool for what every model that the engine runs keeps of its tokens, target and drafter alike: keys and values
+mostly, and whatever else layers have a `SlotSpec` for.
 
 Slot s holds "token s" for all of them: the drafter's layers are further layers of the same pool, so one allocator,
 one prefix match and one memory formula serve both. Slot 0 is a dummy that padding rows write to; it is never owned.
@@ -15,11 +16,33 @@ import torch
 from torch import Tensor
 
 
-class LayerSpec(NamedTuple):
-    """Key/value shape of one attention layer."""
+class KVSpec(NamedTuple):
+    """Keys and values of one attention layer."""
 
     kv_heads: int
     head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Index 0 of the second axis holds keys, index 1 values."""
+        return self.kv_heads, 2, self.head_dim
+
+    def dtype_in(self, pool: torch.dtype) -> torch.dtype:
+        return pool
+
+
+class StateSpec(NamedTuple):
+    """Anything else that a layer keeps of each token, such as the inputs of a convolution or a state after the
+    token."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def dtype_in(self, pool: torch.dtype) -> torch.dtype:
+        return self.dtype
+
+
+SlotSpec = KVSpec | StateSpec  # what one pool layer holds in each slot
 
 
 Scales = tuple[float, float]  # of a layer's keys, and of its values
@@ -28,7 +51,7 @@ _MOST = torch.finfo(FP8).max
 
 
 class KVPool:
-    """kv[layer]: [slots, kv_heads, 2, head_dim]; index 0 of the third axis holds keys, index 1 values.
+    """kv[layer]: [slots + 1, *shape of the layer's spec]; of keys and values [slots + 1, kv_heads, 2, head_dim].
 
     A head's key and value lie side by side, so that a backend brings both to its own layout by one copy. In
     float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448.
@@ -36,7 +59,7 @@ class KVPool:
 
     def __init__(
         self,
-        layers: Sequence[LayerSpec],
+        layers: Sequence[SlotSpec],
         slots: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -48,13 +71,12 @@ class KVPool:
         self.scales: Sequence[Scales] = (*known, *[(1.0, 1.0)] * (len(self.layers) - len(known)))
         self.slots = slots
         self.dtype = dtype
-        self.kv = [
-            zeros_as_written((slots + 1, spec.kv_heads, 2, spec.head_dim), dtype, device) for spec in self.layers
-        ]
+        self.kv = [zeros_as_written((slots + 1, *spec.shape), spec.dtype_in(dtype), device) for spec in self.layers]
 
     @staticmethod
-    def bytes_per_slot(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-        return sum(2 * spec.kv_heads * spec.head_dim for spec in layers) * dtype.itemsize
+    def bytes_per_slot(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:
+        """dtype: of keys and values."""
+        return sum(math.prod(spec.shape) * spec.dtype_in(dtype).itemsize for spec in layers)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a slot only
@@ -70,7 +92,7 @@ class KVPool:
     def clear(self, slots: Tensor) -> None:
         """slots [n] int64"""
         for kv in self.kv:
-            (kv.view(torch.uint8) if self.dtype == FP8 else kv).index_fill_(0, slots, 0)
+            (kv.view(torch.uint8) if kv.dtype == FP8 else kv).index_fill_(0, slots, 0)
 
 
 def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,59 +2,173 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.config import LayerConfig
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.kv.pool import KVSpec
 from draftwing.layers.linear import Linear, row_parallel
+from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
-from draftwing.ops.attention import Attend, AttentionKind, HeadNorms
+from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import Ranks, Share
+
+if TYPE_CHECKING:
+    from draftwing.layers.config import LayerConfig
 
 
-class Attention(nn.Module):
+@dataclass(frozen=True)
+class AttentionConfig(MixerConfig):
+    """Grouped-query attention of one layer, with the sizes of this rank.
+
+    rope: which of `ModelConfig.ropes` turns its heads.  window, scalar: as `AttentionKind` has them.  sinks: whether
+    heads have them.  qk_norm: whether heads of queries and keys have norms.  kv_from: as `MixerConfig` has it; then it
+    makes queries alone.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int = 0
+    window: int = 0
+    sinks: bool = False
+    scalar: int = 0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    kv_from: int | None = None
+
+    @property
+    def rotates(self) -> tuple[int, int] | None:
+        return self.rope, self.head_dim
+
+    @property
+    def shape(self) -> HeadShape:
+        return HeadShape(self.heads, self.kv_heads, self.head_dim)
+
+    def keeps(self) -> KVSpec:
+        return KVSpec(self.kv_heads, self.head_dim)
+
+    def weights(self, hidden: int) -> int:
+        made = self.heads + (0 if self.kv_from is not None else self.kv_heads)
+        return 2 * hidden * self.head_dim * made
+
+    def check(self) -> None:
+        for name in ("heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise CheckpointError(
+                f"the number of heads must be a multiple of the number of key/value heads, "
+                f"found {self.heads} and {self.kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
+
+    def spread(self, ranks: Ranks) -> AttentionConfig:
+        """Returns the sizes of one rank; a key/value head may be on several."""
+        size = ranks.size
+        if size == 1:
+            return self
+        if self.heads % size or (self.kv_heads % size and size % self.kv_heads):
+            raise ConfigError(
+                f"--tp-size {size}: expected a number that divides the model's {self.heads} attention heads, and "
+                f"divides its {self.kv_heads} key/value heads or is a multiple of them; found {size}"
+            )
+        return replace(self, heads=self.heads // size, kv_heads=max(self.kv_heads // size, 1))
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        own, size, rank = self.spread(ranks), ranks.size, ranks.rank
+        q_rows, kv_rows = own.heads * own.head_dim, own.kv_heads * own.head_dim
+        q = Share(rank * q_rows, q_rows, size * q_rows)
+        first = rank * self.kv_heads // size  # a key/value head may be on several ranks
+        kv = Cut(0, Share(first * own.head_dim, kv_rows, self.kv_heads * own.head_dim))
+        parts: list[StoredMatrix | StoredVector] = [
+            StoredMatrix("self_attn.q_proj", "qkv", 0, q_rows, self.qkv_bias, Cut(0, q))
+        ]
+        if self.kv_from is None:
+            for i, name in enumerate(("k_proj", "v_proj")):
+                parts.append(StoredMatrix(f"self_attn.{name}", "qkv", q_rows + i * kv_rows, kv_rows, self.qkv_bias, kv))
+        parts.append(StoredMatrix("self_attn.o_proj", "o", 0, hidden, self.o_bias, Cut(1, q)))
+        if self.sinks:
+            cut = Cut(0, Share(rank * own.heads, own.heads, self.heads)) if size > 1 else None
+            parts.append(StoredVector("self_attn.sinks", "sinks", own.heads, cut))
+        normed = ("q_norm", "k_norm") if self.kv_from is None else ("q_norm",)
+        for name in normed if self.qk_norm else ():
+            parts.append(StoredVector(f"self_attn.{name}.weight", f"{name}.weight", self.head_dim, is_norm=True))
+        return parts
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> Attention:
+        return Attention(self, layer, pool_layer, dtype, device, in_size)
+
+
+class Attention(Mixer):
     """Grouped-query attention; q, k and v are one GEMM. Who attends to whom is the injected `attend`'s."""
 
+    needs_chunks = False
+
     def __init__(
-        self, config: LayerConfig, index: int, dtype: torch.dtype, device: torch.device, in_size: int = 0
+        self,
+        config: AttentionConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
     ) -> None:
-        """index: of the layer in its model. in_size: of the input, 0: the hidden size."""
+        """layer: whose mixer it is. pool_layer: of its keys and values, counted from the model's first. in_size: of the
+        input."""
         super().__init__()
-        self.index = index
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        q_rows, kv_rows, form = self.heads * self.head_dim, self.kv_heads * self.head_dim, config.weight_format
-        hidden = config.hidden
-        self.qkv = Linear(in_size or hidden, q_rows + 2 * kv_rows, config.qkv_bias, dtype, device, form)
-        wide = config.norm_dtype(dtype)
-        self.q_norm = RMSNorm(self.head_dim, config.eps, wide, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.eps, wide, device) if config.qk_norm else None
-        self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), config.ranks)
+        self.pool_layer, self.shape = pool_layer, config.shape
+        self.heads, self.kv_heads, self.head_dim = config.shape
+        self.reads_others = config.kv_from is not None  # keys and values, and makes none
+        kv_rows = 0 if self.reads_others else 2 * self.kv_heads * self.head_dim
+        q_rows, hidden, form = self.heads * self.head_dim, layer.hidden, layer.weight_format
+        self.qkv = Linear(in_size, q_rows + kv_rows, config.qkv_bias, dtype, device, form)
+        wide, eps = layer.norm.dtype(dtype), layer.norm.eps
+        has_k_norm = config.qk_norm and not self.reads_others
+        self.q_norm = RMSNorm(self.head_dim, eps, wide, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps, wide, device) if has_k_norm else None
+        self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), layer.ranks)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
-        self._window, self._scalar = config.window, config.query_pre_attn_scalar
+        self._window, self._scalar = config.window, config.scalar
 
     @property
     def kind(self) -> AttentionKind:
         """What the injected attention is told of this layer."""
         return AttentionKind(self._window, self.sinks, self._scalar)
 
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.o]
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
-        """x [M, in_size]; cos, sin [M, 1, head_dim]; residual [M, hidden] is added -> [M, hidden]"""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
-        return self.o(self._attend(qkv, cos, sin, attend), residual)
+        out = self._with_others(qkv, cos, sin, attend) if self.reads_others else self._attend(qkv, cos, sin, attend)
+        return self.o(out, residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """What `forward` leaves for later queries: keys and values of x [M, in_size]."""
+        if self.reads_others:
+            return
         kv = self.qkv.last(x, 2 * self.kv_heads * self.head_dim)
         self.write_heads(kv.view(x.shape[0], -1, self.head_dim), cos, sin, attend)
 
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """The same of what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
         norms = self.head_norms()
-        if (norms is None or attend.norms_heads) and attend.fused_write(self.index, qkv, cos, sin, norms):
+        if (norms is None or attend.norms_heads) and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
             return
         k, v = qkv[:, -2 * self.kv_heads :].split(self.kv_heads, 1)
-        attend.write(self.index, rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v)
+        attend.write(self.pool_layer, rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -70,7 +184,7 @@ class Attention(nn.Module):
         out = None
         norms = self.head_norms()
         if norms is None or attend.norms_heads:
-            out = attend.fused(self.index, qkv, cos, sin, norms, self.kind)
+            out = attend.fused(self.pool_layer, qkv, cos, sin, norms, self.kind)
         if out is not None:
             return out
         qk = qkv[:, : self.heads + self.kv_heads]
@@ -78,4 +192,9 @@ class Attention(nn.Module):
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
         qk = rotate(qk, cos, sin)
         v = qkv[:, self.heads + self.kv_heads :]
-        return attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v, self.kind)
+        return attend(self.pool_layer, qk[:, : self.heads], qk[:, self.heads :], v, self.kind)
+
+    def _with_others(self, q: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """q [M, heads, head_dim], over the keys and values that another layer wrote -> [M, heads * head_dim]"""
+        q = rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
+        return attend.read(self.pool_layer, q, self.kind)

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from draftwing.errors import ConfigError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.mixer import MixerConfig
 from draftwing.parallel.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """RMS norms of a model.
+
+    wide: whether weights are in float32, and what they are multiplied with is not rounded before.  offset: what is
+    added to a weight as checkpoints store it.
+    """
+
+    eps: float = 1e-6
+    wide: bool = False
+    offset: float = 0.0
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns that of the weights in a model in `dtype`, which is what float64 stays in tests."""
+        return torch.promote_types(dtype, torch.float32) if self.wide else dtype
+
+
+NORM = NormConfig()  # of Llama
 
 
 @dataclass(frozen=True)
@@ -32,53 +54,50 @@ class ExpertConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes of one decoder layer, those of this rank where a model is spread over several.
+    """One decoder layer, with the sizes of this rank where a model is spread over several.
 
-    window, query_pre_attn_scalar: as `AttentionKind` has them.  sinks: whether its heads have them.  wide_norms:
-    whether weights of norms are in float32, and what they are multiplied with is not rounded before.  gemma: norms
-    after attention and MLP too, and a gate by GELU.
+    mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`.
+    activation: of the MLP's gate.  out_norms: whether there are norms behind mixer and MLP, too, before the residual
+    stream is added.  weight_format: of its matrices, see `ModelConfig.spread`.
     """
 
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    mixer: MixerConfig
     ffn: int
-    eps: float = 1e-6
-    qkv_bias: bool = False
-    o_bias: bool = False
+    norm: NormConfig = NORM
     mlp_bias: bool = False
-    qk_norm: bool = False
-    experts: ExpertConfig | None = None  # in place of an MLP of `ffn`
-    window: int = 0
-    sinks: bool = False
-    query_pre_attn_scalar: int = 0
-    wide_norms: bool = False
-    gemma: bool = False
+    experts: ExpertConfig | None = None
+    activation: Literal["silu", "gelu"] = "silu"
+    out_norms: bool = False
     weight_format: WeightFormat = DENSE
     ranks: Ranks = ALONE
 
-    def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the weights of norms in a model in `dtype`, which is what float64 stays in tests."""
-        return torch.promote_types(dtype, torch.float32) if self.wide_norms else dtype
+    @property
+    def weights(self) -> int:
+        """Values in its matrices."""
+        mlp = 3 * self.hidden * self.ffn
+        if self.experts is not None:
+            mlp = self.experts.count * self.hidden * (3 * self.experts.ffn + 1)
+        return self.mixer.weights(self.hidden) + mlp
+
+    def check(self) -> None:
+        """Raises CheckpointError for sizes that cannot be."""
+        if self.ffn < 1:
+            raise CheckpointError(f"ffn must be at least 1, found {self.ffn}")
+        self.mixer.check()
 
     def spread(self, ranks: Ranks) -> LayerConfig:
-        """The sizes of one rank, which has heads and a share of the MLP; a key/value head may be on several. Raises
-        ConfigError for what cannot be spread over so many."""
+        """Returns the sizes of one rank, which has a share of the mixer and of the MLP. Raises ConfigError for what
+        cannot be spread over so many."""
         size = ranks.size
         if size == 1:
             return self
-        experts, kind = self.experts, "intermediate size"
+        mixer, experts, kind = self.mixer.spread(ranks), self.experts, "intermediate size"
         ffn = self.ffn if experts is None else experts.ffn
         if experts is not None:
             kind, experts = f"experts' {kind}", replace(experts, ffn=ffn // size)
-        if self.heads % size or (self.kv_heads % size and size % self.kv_heads) or ffn % size:
+        if ffn % size:
             raise ConfigError(
-                f"--tp-size {size}: expected a number that divides the model's {self.heads} attention heads and its "
-                f"{kind} of {ffn}, and divides its {self.kv_heads} key/value heads or is a multiple of "
-                f"them; found {size}"
+                f"--tp-size {size}: expected a number that divides the model's {kind} of {ffn}; found {size}"
             )
-        kv_heads = max(self.kv_heads // size, 1)
-        return replace(
-            self, heads=self.heads // size, kv_heads=kv_heads, ffn=self.ffn // size, experts=experts, ranks=ranks
-        )
+        return replace(self, mixer=mixer, ffn=self.ffn // size, experts=experts, ranks=ranks)

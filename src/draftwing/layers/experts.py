@@ -16,9 +16,9 @@ from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import multiplied_out
 from draftwing.layers.norm import RMSNorm
+from draftwing.ops.contracts import ExpertGemm, FewRowsGemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.expert_rows import ExpertRows
-from draftwing.ops.torch.experts import ExpertGemm, Routed
-from draftwing.ops.torch.layer_ops import PLAIN, FewRowsGemm, LayerOps, MixtureWeights, WholeMixture
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class ExpertMLP(nn.Module):
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         experts, hidden, form = config.experts, config.hidden, config.weight_format
-        assert experts is not None
+        assert experts is not None and config.activation == "silu"
         self.experts, self._ranks = experts, config.ranks
         self.router = Linear(hidden, experts.count, experts.router_bias, dtype, device)
         self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)

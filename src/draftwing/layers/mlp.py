@@ -15,12 +15,12 @@ class GatedMLP(nn.Module):
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, ffn, bias, form = config.hidden, config.ffn, config.mlp_bias, config.weight_format
-        self._gelu = config.gemma
+        self.gelu = config.activation == "gelu"
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
         self.down = row_parallel(Linear(ffn, hidden, bias, dtype, device, form), config.ranks)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""
-        return self.down(self.gate_up.gated(x, self._gelu), residual, overwrite=True)
+        return self.down(self.gate_up.gated(x, self.gelu), residual, overwrite=True)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

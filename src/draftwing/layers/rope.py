@@ -13,7 +13,9 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+
+from draftwing.ops.torch.layer_ops import LayerOps
 
 MOST_POSITIONS = 1 << 20  # angles up to this many radians are exact
 
@@ -109,6 +111,29 @@ def rope_table(
     # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
     table = np.concatenate((cos, cos, -sin, sin), -1).reshape(positions, 2, head_dim)
     return torch.from_numpy(table).to(device, dtype)
+
+
+class Rope(nn.Module):
+    """The table of layers that turn heads of one size by one rotary embedding."""
+
+    table: Tensor  # [positions, 2, head_dim], in the model's dtype from the start
+
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.head_dim = config, head_dim
+        self.register_buffer("table", torch.empty(0, dtype=dtype), persistent=False)
+
+    def make(self, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes the table; every position of a later call must be below `positions`."""
+        self.table = rope_table(self.config, self.head_dim, positions, dtype, device)
+
+    def forward(self, positions: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """positions [M] int64 -> cos, sin [M, 1, head_dim]"""
+        assert self.table.numel(), "call set_max_positions first"
+        cos, sin = ops.take_rows(self.table, positions).unsqueeze(2).unbind(1)
+        return cos, sin
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
 
 _BLOCK = 256  # positions

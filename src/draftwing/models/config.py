@@ -7,14 +7,15 @@ fluent but wrong text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from draftwing.errors import CheckpointError
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
@@ -22,7 +23,9 @@ from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.language_model import language_model
 from draftwing.models.positions import WindowSwitch, context, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
+from draftwing.models.unserved import NEUTRAL_VALUES, UNSERVED
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
+from draftwing.parallel.ranks import Ranks
 from draftwing.requests.refusals import show
 
 
@@ -30,40 +33,21 @@ from draftwing.requests.refusals import show
 class ModelConfig:
     """Sizes and switches of one decoder.
 
-    dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
-    own config names.  max_positions: the context length.  windows: the sliding window of each layer, 0 where
-    it sees everything; empty where no layer has one.  local_rope: of layers with a window, None: that of the others.
-    sinks: whether attention has them.  query_pre_attn_scalar: as `AttentionKind.scalar`.  wide_norms: as `LayerConfig`
-    has them.  gemma: whether layers are those of Gemma 3: norms before and after each part, whose weights are stored
-    less 1, a GELU gate, embeddings times the root of the hidden size.  experts: of layers whose MLP
-    is a mixture of them, which are all but `dense_layers`.  weight_format: of the layers' matrices.  vocab_format: of
-    the embedding and the head.  quantization: how matrices are stored that are quantised in a way which any format
-    takes, None where none are.
+    layers: of each its own spec, with the sizes of the whole model.  ropes: the rotary embeddings that their mixers
+    name.  norm: of layers, heads and the last one.  embed_scale: what embeddings are multiplied with.  dtype: what the
+    checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's own config names.
+    max_positions: the context length.  weight_format: of the layers' matrices.  vocab_format: of the embedding and the
+    head.  quantization: how matrices are stored that are quantised in a way which any format takes, None: none are.
     """
 
     architecture: str
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
     vocab_size: int
     max_positions: int
-    norm_eps: float = 1e-6
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int, ...] = ()
-    local_rope: RopeConfig | None = None
-    sinks: bool = False
-    query_pre_attn_scalar: int = 0
-    wide_norms: bool = False
-    gemma: bool = False
-    experts: ExpertConfig | None = None
-    dense_layers: frozenset[int] = frozenset()
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
+    norm: NormConfig = NORM
+    embed_scale: float = 1.0
     tie_embeddings: bool = False
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
@@ -71,42 +55,28 @@ class ModelConfig:
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
 
-    def layer_window(self, index: int) -> int:
-        """The sliding window of a layer, 0: none."""
-        return self.windows[index] if self.windows else 0
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-    def layer(self, index: int = 0) -> LayerConfig:
-        """What a layer is built from."""
-        return LayerConfig(
-            hidden=self.hidden_size,
-            heads=self.num_heads,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            ffn=self.ffn_size,
-            eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
-            o_bias=self.o_bias,
-            mlp_bias=self.mlp_bias,
-            qk_norm=self.qk_norm,
-            window=self.layer_window(index),
-            sinks=self.sinks,
-            query_pre_attn_scalar=self.query_pre_attn_scalar,
-            wide_norms=self.wide_norms,
-            gemma=self.gemma,
-            experts=None if index in self.dense_layers else self.experts,
-            weight_format=self.weight_format,
-        )
+    @property
+    def attention(self) -> AttentionConfig:
+        """Attention of the first layer that has it: whose sizes draft heads take."""
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def experts(self) -> ExpertConfig | None:
+        """Experts of the first layer that has them; None where none has."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+
+    def spread(self, ranks: Ranks) -> tuple[LayerConfig, ...]:
+        """Returns what one rank builds its layers from. Raises ConfigError for what cannot be spread over so many."""
+        return tuple(replace(layer, weight_format=self.weight_format).spread(ranks) for layer in self.layers)
 
     @property
     def layer_weights(self) -> int:
         """Values in the matrices of the layers."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        dense = self.num_layers if self.experts is None else len(self.dense_layers)
-        weights = self.num_layers * attention + 3 * dense * self.hidden_size * self.ffn_size
-        if self.experts is None:
-            return weights
-        of_one = self.experts.count * self.hidden_size * (3 * self.experts.ffn + 1)
-        return weights + (self.num_layers - dense) * of_one
+        return sum(layer.weights for layer in self.layers)
 
     @property
     def matrix_weights(self) -> int:
@@ -114,20 +84,37 @@ class ModelConfig:
         return self.layer_weights + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"):
+        for name in ("hidden_size", "num_layers", "vocab_size"):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
+        for layer in dict.fromkeys(self.layers):  # mostly they are alike
+            layer.check()
+            if layer.mixer.rotates is None:
+                continue
+            rope, head_dim = layer.mixer.rotates
+            divisors = len(self.ropes[rope].divisors)
+            if divisors and divisors != head_dim // 2:
+                raise CheckpointError(f"expected {head_dim // 2} rope frequency factors, found {divisors}")
+        pool_layers(self.layers)
+
+
+def pool_layers(layers: Sequence[LayerConfig]) -> list[int | None]:
+    """Returns for each layer where its entries lie in the pool, counted from the model's first; None for layers that
+    keep nothing. Those that read another layer's have that one's. Raises CheckpointError where there is no such one."""
+    found: list[int | None] = []
+    count = 0
+    for i, mixer in enumerate(layer.mixer for layer in layers):
+        of = mixer.kv_from
+        if of is None:
+            found.append(None if mixer.keeps() is None else count)
+            count += found[-1] is not None
+        elif not 0 <= of < i or layers[of].mixer.kv_from is not None or layers[of].mixer.keeps() != mixer.keeps():
             raise CheckpointError(
-                f"the number of heads must be a multiple of the number of key/value heads, "
-                f"found {self.num_heads} and {self.num_kv_heads}"
+                f"layer {i} reads what layer {of} keeps: expected an earlier one with its own, of the same sizes"
             )
-        if self.head_dim % 2:
-            raise CheckpointError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
-        if self.rope.divisors and len(self.rope.divisors) != self.head_dim // 2:
-            raise CheckpointError(
-                f"expected {self.head_dim // 2} rope frequency factors, found {len(self.rope.divisors)}"
-            )
+        else:
+            found.append(found[of])
+    return found
 
 
 class Family(NamedTuple):
@@ -148,8 +135,16 @@ class Family(NamedTuple):
     local_theta: float | None = None  # the same of `rope_local_base_freq`; None: all layers have one rotary embedding
     sinks: bool = False
     wide_norms: bool = False
-    gemma: bool = False
+    norm_offset: float = 0.0
+    out_norms: bool = False
+    activation: Literal["silu", "gelu"] = "silu"
+    scaled_embeddings: bool = False  # whether they are multiplied with the root of the hidden size
+    attention_scalar: int = 0  # `query_pre_attn_scalar` when the config has none, 0: there is no such key
+    tied: bool = False  # `tie_word_embeddings` when the config has none
     experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""  # whose keys speak of experts
+    # Where layers differ in more than windows: makes so many of the config and of what all have in common.
+    layers: Callable[[Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
+    reads: tuple[str, ...] = ()  # keys among `NEUTRAL_VALUES` whose values it knows
 
 
 FAMILIES: dict[str, Family] = {
@@ -183,70 +178,15 @@ FAMILIES: dict[str, Family] = {
         theta=1e6,
         local_theta=1e4,
         wide_norms=True,
-        gemma=True,
+        norm_offset=1.0,
+        out_norms=True,
+        activation="gelu",
+        scaled_embeddings=True,
+        attention_scalar=256,
+        tied=True,
+        reads=("query_pre_attn_scalar",),
     ),
     "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
-}
-
-_MLA, _LINEAR = "latent attention (MLA)", "layers of linear attention (Gated DeltaNet)"
-_SHARED = "experts that all tokens share"
-# Relatives that people ask for: model_type, and what they have that has no code here.
-UNSERVED = {
-    "DeepseekV2ForCausalLM": ("deepseek_v2", _MLA),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", _MLA),
-    "DeepseekV32ForCausalLM": ("deepseek_v32", "sparse latent attention (DSA)"),
-    "KimiK25ForConditionalGeneration": ("kimi_k25", _MLA),
-    "Glm4MoeForCausalLM": ("glm4_moe", f"a sigmoid router and {_SHARED}"),
-    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", _MLA),
-    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "sparse latent attention (DSA)"),
-    "Qwen2MoeForCausalLM": ("qwen2_moe", _SHARED),
-    "Qwen3NextForCausalLM": ("qwen3_next", _LINEAR),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", _LINEAR),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", _LINEAR),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", _LINEAR),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", _LINEAR),
-    "MiniMaxM2ForCausalLM": ("minimax_m2", "a sigmoid router and norms of whole projections"),
-    "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "attention of two kinds of heads and a sigmoid router"),
-    "Llama4ForConditionalGeneration": ("llama4", "attention in chunks"),
-    "Llama4ForCausalLM": ("llama4_text", "attention in chunks"),
-    "NemotronHForCausalLM": ("nemotron_h", "state-space layers (Mamba)"),
-}
-
-# Keys that change the arithmetic, with the values (besides null) at which they do not.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "alibi": (False,),
-    "attention_chunk_size": (),
-    "attention_k_eq_v": (False,),
-    "attention_multiplier": (),
-    "attention_sinks": (False,),
-    "attn_logit_softcapping": (0,),
-    "clip_qkv": (),
-    "compression_config": (),
-    "dual_chunk_attention_config": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (0,),
-    "is_causal": (True,),
-    "kv_lora_rank": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "n_routed_experts": (0,),
-    "no_rope_layers": ([],),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "parallel_attn": (False,),
-    "partial_rotary_factor": (1,),
-    "q_lora_rank": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "rope_interleave": (False,),
-    "rope_interleaved": (False,),
-    "rotary_pct": (1,),
-    "scale_depth": (),
-    "scale_emb": (1,),
-    "use_bidirectional_attention": (False,),
-    "use_mrope": (False,),
-    "use_parallel_residual": (False,),
-    "use_qk_norm": (False,),
 }
 
 
@@ -259,7 +199,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         value = config.get(key)
         if value is not None and value not in neutral and not _reads(family, key):
             raise _refused(key, value, name)
-    key, known = ("hidden_activation", _GELU) if family.gemma else ("hidden_act", ("silu", "swish"))
+    key, known = _ACTIVATIONS[family.activation]
     activation = fields.text(key, known[0])
     if activation not in known:
         raise _refused(key, activation, name)
@@ -271,38 +211,70 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise fields.unlike("rope_parameters", "an object")
     rope, local_rope = ropes(fields, family.theta, family.local_theta, trained)
     max_positions = context(rope, trained)
+    norm = NormConfig(fields.number("rms_norm_eps", 0, 1, family.eps), family.wide_norms, family.norm_offset)
+    scalar = family.attention_scalar
+    attention = AttentionConfig(
+        heads,
+        kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
+        head_dim=fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads),
+        sinks=family.sinks,
+        scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
+        qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
+        o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
+        qk_norm=family.qk_norm,
+    )
+    layer = LayerConfig(
+        hidden,
+        attention,
+        ffn=fields.whole("intermediate_size", high=WIDEST),
+        norm=norm,
+        mlp_bias=fields.flag("mlp_bias"),
+        experts=_experts(fields, family, layers),
+        activation=family.activation,
+        out_norms=family.out_norms,
+    )
+    if family.layers is not None:
+        made = family.layers(fields, layer, layers)
+    else:
+        reach = windows(
+            fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
+        )
+        dense = _dense_layers(fields, layers) if family.experts == "qwen" else frozenset()
+        made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
     return ModelConfig(
         architecture=name,
         hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
-        head_dim=fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads),
-        ffn_size=fields.whole("intermediate_size", high=WIDEST),
         vocab_size=fields.whole("vocab_size"),
         max_positions=max_positions,
-        norm_eps=fields.number("rms_norm_eps", 0, 1, family.eps),
-        rope=rope,
-        qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
-        o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
-        mlp_bias=fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm,
-        windows=windows(
-            fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
-        ),
-        local_rope=local_rope,
-        sinks=family.sinks,
-        query_pre_attn_scalar=fields.whole("query_pre_attn_scalar", default=256) if family.gemma else 0,
-        wide_norms=family.wide_norms,
-        gemma=family.gemma,
-        experts=_experts(fields, family, layers),
-        dense_layers=_dense_layers(fields, layers) if family.experts == "qwen" else frozenset(),
-        tie_embeddings=fields.flag("tie_word_embeddings", family.gemma),
+        layers=made,
+        ropes=(rope,) if local_rope is None else (rope, local_rope),
+        norm=norm,
+        embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
+        tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
         quantization=quantization,
     )
+
+
+def layers_like(
+    layer: LayerConfig,
+    attention: AttentionConfig,
+    count: int,
+    windows: Sequence[int] = (),
+    local_rope: bool = False,
+    dense: Collection[int] = (),
+) -> tuple[LayerConfig, ...]:
+    """Returns so many layers like one, with its attention, as families have them whose layers differ in little.
+
+    windows: of each layer, 0: none; empty where no layer has one.  local_rope: whether layers with a window are turned
+    by the second rotary embedding.  dense: which layers have an MLP in place of experts.
+    """
+    windows = windows or (0,) * count
+    of_window = {window: replace(attention, window=window, rope=int(local_rope and window > 0)) for window in windows}
+    made = [replace(layer, mixer=of_window[window]) for window in windows]
+    return tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
 
 
 def _family(config: Fields) -> tuple[str, Family]:
@@ -328,12 +300,16 @@ def _refused(key: str, value: object, architecture: str) -> CheckpointError:
 
 
 _COUNTS = ("num_experts", "num_local_experts")
-_GELU = ("gelu_pytorch_tanh", "gelu_new")  # two names of the same
+# The key that names an MLP's activation, and its names.
+_ACTIVATIONS = {
+    "silu": ("hidden_act", ("silu", "swish")),
+    "gelu": ("hidden_activation", ("gelu_pytorch_tanh", "gelu_new")),
+}
 
 
 def _reads(family: Family, key: str) -> bool:
     """Whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
-    return (bool(family.experts) and key in _COUNTS) or (family.gemma and key == "query_pre_attn_scalar")
+    return key in family.reads or (bool(family.experts) and key in _COUNTS)
 
 
 def _experts(fields: Fields, family: Family, layers: int) -> ExpertConfig | None:

@@ -1,4 +1,4 @@
-"""The one decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, which differ by the values of a `ModelConfig`.
+"""The one decoder, of all families: these differ by the values of a `ModelConfig`.
 
 Queries are a flat list of M tokens. Which tokens see which is not known here: attention is the injected `attend`, so
 serving binds the paged pool, and a test or a trainer a dense mask.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from draftwing.kv.pool import LayerSpec
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
@@ -23,38 +23,40 @@ from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
-from draftwing.layers.rope import rope_table
-from draftwing.models.config import ModelConfig
+from draftwing.layers.rope import Rope
+from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.kv_scales import KVScales
-from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, LayerWeights, WholeLayers
+from draftwing.ops.attention import Attend, HeadShape
+from draftwing.ops.contracts import LayerWeights, WholeLayers
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each of which adds the residual stream to what it gives. Gemma's have a norm behind
-    each, too, before the residual stream is added."""
+    """Pre-norm mixer and MLP, each of which adds the residual stream to what it gives, some after a norm behind it."""
 
     def __init__(
         self,
         config: LayerConfig,
-        index: int,
+        pool_layer: int | None,
         dtype: torch.dtype,
         device: torch.device,
         in_size: int = 0,
         norms_input: bool = True,
     ) -> None:
-        """index: of the layer in its model.  in_size: of what attention reads, 0: the hidden size.  norms_input:
-        whether there is a norm before attention."""
+        """pool_layer: where the mixer finds its entries, counted from the model's first (`pool_layers`).  in_size: of
+        what the mixer reads, 0: the hidden size.  norms_input: whether there is a norm before it."""
         super().__init__()
-        self.index = index
-        wide = config.norm_dtype(dtype)
-        self.attn_norm = RMSNorm(config.hidden, config.eps, wide, device) if norms_input else None
-        self.attention = Attention(config, index, dtype, device, in_size)
-        self.attn_out_norm = RMSNorm(config.hidden, config.eps, wide, device) if config.gemma else None
-        self.mlp_norm = RMSNorm(config.hidden, config.eps, wide, device)
-        self.mlp_out_norm = RMSNorm(config.hidden, config.eps, wide, device) if config.gemma else None
+        norm = partial(RMSNorm, config.hidden, config.norm.eps, config.norm.dtype(dtype), device)
+        self.attn_norm = norm() if norms_input else None
+        self.mixer = config.mixer.build(
+            config, -1 if pool_layer is None else pool_layer, dtype, device, in_size or config.hidden
+        )
+        self.attn_out_norm = norm() if config.out_norms else None
+        self.mlp_norm = norm()
+        self.mlp_out_norm = norm() if config.out_norms else None
         self.mlp = (GatedMLP if config.experts is None else ExpertMLP)(config, dtype, device)
+        self._wide_norms = config.norm.wide
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
 
@@ -69,19 +71,21 @@ class DecoderLayer(nn.Module):
     def linears(self) -> list[Linear]:
         """All but experts', in the order of their calls."""
         of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
-        return [self.attention.qkv, self.attention.o, *of_mlp]
+        return [*self.mixer.linears(), *of_mlp]
 
     def weights(self) -> LayerWeights | None:
-        """What `LayerOps.whole_layers` is told; None of a layer with experts or four norms, which no device does in one
-        call."""
-        attention, mlp = self.attention, self.mlp
-        if isinstance(mlp, ExpertMLP) or self.mlp_out_norm is not None:
+        """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
+        wide norms or four of them, or a mixer that is no attention with keys and values of its own."""
+        attention, mlp = self.mixer, self.mlp
+        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
+            return None
+        if not isinstance(attention, Attention) or attention.reads_others:
             return None
         linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
         return LayerWeights(
-            number=self.index,
-            head_dim=attention.head_dim,
+            pool_layer=attention.pool_layer,
+            shape=attention.shape,
             attn_norm=self.attn_norm.weight if self.attn_norm is not None and own else None,
             mlp_norm=self.mlp_norm.weight,
             head_norms=attention.head_norms(),
@@ -102,7 +106,7 @@ class DecoderLayer(nn.Module):
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """What `forward` leaves for later queries, without its result."""
-        self.attention.write(x if self.attn_norm is None else self.attn_norm(x), cos, sin, attend)
+        self.mixer.write(x if self.attn_norm is None else self.attn_norm(x), cos, sin, attend)
 
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
@@ -114,30 +118,26 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`mix`, and its result under the norm that comes next: in one kernel where the device has one for it."""
         if isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms and self.mlp_out_norm is None:
-            x, normed = self.mlp_norm.of_sum(x, self.attention(normed, cos, sin, attend))
+            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
             return self.mlp.under(norm, normed, x)
         x = self.mix(normed, x, cos, sin, attend)
         return x, norm(x)
 
     def _mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
-            out = self.attn_out_norm(self.attention(normed, cos, sin, attend))
+            out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
             x, normed = self.mlp_norm.of_sum(x, out)
             return x + self.mlp_out_norm(self.mlp(normed))
         if self._ops.norm_adds_residual:
-            x, normed = self.mlp_norm.of_sum(x, self.attention(normed, cos, sin, attend))
+            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
         else:
-            x = self.attention(normed, cos, sin, attend, residual=x)
+            x = self.mixer(normed, cos, sin, attend, residual=x)
             normed = self.mlp_norm(x)
         return self.mlp(normed, residual=x)
 
 
 class DecoderModel(nn.Module):
     """Embedding, layers, final norm and head; an ordinary trainable module as long as it is not packed."""
-
-    # [positions, 2, head_dim]; 4 where layers with a window have a rotary embedding of their own, which comes last. In
-    # the model's dtype from the start.
-    rope: Tensor
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ALONE
@@ -146,20 +146,26 @@ class DecoderModel(nn.Module):
         which the model is spread; it is to be packed then before it runs. Raises ConfigError for too many."""
         super().__init__()
         device = torch.device(device)
-        self.config = config
-        self.layer_config = config.layer().spread(ranks)
+        self.config, self.ranks = config, ranks
+        layers, pool_layer = config.spread(ranks), pool_layers(config.layers)
         self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
         self.layers = nn.ModuleList(
-            DecoderLayer(config.layer(i).spread(ranks), i, dtype, device) for i in range(config.num_layers)
+            DecoderLayer(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
-        wide = self.layer_config.norm_dtype(dtype)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, wide, device)
+        self.norm = RMSNorm(config.hidden_size, config.norm.eps, config.norm.dtype(dtype), device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
         self.kv_scales = KVScales()
-        self.register_buffer("rope", torch.empty(0, dtype=dtype), persistent=False)
+        # Which layer writes each pool layer, and what it keeps there of this rank.
+        self.pool_owners = [pool_layer.index(at) for at in range(len({*pool_layer} - {None}))]
+        self.kv_layers = [spec for i in self.pool_owners if (spec := layers[i].mixer.keeps()) is not None]
+        # A table for each way in which layers turn their heads; one at least, which has the model's dtype.
+        rotates = [layer.mixer.rotates for layer in layers]
+        kinds = list(dict.fromkeys(kind for kind in rotates if kind is not None)) or [(0, 2)]
+        self.ropes = nn.ModuleList(Rope(config.ropes[rope], head_dim, dtype) for rope, head_dim in kinds)
+        self._rope_of = [0 if kind is None else kinds.index(kind) for kind in rotates]  # of each layer
         self._ops = PLAIN
         # Rounded as the embedding is.
-        self._embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item() if config.gemma else 1.0
+        self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
         self._scatter: Tensor | None = None  # of its experts
         self._norms: list[
             RMSNorm
@@ -167,29 +173,28 @@ class DecoderModel(nn.Module):
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
 
     @property
-    def ranks(self) -> Ranks:
-        """Over which the model is spread."""
-        return self.layer_config.ranks
-
-    @property
-    def kv_layers(self) -> list[LayerSpec]:
-        """What its layers keep in the pool, of this rank."""
-        return [LayerSpec(self.layer_config.kv_heads, self.layer_config.head_dim)] * self.config.num_layers
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of activations."""
-        return self.rope.dtype
+        return cast(Rope, self.ropes[0]).table.dtype
 
     @property
     def final_aux_layer(self) -> int:
         return self.config.num_layers + 1
 
+    def head_shapes(self) -> list[HeadShape]:
+        """Returns the different shapes of its attention, of this rank."""
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return list(dict.fromkeys(mixer.shape for mixer in mixers if isinstance(mixer, Attention)))
+
+    @property
+    def needs_chunks(self) -> bool:
+        """Whether some layer does, see `Mixer`."""
+        return any(layer.mixer.needs_chunks for layer in self.layers if isinstance(layer, DecoderLayer))
+
     def set_max_positions(self, positions: int) -> None:
-        """Makes the rotary table; every position of a later `forward` must be below `positions`."""
-        config, dtype, device = self.config, self.dtype, self.norm.weight.device
-        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
-        self.rope = torch.cat([rope_table(rope, config.head_dim, positions, dtype, device) for rope in ropes], 1)
+        """Makes the rotary tables; every position of a later `forward` must be below `positions`."""
+        for rope in self.ropes:
+            cast(Rope, rope).make(positions, self.dtype, self.norm.weight.device)
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, aux_layers: Sequence[int] = ()
@@ -200,23 +205,21 @@ class DecoderModel(nn.Module):
         wanted, `final_aux_layer` for what comes after the final norm; they come concatenated in the order given,
         [M, len(aux_layers) * hidden], or None when there are none.
         """
-        assert self.rope.numel(), "call set_max_positions first"
         # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, settled). That is right as long
         # as this, the first operation, is one of torch's: no kernel that may begin early can come first.
-        turns = self._ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
-        cos, sin = turns[:2]
+        turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
         whole = self._whole_layers(aux_layers)
         x = self.embed(ids)  # [M, hidden]
         if self._embed_scale != 1:
             x = x * self._embed_scale
-        outs = None if whole is None else whole(x, None, cos, sin, attend)
+        outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
             return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
         streams = {0: x} if 0 in aux_layers else {}
         normed = self._norms[0](x) if self._norms else None
-        for i, layer in enumerate(self.layers, 1):
-            cos, sin = turns[-2:] if self.config.layer_window(i - 1) else turns[:2]
+        for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
+            cos, sin = turns[rope]
             if normed is None:
                 x = layer(x, cos, sin, attend)
             else:
@@ -233,7 +236,8 @@ class DecoderModel(nn.Module):
         kept = () if tuple(aux_layers) == (self.final_aux_layer,) else tuple(aux_layers)
         if kept not in self._whole:
             weights = [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
-            self._whole[kept] = whole_layers(self._ops, weights, kept)
+            # The call has one rotary embedding.
+            self._whole[kept] = whole_layers(self._ops, weights, kept) if len(self.ropes) == 1 else None
         return self._whole[kept]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -273,7 +277,7 @@ class DecoderModel(nn.Module):
         pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        multiply_out_beside_attention([[linear.op for linear in layer.linears()] for layer in layers])
+        multiply_out_beside_attention([[linear.op for linear in some] for layer in layers if (some := layer.linears())])
         if self.config.experts is not None and ops.mixes_under_norms:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
             self._norms = [norm for norm in (*first, self.norm) if norm is not None]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.rope import RopeConfig, yarn_attention_factor
-from draftwing.models.config import FAMILIES, Family, ModelConfig
+from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
 from draftwing.models.fields import LARGEST, MOST_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
@@ -123,30 +124,38 @@ def model_config(file: GGUFFile) -> ModelConfig:
     family = FAMILIES[architecture]
     rope = _rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta)
     positions = context(rope, size("context_length"))
+    norm = NormConfig(fields.number("attention.layer_norm_rms_epsilon", 0, 1), family.wide_norms, family.norm_offset)
+    attention = AttentionConfig(
+        heads,
+        kv_heads=size("attention.head_count_kv", default=heads),
+        head_dim=head_dim,
+        sinks=family.sinks,
+        scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.attention_scalar else 0,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm=family.qk_norm,
+    )
+    layer = LayerConfig(
+        hidden,
+        attention,
+        ffn=size("feed_forward_length", high=WIDEST, default=experts.ffn if experts is not None else None),
+        norm=norm,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        experts=experts,
+        activation=family.activation,
+        out_norms=family.out_norms,
+    )
+    dense = {i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors}
+    reach, local_rope = _windows(fields, layers, family, positions), _local_rope(fields, family)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=size("attention.head_count_kv", default=heads),
-        head_dim=head_dim,
-        ffn_size=size("feed_forward_length", high=WIDEST, default=experts.ffn if experts is not None else None),
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_positions=positions,
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0, 1),
-        rope=rope,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        qk_norm=family.qk_norm,
-        windows=_windows(fields, layers, family, positions),
-        local_rope=_local_rope(fields, family),
-        sinks=family.sinks,
-        query_pre_attn_scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.gemma else 0,
-        wide_norms=family.wide_norms,
-        gemma=family.gemma,
-        experts=experts,
-        dense_layers=frozenset(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors),
+        layers=layers_like(layer, attention, layers, reach, local_rope is not None, dense),
+        ropes=(rope,) if local_rope is None else (rope, local_rope),
+        norm=norm,
+        embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
         tie_embeddings="output.weight" not in file.tensors,
         stop_ids=_stop_ids(Fields(meta, str(file.path), "tokenizer.ggml.")),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
@@ -174,12 +183,13 @@ def tensors(
         theirs, info = hf_name(name, config), file.tensors[name]
         as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
-        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(
+        attention = config.attention
+        heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(
             name.rpartition(".")[0].rpartition(".")[2], 0
         )
-        if config.gemma and name.endswith("norm.weight"):
-            rows = rows - 1  # as a checkpoint in folders has them
-        if permuted and heads and len(rows) == heads * config.head_dim:  # others have the wrong shape anyway
+        if config.norm.offset and name.endswith("norm.weight"):
+            rows = rows - config.norm.offset  # as a checkpoint in folders has them
+        if permuted and heads and len(rows) == heads * attention.head_dim:  # others have the wrong shape anyway
             rows = unpermuted(rows, heads)
         yield theirs, BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
         done += file.raw(name).nbytes

@@ -145,7 +145,8 @@ def _schemes(config: ModelConfig, ranks: Ranks) -> dict[str, Scheme]:
 def check_size(config: ModelConfig, dtype: torch.dtype, most_bytes: int) -> None:
     """Raises CheckpointError where a model of this config cannot fit, whatever its files hold."""
     size = config.weight_format.least_bytes(dtype, config.quantization is not None)
-    table = 2 * config.head_dim * config.max_positions * dtype.itemsize
+    kinds = {layer.mixer.rotates for layer in config.layers}
+    table = sum(2 * kind[1] for kind in kinds if kind is not None) * config.max_positions * dtype.itemsize
     needed = config.matrix_weights * size + table
     if needed > most_bytes:
         raise CheckpointError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.mixer import StoredMatrix, StoredVector
 from draftwing.models.config import ModelConfig
 from draftwing.models.language_model import own_name
 from draftwing.parallel.cut import Cut
@@ -24,7 +25,7 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     which the model is spread."""
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
-    table["model.norm.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=float(config.gemma))
+    table["model.norm.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
     if not config.tie_embeddings:
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     for i in range(config.num_layers):
@@ -42,48 +43,33 @@ def layer_names(
 ) -> dict[str, ParamSlice]:
     """The entries of one `DecoderLayer`, with both prefixes. attn_norm: their name of it, None where it is missing.
     index: of the layer in its model."""
-    hidden, size, rank = config.hidden_size, ranks.size, ranks.rank
-    layer = config.layer(index).spread(ranks)
-    q_rows, kv_rows, ffn = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim, layer.ffn
-    q = Share(rank * q_rows, q_rows, size * q_rows)
-    first = rank * config.num_kv_heads // size  # a key/value head may be on several ranks
-    kv = Share(first * layer.head_dim, kv_rows, config.num_kv_heads * layer.head_dim)
-    inner = Share(rank * ffn, ffn, size * ffn)
-    linears: tuple[
-        tuple[str, str, int, int, bool, Cut], ...
-    ] = (  # (theirs, ours, first row, rows, has a bias, what of it is read)
-        ("self_attn.q_proj", "attention.qkv", 0, q_rows, config.qkv_bias, Cut(0, q)),
-        ("self_attn.k_proj", "attention.qkv", q_rows, kv_rows, config.qkv_bias, Cut(0, kv)),
-        ("self_attn.v_proj", "attention.qkv", q_rows + kv_rows, kv_rows, config.qkv_bias, Cut(0, kv)),
-        ("self_attn.o_proj", "attention.o", 0, hidden, config.o_bias, Cut(1, q)),
-    )
+    whole, hidden, size = config.layers[index], config.hidden_size, ranks.size
+    layer = whole.spread(ranks)
+    inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
+    parts = [part._replace(ours=f"mixer.{part.ours}") for part in whole.mixer.stored(hidden, ranks)]
     if layer.experts is None:
-        linears = (
-            *linears,
-            ("mlp.gate_proj", "mlp.gate_up", 0, ffn, config.mlp_bias, Cut(0, inner)),
-            ("mlp.up_proj", "mlp.gate_up", ffn, ffn, config.mlp_bias, Cut(0, inner)),
-            ("mlp.down_proj", "mlp.down", 0, hidden, config.mlp_bias, Cut(1, inner)),
+        parts += (
+            StoredMatrix("mlp.gate_proj", "mlp.gate_up", 0, layer.ffn, bias, Cut(0, inner)),
+            StoredMatrix("mlp.up_proj", "mlp.gate_up", layer.ffn, layer.ffn, bias, Cut(0, inner)),
+            StoredMatrix("mlp.down_proj", "mlp.down", 0, hidden, bias, Cut(1, inner)),
         )
-    norms = [("post_attention_layernorm", "attn_out_norm" if config.gemma else "mlp_norm", hidden)]
-    if config.gemma:
-        norms += [("pre_feedforward_layernorm", "mlp_norm", hidden)]
-        norms += [("post_feedforward_layernorm", "mlp_out_norm", hidden)]
+    norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
+    if layer.out_norms:
+        norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     if attn_norm is not None:
-        norms.append((attn_norm, "attn_norm", hidden))
-    if config.qk_norm:
-        norms += [(f"self_attn.{name}", f"attention.{name}", config.head_dim) for name in ("q_norm", "k_norm")]
+        norms[attn_norm] = "attn_norm"
+    parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     table = {} if layer.experts is None else _expert_names(config, layer.experts, theirs, ours, ranks)
-    for name, linear, start, rows, bias, cut in linears:
-        table |= named(config.weight_format, f"{theirs}.{name}", f"{ours}.{linear}", start, rows, cut)
-        if bias:
-            of_outputs = cut if cut.axis == 0 and size > 1 else None
-            table[f"{theirs}.{name}.bias"] = ParamSlice(f"{ours}.{linear}.bias", start, rows, cut=of_outputs)
-    if config.sinks:
-        heads = Share(rank * layer.heads, layer.heads, size * layer.heads)
-        own = Cut(0, heads) if size > 1 else None
-        table[f"{theirs}.self_attn.sinks"] = ParamSlice(f"{ours}.attention.sinks", 0, layer.heads, cut=own)
-    for name, param, rows in norms:
-        table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, rows, added=float(config.gemma))
+    for part in parts:
+        name, param = f"{theirs}.{part.theirs}", f"{ours}.{part.ours}"
+        if isinstance(part, StoredVector):
+            added = layer.norm.offset if part.is_norm else 0.0
+            table[name] = ParamSlice(param, 0, part.rows, cut=part.cut, added=added)
+            continue
+        table |= named(config.weight_format, name, param, part.first, part.rows, part.cut)
+        if part.bias:
+            of_outputs = part.cut if part.cut.axis == 0 and size > 1 else None
+            table[f"{name}.bias"] = ParamSlice(f"{param}.bias", part.first, part.rows, cut=of_outputs)
     return table
 
 

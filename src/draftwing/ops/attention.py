@@ -7,7 +7,7 @@ finds its own key the same way as those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,14 @@ class HeadNorms(NamedTuple):
     q: Tensor  # [head_dim]
     k: Tensor  # [head_dim]
     eps: float
+
+
+class HeadShape(NamedTuple):
+    """Sizes of the attention of a layer, on one rank: what the work of its kernels depends on."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 class AttentionKind(NamedTuple):
@@ -53,12 +61,22 @@ FULL = AttentionKind()  # to everything before, as in Llama
 
 
 class Attend:
-    """Attention of one forward, which a model is given. Backends override what they can do in fewer calls."""
+    """Attention of one forward, which a model is given, and what else its layers keep. `layer` is that of the pool,
+    counted from the model's first. Backends override what they can do in fewer calls."""
 
     norms_heads = False  # whether `fused` takes the norms of heads, too
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k, v [M, kv_heads, head_dim], q and k rotated -> [M, heads * head_dim]"""
+        raise NotImplementedError
+
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        """What a call does without keys and values of its own: over those that an earlier one had for this layer."""
+        raise NotImplementedError
+
+    def state(self, layer: int) -> tuple[Batch, Tensor]:
+        """Returns the forward's batch, and all that the layer's `StateSpec` keeps, [slots + 1, *shape]. Whoever calls
+        reads it by page tables and paths, and writes to the batch's `write_slots` (`ops.torch.state`)."""
         raise NotImplementedError
 
     def fused(
@@ -91,14 +109,32 @@ class Attend:
         return None
 
 
-class FunctionAttend(Attend):
-    """Attention by a function, without a cache: for training and tests. What is no `FULL` attention is its fifth
-    argument."""
+class DenseAttend(Attend):
+    """Attention of one forward without a cache, for training and tests."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function = function
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by pool layer
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        self._kept[layer] = k, v
+        return self.attend(layer, q, k, v, kind)
+
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        return self.attend(layer, q, *self._kept[layer], kind)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
+        """Does what a call does."""
+        raise NotImplementedError
+
+
+class FunctionAttend(DenseAttend):
+    """Attention by a function. What is no `FULL` attention is its fifth argument."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         return self._function(layer, q, k, v, *(() if kind.is_full else (kind,)))
 
 
@@ -158,7 +194,8 @@ class Batch(NamedTuple):
     window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
     chunks: tuple[ChunkSpan, ...] = ()
     bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
-    tiles: Tensor | None = None  # [T, 5] int32: chunks that only the device knows, by `TiledAttention.chunk_tiles`
+    # Chunks that only the device knows: [T, 5] int32 for each shape of attention, by `TiledAttention.chunk_tiles`.
+    tiles: Mapping[HeadShape, Tensor] | None = None
     ragged: Ragged | None = None
 
     def part(self, first: int, end: int) -> Batch:
@@ -200,7 +237,8 @@ class Pool(Protocol):
     """Keys and values of all layers (`kv.pool.KVPool`)."""
 
     slots: int  # that requests may have
-    kv: list[Tensor]  # of each layer [slots + 1, kv_heads, 2, head_dim]: keys and values, slot 0 a dummy
+    # Of each layer [slots + 1, kv_heads, 2, head_dim], keys and values, or [slots + 1, ...]; slot 0 is a dummy.
+    kv: list[Tensor]
     scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
     dtype: torch.dtype
 
@@ -211,6 +249,52 @@ class Pool(Protocol):
     def clear(self, slots: Tensor) -> None:
         """Zeroes slots [n] int64 of all layers."""
         ...
+
+
+class BoundAttend(Attend):
+    """What attention of one forward over a pool is on every device."""
+
+    def __init__(self, pool: Pool, batch: Batch, first_layer: int) -> None:
+        """first_layer: pool layer of the model's first."""
+        self._pool, self._batch, self._first_layer = pool, batch, first_layer
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        self.write(layer, k, v)
+        return self.read(layer, q, kind)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
+
+    def state(self, layer: int) -> tuple[Batch, Tensor]:
+        return self._batch, self._pool.kv[self._first_layer + layer]
+
+
+class KernelAttend(BoundAttend):
+    """Attention of one forward by kernels that turn, norm and write keys, too."""
+
+    norms_heads = True
+
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        return self._attend(layer, q, q.shape[1], kind)
+
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor:
+        """In place of q; takes no gradient."""
+        self.fused_write(layer, qkv, cos, sin, norms)
+        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._pool.kv[self._first_layer + layer].shape[1], kind)
+
+    def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
+        """q [M, heads or more, head_dim] -> [M, heads * head_dim]"""
+        raise NotImplementedError
 
 
 class AttnBackend(Protocol):
@@ -225,7 +309,7 @@ class AttnBackend(Protocol):
     takes_tiles: bool
 
     def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
-        """first_layer: pool layer of the model's layer 0 (the drafter's layers follow the target's).  settled: all of
+        """first_layer: pool layer of the model's first (the drafter's layers follow the target's).  settled: all of
         the batch, and the keys and values below `prefix_len`, were there before the forward's first operation, which
         on a GPU is one of torch's; attention may then read them before the operation in front of it has ended."""
         ...
@@ -234,11 +318,11 @@ class AttnBackend(Protocol):
 class TiledAttention(AttnBackend, Protocol):
     """Attention whose prefill is cut into tiles, which only the device needs to know."""
 
-    def chunk_tiles(self, spans: Sequence[ChunkSpan], heads: int) -> Tensor:
-        """What `Batch.tiles` is of these chunks, on the CPU; heads: of the model."""
+    def chunk_tiles(self, spans: Sequence[ChunkSpan], shape: HeadShape) -> Tensor:
+        """What `Batch.tiles` is of these chunks for layers of this shape, on the CPU."""
         ...
 
-    def most_tiles(self, queries: int, chunks: int, heads: int) -> int:
+    def most_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
         """Tiles that so many queries in so many chunks have at most."""
         ...
 

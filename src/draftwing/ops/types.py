@@ -186,7 +186,7 @@ class Draft(NamedTuple):
     as proposed; the children of a dead node are dead.
 
     grade: what the drafter itself thinks of a node, if its parent is right: 16 * source + level. source: an index into
-    `core.SOURCES`; level 0 .. 15, see `ops.torch.assign.level_of`. How good a grade really is `Calibration` learns.
+    `core.SOURCES`; level 0 .. 15, see `ops.drafts.level_of`. How good a grade really is `Calibration` learns.
     """
 
     tokens: Tensor  # [B, N] int64

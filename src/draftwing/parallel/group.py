@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from draftwing.errors import ConfigError, DraftwingError
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, PeerSums
+from draftwing.ops.contracts import PeerSums
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import Ranks
 
 logger = logging.getLogger("draftwing")
@@ -30,6 +31,7 @@ JOINING = timedelta(minutes=5)  # to find each other once all have loaded
 HANGING = timedelta(seconds=30)  # that a collective of GPUs takes once all are at work, and no graph has it
 LARGE = 4 << 20  # bytes of a rank's part, from which on it pays to move fewer in two rounds
 LEAVING = 5.0  # seconds that NCCL has to let go; it waits for graphs with collectives in them
+Collectives = Literal["gloo", "NCCL"]  # by which ranks exchange tensors: of a CPU's memory, of GPUs'
 NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # multicast, which adds in no order that is known
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -51,22 +53,24 @@ class Rendezvous:
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"--tp-size: no port of {HOST} is free for the ranks to meet at: {error}") from None
 
-    def join(self, size: int, device: torch.device) -> Group:
+    def join(self, size: int, device: torch.device, collectives: Collectives = "gloo") -> Group:
         """Rank 0 of so many."""
-        return Group(self._store, size, 0, device)
+        return Group(self._store, size, 0, device, collectives)
 
 
-def join(port: int, size: int, rank: int, device: torch.device) -> Group:
+def join(port: int, size: int, rank: int, device: torch.device, collectives: Collectives = "gloo") -> Group:
     """A rank from 1 on."""
-    return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device)
+    return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device, collectives)
 
 
 class Group(Ranks):
     """gloo on a CPU; on GPUs NCCL, and for sums of few rows `LayerOps.peer_sums`."""
 
-    def __init__(self, store: dist.Store, size: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, store: dist.Store, size: int, rank: int, device: torch.device, collectives: Collectives = "gloo"
+    ) -> None:
         self.size, self.rank, self.device = size, rank, device
-        self._backend = "NCCL" if device.type == "cuda" else "gloo"
+        self._backend: Collectives = collectives
         self._store = store
         self._exchanges = 0
         self._released = False
@@ -87,7 +91,7 @@ class Group(Ranks):
         if self._backend == "NCCL":
             self._environment = [name for name in NCCL_SETTINGS if name not in os.environ]
             os.environ.update({name: NCCL_SETTINGS[name] for name in self._environment})
-        return make_group(self._store, self.size, self.rank, self.device)
+        return make_group(self._store, self.size, self.rank, self._backend)
 
     def gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -180,9 +184,9 @@ class Group(Ranks):
         return not thread.is_alive()
 
 
-def make_group(store: dist.Store, size: int, rank: int, device: torch.device) -> Any:
+def make_group(store: dist.Store, size: int, rank: int, collectives: Collectives) -> Any:
     """The process group, which is not torch's default one: a process may have several engines."""
-    if device.type == "cuda":
+    if collectives == "NCCL":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = JOINING
         return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -280,7 +280,9 @@ def _translate(given: dict[str, Any], names: Names) -> None:
         given["grammar"] = read_grammar(found[0], given.pop(found[0]), names)
     name, params = given.pop("custom_logit_processor", None), given.pop("custom_params", None)
     if name is None and isinstance(params, Mapping) and set(params) == {"thinking_budget"}:  # as SGLang has it
-        given.setdefault("thinking_budget", params["thinking_budget"])
+        if "thinking_budget" not in given:
+            given["thinking_budget"] = params["thinking_budget"]
+            names.names["thinking_budget"] = f"{names.names.get('custom_params', 'custom_params')}.thinking_budget"
         params = None
     if name is not None:
         if not isinstance(name, str) or not name:

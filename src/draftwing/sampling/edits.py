@@ -174,7 +174,7 @@ class EditTable:
         logits [b, N, V] float32, not changed; rows [b] int64, of the table; history [R + 1, L] int64, the tokens of
         all rows; newest [b] int64, the position of the root, up to which they count; bound: host bound of `newest`;
         drafts [b, N] int64, token 0 the root's; path [b, N, D + 1] and path_len [b, N] int64 as in
-        `ops.torch.tree.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w is set where token 32 * w + i
+        `ops.types.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w is set where token 32 * w + i
         may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
 
         In a tree step `newest` is kv_len before the step. For a prefill's last query, N = 1 and D = 0 with zeros for

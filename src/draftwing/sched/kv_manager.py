@@ -57,8 +57,15 @@ class KVManager:
         request, so that it should wait. held: who does not go on now."""
         if not self.radix.enabled:
             return False
-        if self._making.has(req, held):
+        if not held and self._making.remembers(req, tokens):
             return True
+        waits = self._making.has(req, held) or self._saves(req, tokens, held)
+        if waits and not held:
+            self._making.remember(req, tokens)
+        return waits
+
+    def _saves(self, req: Req, tokens: IntArray, held: Container[Req]) -> bool:
+        """Whether enough of its tokens is being computed for others."""
         alike = [pair for pair in self._making.most_in_common(req, tokens, held) if pair[0] >= WORTH]
         if not alike:
             return False
@@ -130,6 +137,10 @@ class KVManager:
         out = tuple(self._admits.values()), self._new_slots
         self._admits, self._new_slots = {}, {}
         return out
+
+    def changes(self, row: int) -> bool:
+        """Whether the next plan has to tell the device of other slots of a row."""
+        return row in self._new_slots or row in self._admits
 
     # -- from requests ----------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class InTheMaking:
         self._by_head: dict[tuple[int, bytes], dict[Req, IntArray]] = {}
         self._by_all: dict[tuple[int, bytes], dict[Req, None]] = {}  # the same by all of their tokens
         self._keys: dict[Req, tuple[tuple[int, bytes], tuple[int, bytes]]] = {}
+        self._waiting: dict[tuple[int, bytes], set[Req]] = {}  # requests that were found to wait, by first tokens
 
     def add(self, req: Req, tokens: IntArray) -> None:
         """Its prompt is computed from now on."""
@@ -37,10 +38,20 @@ class InTheMaking:
         head, key = self._keys.pop(req)
         alike, same = self._by_head[head], self._by_all[key]
         del alike[req], same[req]
+        self._waiting.pop(head, None)
         if not alike:
             del self._by_head[head]
         if not same:
             del self._by_all[key]
+
+    def remember(self, req: Req, tokens: IntArray) -> None:
+        """Remembers that a request waits for a prompt that begins like its own: it does until one of these is
+        dropped, so nobody need look at them again before each step."""
+        self._waiting.setdefault(_head(req.salt, tokens), set()).add(req)
+
+    def remembers(self, req: Req, tokens: IntArray) -> bool:
+        """Whether a request waits still, as `remember` was told."""
+        return req in self._waiting.get(_head(req.salt, tokens), ())
 
     def has(self, req: Req, held: Container[Req] = ()) -> bool:
         """Whether there is a prompt of the very same tokens. held: see `most_in_common`."""

@@ -32,7 +32,10 @@ class FairQueue:
 
     A client's requests are one list, sorted by rank, and so are the first ones of all clients. Places are found by
     bisection, so coming and going cost O(log n), and moving pointers: 2 us among 8,192. Who is not in turn is not
-    looked at: this runs before every step, and thousands of clients may wait."""
+    looked at: this runs before every step, and thousands of clients may wait.
+
+    It is no `FairDeque`: turns here are numbers that a request keeps, so that it can come back to its place, priorities
+    come before them, and who is next depends on the rows that clients hold."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[Req]] = {}  # by client; none is empty

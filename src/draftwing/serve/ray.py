@@ -60,9 +60,9 @@ class Replica:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Ray serves; its lifespan starts the engine's supervision and ends the engine."""
-        from draftwing.server.app import create_app
+        from draftwing.server.app import create_app, paced
 
-        return create_app(self._engine, self._tokenizer, watchers=self._watchers)
+        return paced(create_app(self._engine, self._tokenizer, watchers=self._watchers), self._engine.info.options)
 
     async def check_health(self) -> None:
         """Raises EngineDead while the engine's process is dead or starts again."""

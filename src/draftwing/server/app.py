@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
 
 import draftwing
 from draftwing.config.api_keys import read_keys
@@ -74,9 +75,13 @@ def create_app(
     free = _free(service.options)
     if keys:
         app.add_middleware(KeyCheck, keys=keys, closed=service.options.has_key, allowances=allowances, free=free)
-    app.add_middleware(AnswerPace, free=free)
     app.add_middleware(observer.middleware)
     return app
+
+
+def paced(app: ASGIApp, options: Options) -> ASGIApp:
+    """The application behind `AnswerPace`, which is to be outside of all else that answers."""
+    return AnswerPace(app, free=_free(options))
 
 
 def _free(options: Options) -> Callable[[str], bool]:

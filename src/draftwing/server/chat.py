@@ -7,13 +7,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.grammar.limits import MAX_CHARS
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import MOST_OPENAI_LOGPROBS, GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.lanes import SHORT
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
@@ -85,6 +87,20 @@ class ChatBody(Asking):
         return 0
 
 
+class ChatLogprobs(ChatBody):
+    """Body that asks for the log probabilities of an answer, and of how many others at each position."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
+
+    def wanted_logprobs(self) -> LogprobParams | None:
+        if self.logprobs:
+            return LogprobParams(self.top_logprobs or 0)
+        if self.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        return None
+
+
 class Chats:
     """Makes prompts. The parsers are those that the server was started with."""
 
@@ -145,11 +161,12 @@ class Chats:
         """Reads one answer."""
         return (HarmonyReader if style.harmony else MessageReader)(style, self._service.tokenizer)
 
-    async def ids(self, read: Callable[[], Chat], field: str, size: int) -> list[int]:
-        """The prompt's tokens. Raises RequestError; read: makes the conversation.  field: of the body, that holds the
-        messages.  size: as of `ask`."""
-        text = await self._rendered(await self._read(read, size), _CALLED, size)
-        return (await self._service.tokenize([text], field, add_special_tokens=False))[0]
+    async def ids(self, read: Callable[[], Chat], field: str, size: int) -> tuple[list[int], tuple[str, ...]]:
+        """The prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field: of the
+        body, that holds the messages.  size: as of `ask`."""
+        chat = await self._read(read, size)
+        text = await self._rendered(chat, _CALLED, size)
+        return (await self._service.tokenize([text], field, add_special_tokens=False))[0], chat.ignored
 
     async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
         return await self._service.lanes.run(size, lambda gone: self._render(chat, names))
@@ -252,6 +269,9 @@ class Chats:
         if style.harmony:
             if style.start == "free":
                 grammar = harmony_grammar(chat.functions, chat.choice if chat.offers else _NO_CALLS, own)
+            elif chat.choice.mode in ("required", "named"):
+                name = names["tool_choice"]
+                raise RequestError(f"{name}: no call can be forced where an answer goes on with a text", name)
         elif chat.offers:
             assert self.tools is not None
             grammar = grammar_for(chat.functions, chat.choice, self.tools, chat.parallel, own)

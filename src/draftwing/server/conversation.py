@@ -7,6 +7,7 @@ from typing import Any
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.parsers.call import read_arguments
+from draftwing.server.parts import MOST_IN_CALL, check_parts
 from draftwing.server.schema import Body
 
 
@@ -38,9 +39,10 @@ class Conversation:
         self._turn()
         self._thought.append(text)
 
-    def call(self, call_id: str, name: str, arguments: Any) -> None:
+    def call(self, call_id: str, name: str, arguments: Any, where: str) -> None:
+        """Adds a call. where: see `template_call`."""
         self._called[call_id] = name
-        self._turn().setdefault("tool_calls", []).append(template_call(call_id, name, arguments))
+        self._turn().setdefault("tool_calls", []).append(template_call(call_id, name, arguments, where))
 
     def result(self, call_id: str | None, text: str, where: str, kind: str) -> None:
         """Adds what a called function gave. Raises RequestError where nothing has that id: `where` is the field that
@@ -70,10 +72,12 @@ class Conversation:
             self._said, self._thought, self._open = [], [], False
 
 
-def template_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+def template_call(call_id: str, name: str, arguments: Any, where: str) -> dict[str, Any]:
     """A call that was made before, as chat templates want it. They write arguments as JSON, so they want the object;
-    what is none stays the text it is."""
+    what is none stays the text it is. Raises RequestError for one that is too large: `where` is the field that holds
+    it."""
     if arguments is None or isinstance(arguments, str):
+        check_parts((arguments or "").encode(errors="replace"), MOST_IN_CALL, MOST_IN_CALL, where)
         found = read_arguments(arguments or "")
         arguments = arguments if found is None else found
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

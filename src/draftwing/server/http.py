@@ -23,9 +23,10 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
-from draftwing.requests.refusals import meant
 from draftwing.server.encoding import encode
-from draftwing.server.schema import Asking, known_fields
+from draftwing.server.parts import MOST_PARTS, check_parts
+from draftwing.server.schema import Asking
+from draftwing.server.validation import refusal
 from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 A = TypeVar("A", bound=Asking)
+
+_MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
+SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
+_MOST_ERRORS = 1000  # each takes time and memory
 
 # The names that Anthropic's clients know.
 _ANTHROPIC_TYPES = {
@@ -121,9 +126,9 @@ def event(data: Any, large: bool = False) -> str:
     return f"data: {encode(data, large).decode()}\n\n"
 
 
-def named_event(name: str, data: dict[str, Any]) -> str:
-    """One server-sent event of a known type, which its data repeats."""
-    return f"event: {name}\n{event({'type': name, **data})}"
+def named_event(name: str, data: dict[str, Any], large: bool = False) -> str:
+    """One server-sent event of a known type, which its data repeats. large: see `encode`."""
+    return f"event: {name}\n{event({'type': name, **data}, large)}"
 
 
 def line(data: Any, large: bool = False) -> str:
@@ -147,8 +152,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        refusal = _refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
-        return error_response(request, 400, str(refusal), refusal.param)
+        found = refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
+        return error_response(request, 400, str(found), found.param)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -230,7 +235,7 @@ def _may_leave_out_its_type(request: Request) -> bool:
 
 
 def _read(body: bytes, model: type[M], service: Service) -> M:
-    _check_parts(body, 2 * service.countable)
+    check_parts(body, MOST_PARTS, 2 * service.countable)
     try:
         found = model.model_validate_json(body)
         _ = found.ignored if isinstance(found, Asking) else ()
@@ -242,79 +247,7 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # As text, numbers may be longer than Python converts.
         given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=str)
-        raise _refusal(errors, given, model) from None
-
-
-def _check_parts(body: bytes, longest: int) -> None:
-    """Refuses what would take long to parse, before it is: nothing else runs then, for the parser holds the
-    interpreter's lock. What stands in texts does not count.
-
-    longest: entries of a list of numbers."""
-    if _parts(body) <= _MOST_PARTS and body.count(b",") <= longest:
-        return
-    # Where the body is no JSON, it is another text that is left out; there the parser stops.
-    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    texts = body.count(b'"') // 2
-    if texts > 2 * _MOST_PARTS:
-        raise RequestError(
-            f"the body has {texts} texts, names of fields included; it may have {2 * _MOST_PARTS}", "body"
-        )
-    body = _TEXT.sub(b"", body)
-    parts = _parts(body)
-    if parts > _MOST_PARTS:
-        raise RequestError(f"the body has {parts} lists, objects and fields; it may have {_MOST_PARTS}", "body")
-    if body.count(b",") > longest:
-        found = max(part.count(b",") for part in body.split(b"]"))
-        if found > longest:
-            raise RequestError(f"the body has a list of {found + 1} entries; so many ids fit no context", "body")
-
-
-def _parts(body: bytes) -> int:
-    return sum(map(body.count, (b"[", b"{", b":")))
-
-
-_TEXT = re.compile(rb'"[^"]*"?')
-_MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
-SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
-_MOST_ERRORS = 1000  # each takes time and memory
-_MOST_PARTS = 131_072
-_TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
-_EXPECTED = "Input should be "  # how pydantic begins to say what would do
-
-
-def _refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None) -> RequestError:
-    """The first field's errors in our words. given: what was validated.  model: of a body."""
-    # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
-    first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
-    path = max((path for path, _ in first), key=len)
-    same = [error for at, error in first if at == path]
-    name, kind, messages = _dotted(path), same[0]["type"], list(dict.fromkeys(error["msg"] for error in same))[:4]
-    told = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": messages[0]}
-    expected = [message.removeprefix(_EXPECTED) for message in messages if message.startswith(_EXPECTED)]
-    expected = ["a list" if one == "a valid array" else one for one in expected]
-    field = name or "the body"
-    if kind in told:
-        message = f"{field} {told[kind]}"
-        if kind == "extra_forbidden" and model is not None:
-            message += meant(str(path[-1]), known_fields(model, path[:-1]))
-    else:
-        message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
-    return RequestError(message, name or "body")
-
-
-def _path(error: Any, given: Any) -> tuple[int | str, ...]:
-    """The field of an error, without pydantic's names for members of unions."""
-    found = []
-    for part in error["loc"]:
-        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and part in range(len(given))):
-            given = given[part]
-            found.append(part)
-    return (*found, error["loc"][-1]) if error["type"] == "missing" else tuple(found)
-
-
-def _dotted(path: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in path)[:200]
+        raise refusal(errors, given, model) from None
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -391,16 +324,16 @@ class Rendering(Protocol):
         """Server-sent events while it runs."""
 
 
-async def respond(request: Request, rendering: Rendering, stream: bool | None) -> Response:
+async def respond(request: Request, rendering: Rendering, stream: bool | None, echoed: int = 0) -> Response:
     """Sends the response as events or at once; the generation is aborted when the client goes away. A header names
-    fields that had no effect."""
+    fields that had no effect. echoed: bytes of the request that the response repeats."""
     generation = rendering.generation
     response: Response
     if stream:
         response = EventStream(request.url.path, rendering.events(), generation.close)
     else:
         try:
-            response = Whole(await unless_disconnected(request, _whole(rendering)), generation.close)
+            response = Whole(await unless_disconnected(request, _whole(rendering, echoed)), generation.close)
         except BaseException:
             generation.close()
             raise
@@ -416,8 +349,8 @@ def naming(response: Response, ignored: Sequence[str]) -> Response:
     return response
 
 
-async def _whole(rendering: Rendering) -> bytes:
+async def _whole(rendering: Rendering, echoed: int) -> bytes:
     """The body once the generation is finished."""
     answers = await rendering.generation.finish()
     size = sum(answer.entries + len(answer.text) + len(answer.request.prompt_ids) for answer in answers)
-    return await rendering.generation.render(size, lambda large: encode(rendering.body(), large))
+    return await rendering.generation.render(echoed + size, lambda large: encode(rendering.body(), large))

@@ -8,11 +8,12 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from draftwing.fair_deque import FairDeque
 from draftwing.server.border.keys import client_name
 
 T = TypeVar("T")
@@ -30,23 +31,19 @@ class Turns:
     def __init__(self, places: int) -> None:
         self._free = places
         self._held: Counter[str] = Counter()
-        # By client, whose turn is next first; none is empty.
-        self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
+        self._waiting: FairDeque[asyncio.Future[None], bool] = FairDeque()
 
     async def take(self, client: str) -> None:
         """Waits for a place, which has to be given back."""
         place = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(client, OrderedDict())[place] = None
+        self._waiting.put(client, place, True)
         self._next()
         try:
             await place
         except asyncio.CancelledError:
+            self._waiting.drop(place)
             if not place.cancelled():  # it had been given meanwhile
                 self.give_back(client)
-            elif (line := self._lines.get(client)) is not None and place in line:
-                del line[place]
-                if not line:
-                    del self._lines[client]
             raise
 
     def give_back(self, client: str) -> None:
@@ -56,12 +53,9 @@ class Turns:
         self._next()
 
     def _next(self) -> None:
-        while self._free and self._lines:
-            client = min(self._lines, key=self._held.__getitem__)
-            line = self._lines.pop(client)
-            place, _ = line.popitem(last=False)
-            if line:
-                self._lines[client] = line  # behind all others
+        while self._free and self._waiting:
+            client = min(self._waiting.clients, key=self._held.__getitem__)
+            place, _ = self._waiting.pop(client)
             if not place.done():  # else it was cancelled just now
                 self._free -= 1
                 self._held[client] += 1

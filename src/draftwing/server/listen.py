@@ -18,7 +18,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from draftwing.server.app import create_app
+from draftwing.server.app import create_app, paced
 from draftwing.server.border.connections import Intake, LimitedConnection, allow_descriptors, check_uvicorn
 from draftwing.server.border.door import Door
 from draftwing.server.border.hosts import guarded
@@ -44,7 +44,7 @@ def make_server(
     """
     options = engine.info.options
     allow_descriptors(options.max_connections)
-    app = guarded(create_app(engine, tokenizer, stop_seconds, watchers), options)
+    app = paced(guarded(create_app(engine, tokenizer, stop_seconds, watchers), options), options)
     config = uvicorn.Config(
         _quiet(app, engine),
         http=partial(LimitedConnection, most=options.max_connections, intake=Intake()),  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ what an answer means: it is refused by name unless its value asks for nothing. U
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -37,60 +38,42 @@ MAX_PROMPTS = 1024
 MOST_ENTRIES = 16_384  # of a list or an object in a body, where it has no limit of its own
 _EMPTY: tuple[Any, ...] = ([], {}, False)
 # Values that ask for nothing, of hints and of fields that are not built; others have none but null.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),
-    "allowed_callers": ([], ["direct"]),
-    "audio_data": ([],),
-    "context": ([], "auto"),
-    "background": (False,),
-    "cache_prompt": (True,),
-    "context_management": (*_EMPTY, {"edits": []}),
-    "custom_labels": ({},),
-    "data_parallel_rank": (0,),
-    "display": (*_EMPTY, "summarized"),
-    "extra_key": ("",),
-    "function_call": ("none", "auto", []),
-    "functions": ([],),
-    "id_slot": (-1,),
-    "image_data": ([],),
-    "images": ([],),
-    "include_obfuscation": (False,),
-    "include_reasoning": (True,),
-    "length_penalty": (1.0, 1),
-    "log_metrics": (True,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "mirostat": (0,),
-    "modalities": (["text"],),
-    "mode": ("standard",),
-    "service_tier": ("auto", "default", "standard_only"),
-    "session_params": ({},),
-    "speed": (*_EMPTY, "standard"),
-    "stream_interval": (1,),
-    "suffix": ("",),
-    "system": ("",),
-    "template": ("",),
-    "tfs_z": (1.0, 1),
-    "top_logprobs": (0,),
-    "truncation_side": ("left", "right"),
-    "truncation": ("disabled",),
-    "typical_p": (1.0, 1),
-    "verbose": (False,),
-    "verbosity": ("medium",),
-    "video_data": ([],),
-    "vllm_xargs": ({},),
-    **dict.fromkeys(("defer_loading", "input_examples", "mcp_servers", "metadata", "output_schema", "store"), _EMPTY),
-    **dict.fromkeys(("container", "diagnostics", "inference_geo"), _EMPTY),
-    **dict.fromkeys(("return_hidden_states", "return_entropy", "return_prompt_token_ids"), (False,)),
-    **dict.fromkeys(("return_meta_info", "return_sampling_mask", "return_routed_experts", "return_bytes"), (False,)),
-    **dict.fromkeys(("return_tokens_as_token_ids", "return_weight_versions", "return_token_offsets"), (False,)),
-    **dict.fromkeys(("use_beam_search", "use_audio_in_video", "require_reasoning", "no_logs", "echo"), (False,)),
-    **dict.fromkeys(("disable_fallback", "disable_additional_properties"), (False,)),
-    **dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"), (False,)),
-    **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
-    **dict.fromkeys(("return_cached_tokens_details", "return_spec_tokens_details"), (False,)),
-    **dict.fromkeys(("return_progress", "timings_per_token"), (False,)),
-}
+_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (False,),
+        "add_special_tokens background disable_additional_properties disable_fallback echo "
+        "include_obfuscation no_logs require_reasoning return_bytes return_cached_tokens_details "
+        "return_entropy return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs return_hidden_states "
+        "return_meta_info return_progress return_prompt_token_ids return_routed_experts return_sampling_mask "
+        "return_spec_tokens_details return_token_offsets return_tokens_as_token_ids return_weight_versions "
+        "timings_per_token use_audio_in_video use_beam_search verbose",
+    ),
+    (
+        _EMPTY,
+        "container defer_loading diagnostics inference_geo input_examples mcp_servers metadata output_schema store",
+    ),
+    (([],), "audio_data functions image_data images logits_processors video_data"),
+    ((0,), "data_parallel_rank mirostat routed_experts_prompt_start routed_experts_start_len top_logprobs"),
+    (({},), "custom_labels mm_processor_kwargs session_params vllm_xargs"),
+    (("",), "extra_key suffix system template"),
+    ((True,), "cache_prompt include_reasoning log_metrics"),
+    ((1.0, 1), "length_penalty tfs_z typical_p"),
+    (([], ["direct"]), "allowed_callers"),
+    (([], "auto"), "context"),
+    ((*_EMPTY, {"edits": []}), "context_management"),
+    ((*_EMPTY, "summarized"), "display"),
+    (("none", "auto", []), "function_call"),
+    ((-1,), "id_slot"),
+    ((["text"],), "modalities"),
+    (("standard",), "mode"),
+    (("auto", "default", "standard_only"), "service_tier"),
+    ((*_EMPTY, "standard"), "speed"),
+    ((1,), "stream_interval"),
+    (("left", "right"), "truncation_side"),
+    (("disabled",), "truncation"),
+    (("medium",), "verbosity"),
+)
+NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
@@ -156,7 +139,36 @@ def sampled(name: str, required: bool = False) -> Any:
 
 
 class Body(BaseModel):
+    """An object of a request's JSON. Fields that a class has no more to say of are words of its head."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def __init_subclass__(
+        cls,
+        *,
+        hints: str = "",
+        not_built: str = "",
+        other_kinds: str = "",
+        bookkeeping: str = "",
+        sampling: str = "",
+        **config: Any,
+    ) -> None:
+        """Adds fields whose names are given, with a blank between two.
+
+        hints, not_built, other_kinds, bookkeeping: of `Hint`, `NotBuilt`, `OtherKind` and `Bookkeeping`.  sampling:
+        `sampled` under their own names.  config: pydantic's.
+        """
+        super().__init_subclass__(**config)
+        added = {
+            **dict.fromkeys(hints.split(), Hint),
+            **dict.fromkeys(not_built.split(), NotBuilt),
+            **dict.fromkeys((other_kinds + " " + bookkeeping).split(), OtherKind),
+            **dict.fromkeys(sampling.split(), Any),
+        }
+        # Before pydantic collects the fields, which it does by these.
+        cls.__annotations__ = inspect.get_annotations(cls) | added
+        for name in added:
+            setattr(cls, name, sampled(name) if name in sampling.split() else None)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -17,7 +17,7 @@ from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import BlockInputs, Continuations, Draft, First, RowTensors
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
 from draftwing.spec.model_drafter import without
 
 
@@ -56,7 +56,8 @@ class BlockDrafter(Drafter):
 
     # -- drafts -----------------------------------------------------------------------------------------------------
 
-    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, step: DraftStep) -> Draft:
+        table, rows, shape, max_kv_len, noisy = step
         size, topk, depth, head, ops = rows.shape[0], shape.topk, shape.depth, self.head, self.ops
         config = head.config_of_block
         block = ops.block_inputs(table, rows, config.rows, config.mask)
@@ -158,18 +159,9 @@ class BlockDrafter(Drafter):
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
-    def extend(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-    ) -> None:
-        assert aux_hidden is not None and self._attn is not None
-        if count is None:
-            batch, aux_hidden, _ = self.evened(self.ops, table, batch, aux_hidden, batch.ids)
-            assert aux_hidden is not None
-        attend = self._attn.bind(batch, self._first_layer)
-        self.head.write_text(self.head.features(aux_hidden), batch.positions, attend)
+    def extend(self, seen: SeenTokens) -> None:
+        if seen.count is None:
+            seen = self.evened(self.ops, seen)
+        assert seen.aux_hidden is not None and self._attn is not None
+        attend = self._attn.bind(seen.batch, self._first_layer)
+        self.head.write_text(self.head.features(seen.aux_hidden), seen.batch.positions, attend)

@@ -28,7 +28,7 @@ log = logging.getLogger("draftwing")
 def ngram(context: DraftContext) -> NGramDrafter:
     """Drafts copied from what was seen."""
     options = context.options
-    assert context.target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
+    _check_vocabulary(context, 2**22 - 2)
     return NGramDrafter(
         min_window=options.speculative_ngram_min_match_window_size,
         max_window=options.speculative_ngram_max_match_window_size,
@@ -44,7 +44,7 @@ def ngram(context: DraftContext) -> NGramDrafter:
 def suffix(context: DraftContext) -> SuffixDrafter:
     """Drafts of what most often followed."""
     options = context.options
-    assert context.target.config.vocab_size <= 2**22, "the suffix trie packs token ids into 22 bits"
+    _check_vocabulary(context, 2**22)
     return SuffixDrafter(
         rows=context.rows,
         ops=context.ops,
@@ -90,6 +90,14 @@ def pair(context: DraftContext) -> PairDrafter:
     return PairDrafter(
         model.make(context), lookup.make(replace(context, shape=lookup.tree)), grown=context.shape, copied=lookup.tree
     )
+
+
+def _check_vocabulary(context: DraftContext, most: int) -> None:
+    """Raises ConfigError for a target with more tokens than a lookup packs into 22 bits each."""
+    found = context.target.config.vocab_size
+    if found > most:
+        drafter = context.options.drafter
+        raise ConfigError(f"{drafter} is for vocabularies of at most {most} tokens; the target has {found}")
 
 
 def _drafter(context: DraftContext, head: DraftHead | BlockHead) -> ModelDrafter | BlockDrafter:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.config.options import Options
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
-from draftwing.kv.pool import LayerSpec
+from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
@@ -25,7 +25,7 @@ from draftwing.sched.policy.menus import half_menu, match_menu
 if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel
 
-__all__ = ["Draft", "DraftContext", "Drafter"]
+__all__ = ["Draft", "DraftContext", "DraftStep", "Drafter", "SeenTokens"]
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,57 @@ class DraftContext:
     head_weights: WeightFormat = DENSE
 
 
+class DraftStep(NamedTuple):
+    """What `Drafter.propose` is given. All tensors are on the device.
+
+    table: device state indexed by row. `table.tokens` [R, L] int64 is the text of each row, valid at 0 .. kv_len;
+    `table.kv_len` [R] the index of its newest token, which is `table.last` [R].
+    rows [B] int64: the rows of this step.
+    shape: of the trees that are wanted.
+    max_kv_len: upper bound of the rows' kv_len, known on the host.
+    noisy: indices of the rows with temperature > 0, for drafters that couple with the target by adding the same noise
+    before they choose; their number is known on the host.
+    """
+
+    table: RowTensors
+    rows: Tensor
+    shape: TreeShape
+    max_kv_len: int
+    noisy: Tensor
+
+
+class SeenTokens(NamedTuple):
+    """What `Drafter.extend` is given: what the target ran. All tensors are on the device.
+
+    table: as in `DraftStep`; it has advanced already.
+    batch: a prefill chunk (`batch.chunks`) or the accepted path of each row; `batch.prefix_len` is kv_len before the
+    step. Drafters without auxiliary hidden states and without KV layers are told rows and prefix_len alone of a path.
+    aux_hidden [M, ...]: the target's hidden states of `Drafter.aux_layers`; None without such layers.
+    next_ids [M]: the token that follows each query.
+    count [B]: valid queries of each row's path, None for prefill. Queries past the count are garbage: what they write
+    past kv_len is never read.
+    noisy: indices of rows with temperature > 0 among the batch's rows; for prefill among those whose chunk is final.
+    """
+
+    table: RowTensors
+    batch: Batch
+    aux_hidden: Tensor | None
+    next_ids: Tensor
+    count: Tensor | None  # type: ignore[assignment]  # hides tuple.count
+    noisy: Tensor
+
+    @property
+    def width(self) -> int:
+        """Queries of each row's path, garbage included; not for prefill."""
+        return self.next_ids.shape[0] // self.batch.rows.shape[0]
+
+
 class Drafter(ABC):
     """Proposes tokens, which the target checks: bad ones cost time and never change the text.
 
     `propose` is all that one has to write. The other methods are for drafters that learn from the text, keep KV in the
     pool, or know how good their next draft will be. All tensors are on the device. Nothing may read their values on the
     host, and no shape may depend on them: on a GPU the methods are captured as CUDA graphs.
-
-    What methods are given:
-
-    - table: device state indexed by row. `table.tokens` [R, L] int64 is the text of each row, valid at 0 .. kv_len;
-      `table.kv_len` [R] the index of its newest token, which is `table.last` [R].
-    - rows [B] int64: the rows of this step.
-    - max_kv_len: upper bound of their kv_len, known on the host.
-    - noisy: indices of the rows with temperature > 0, for drafters that couple with the target by adding the same
-      noise before they choose; their number is known on the host.
     """
 
     # Facts that options are checked with: the tree where the user asks for none, all that fits where num_draft_tokens
@@ -81,7 +117,7 @@ class Drafter(ABC):
 
     aux_layers: tuple[int, ...] = ()  # layers of the target whose hidden states `extend` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
-    kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
+    kv_layers: Sequence[SlotSpec] = ()  # its layers in the pool, after the target's
     from_tokens: bool = False  # whether its KV is made of tokens alone, and nobody else learns from `extend`
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
     in_parts: bool = True  # whether parts of its trees are verified for any row, see `Load.whole`
@@ -95,16 +131,18 @@ class Drafter(ABC):
         return cls()
 
     @abstractmethod
-    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
-        """Returns a draft tree for each row, of shape.nodes nodes and at most shape.depth levels."""
+    def propose(self, step: DraftStep) -> Draft:
+        """Returns a draft tree for each row, of step.shape.nodes nodes and at most step.shape.depth levels."""
 
-    def chain(self, table: RowTensors, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
+    def chain(self, step: DraftStep, tokens: Tensor, known: Tensor | None = None) -> Draft:
         """Returns chains of drafts, for `propose`. tokens [B, D] int64: valid ids that may follow the newest token, in
-        their order; known [B, D] bool: whether there is such a token. What follows an unknown one is not drafted."""
-        depth, nodes = min(tokens.shape[1], shape.depth), shape.nodes
+        their order; known [B, D] bool: whether there is such a token, None: always. What follows an unknown one is not
+        drafted."""
+        rows, depth, nodes = step.rows, min(tokens.shape[1], step.shape.depth), step.shape.nodes
+        known = torch.ones_like(tokens, dtype=torch.bool) if known is None else known
         missing = nodes - 1 - depth
         alive = (~known[:, :depth]).cumsum(1) == 0
-        root = table.last.index_select(0, rows).unsqueeze(1)  # [B, 1]
+        root = step.table.last.index_select(0, rows).unsqueeze(1)  # [B, 1]
         parent = torch.arange(-1, nodes - 1, device=rows.device).clamp_(min=0)
         return Draft(
             torch.cat((root, tokens[:, :depth], root.expand(-1, missing)), 1),
@@ -129,59 +167,33 @@ class Drafter(ABC):
         `watch` is called in place of `extend`, and `catch_up` before the KV is needed. Never so without KV layers."""
         return bool(self.kv_layers) and shape == PLAIN
 
-    def extend(  # noqa: B027
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-    ) -> None:
-        """Sees what the target ran: a prefill chunk (`batch.chunks`) or the accepted path of each row. The table has
-        advanced already; `batch.prefix_len` is kv_len before the step. Of the accepted path, drafters without auxiliary
-        hidden states and without KV layers are told next_ids and count alone.
-
-        next_ids [M]: the token that follows each query.  count [B]: valid queries of each row's path, None for
-        prefill. Queries past the count are garbage: what they write past kv_len is never read.
-        noisy: among the batch's rows; for prefill among those whose chunk is final.
-        """
+    def extend(self, seen: SeenTokens) -> None:  # noqa: B027
+        """Sees what the target ran."""
 
     @staticmethod
-    def evened(
-        ops: TorchOps, table: RowTensors, batch: Batch, aux_hidden: Tensor | None, next_ids: Tensor, more: int = 0
-    ) -> tuple[Batch, Tensor | None, Tensor]:
+    def evened(ops: TorchOps, seen: SeenTokens, more: int = 0) -> SeenTokens:
         """Chunks with as many queries as such a device has been tried with (`ops.even_rows`): others are added in the
         dummy row. more: queries that the caller adds."""
-        count = next_ids.shape[0]
-        assert count == batch.ids.shape[0]
+        count, aux_hidden = seen.next_ids.shape[0], seen.aux_hidden
+        assert count == seen.batch.ids.shape[0]
         size = ops.even_rows(count + more) - more
         if size == count:
-            return batch, aux_hidden, next_ids
-        if aux_hidden is not None:
-            aux_hidden = F.pad(aux_hidden, (0, 0, 0, size - count))
-        return batch.padded(size, table.rows), aux_hidden, F.pad(next_ids, (0, size - count))
+            return seen
+        return seen._replace(
+            batch=seen.batch.padded(size, seen.table.rows),
+            aux_hidden=None if aux_hidden is None else F.pad(aux_hidden, (0, 0, 0, size - count)),
+            next_ids=F.pad(seen.next_ids, (0, size - count)),
+        )
 
-    def watch(  # noqa: B027
-        self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor | None, noisy: Tensor
-    ) -> None:
+    def watch(self, seen: SeenTokens) -> None:  # noqa: B027
         """Called in place of `extend`, as of drafters without KV layers: after a step of a shape that `lags`, and after
         a prefill, without a count, of which it sees the hidden states when it catches up."""
 
-    def catch_up(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-        drafts: bool,
-    ) -> None:
+    def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
         """Sees what it has not seen of some rows, as `extend` sees the accepted path of one step. drafts: whether it
         proposes for them next; if not, nobody asks what it makes of the newest token before it catches up again.
         Without a count it sees several chunks of a prompt as one, of which none is the last."""
-        self.extend(table, batch, aux_hidden, next_ids, count, noisy)
+        self.extend(seen)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """Returns [B] int64 in [0, MAX_CONFIDENCE]: how promising the next draft is; 0 means that nothing can be

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from draftwing.kv.pool import LayerSpec
+from draftwing.kv.pool import SlotSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import HeadTopK
+from draftwing.ops.contracts import HeadTopK
 
 
 class DraftHead(Protocol):
@@ -25,7 +25,7 @@ class DraftHead(Protocol):
     aux_layers: tuple[int, ...]
     width: int
     vocab: int
-    kv_layers: Sequence[LayerSpec]
+    kv_layers: Sequence[SlotSpec]
     target_ids: Tensor | None
     top_k: HeadTopK | None
     forward_name: str
@@ -66,7 +66,7 @@ class DraftLM:
     def __init__(self, model: DecoderModel, vocab: int) -> None:
         """vocab: token ids that both models have; families pad their vocabularies to different sizes."""
         self.model, self.vocab = model, vocab
-        self.kv_layers: Sequence[LayerSpec] = model.kv_layers
+        self.kv_layers: Sequence[SlotSpec] = model.kv_layers
 
     def set_max_positions(self, positions: int) -> None:
         self.model.set_max_positions(positions)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.types import Draft, RowTensors
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, DraftStep
 
 
 class LookupIndex(Protocol):
-    """Row-indexed state on the device (`ops.torch.ngram.NGramIndex`, `ops.torch.suffix.SuffixIndex`)."""
+    """Row-indexed state on the device (`ops.reference.ngram.NGramIndex`, `ops.reference.suffix.SuffixIndex`)."""
 
     def flush(self) -> None:
         """Forgets what requests share."""
@@ -44,7 +44,5 @@ class LookupDrafter(Drafter):
         """How good what was found is: see the index."""
         return self._lookup.confidence(table, rows, max_kv_len, out)
 
-    def propose(
-        self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor | None = None
-    ) -> Draft:
-        return self._lookup.propose(table, rows, shape)
+    def propose(self, step: DraftStep) -> Draft:
+        return self._lookup.propose(step.table, step.rows, step.shape)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
-from draftwing.ops.torch.layer_ops import FEW_ROWS, HeadTopK
+from draftwing.ops.contracts import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTensors
 from draftwing.sched.policy.menus import chain_menu, tree_menu
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
 from draftwing.spec.heads import DraftHead
 
 BANNED = -1e30  # a logit that nothing legal has
@@ -67,7 +67,8 @@ class ModelDrafter(Drafter):
 
     # -- tree expansion ---------------------------------------------------------------------------------------------
 
-    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, step: DraftStep) -> Draft:
+        table, rows, shape, max_kv_len, noisy = step
         size, topk = rows.shape[0], shape.topk
         window = self.tail + topk * max(shape.depth - 1, 0)
         self._read_first(table, rows, noisy)
@@ -105,18 +106,11 @@ class ModelDrafter(Drafter):
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
-    def extend(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-    ) -> None:
-        if count is None:
-            more = 0 if self.lookahead else sum(span.final for span in batch.chunks)  # see `_with_sampled`
-            batch, aux_hidden, next_ids = self.evened(self.ops, table, batch, aux_hidden, next_ids, more)
+    def extend(self, seen: SeenTokens) -> None:
+        if seen.count is None:
+            more = 0 if self.lookahead else sum(span.final for span in seen.batch.chunks)  # see `_with_sampled`
+            seen = self.evened(self.ops, seen, more)
+        table, batch, aux_hidden, next_ids, count, noisy = seen
         feature = self.head.features(aux_hidden) if aux_hidden is not None else None
         if count is None:
             self._extend_chunks(table, batch, feature, next_ids, noisy)
@@ -125,22 +119,14 @@ class ModelDrafter(Drafter):
         newest = self._newest(self._run(batch, feature, 0), batch.rows, count, self.lookahead)
         self._keep_first(table, batch.rows, newest, noisy)
 
-    def catch_up(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-        drafts: bool,
-    ) -> None:
+    def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
+        table, batch, aux_hidden, next_ids, count, noisy = seen
         if self.lookahead != 1 or count is None:
-            self.extend(table, batch, aux_hidden, next_ids, count, noisy)
+            self.extend(seen)
             return
         assert aux_hidden is not None
-        width, size = next_ids.shape[0] // count.shape[0], next_ids.shape[0]
-        last = count + torch.arange(-1, size - 1, width, device=count.device)  # [B] which query is the newest
+        size = next_ids.shape[0]
+        last = count + torch.arange(-1, size - 1, seen.width, device=count.device)  # [B] which query is the newest
         feature = self.head.features(aux_hidden)
         rows = batch.rows if drafts else batch.rows[:0]
         self._write(table, batch._replace(ids=next_ids), feature, rows, lambda x: x.index_select(0, last), noisy)

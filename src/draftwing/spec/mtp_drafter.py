@@ -24,7 +24,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.core import TreeShape
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops.attention import Batch, ChunkSpan
@@ -32,6 +31,7 @@ from draftwing.ops.torch.expansion import of_parent
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
+from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -63,7 +63,8 @@ class MTPDrafter(ModelDrafter):
 
     # -- tree expansion ---------------------------------------------------------------------------------------------
 
-    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, step: DraftStep) -> Draft:
+        table, rows, shape, max_kv_len, noisy = step
         size, topk, turns = rows.shape[0], shape.topk, self.layers - 1
         self._read_first(table, rows, noisy)
         expansion = self._expand(table, rows, shape)
@@ -88,17 +89,17 @@ class MTPDrafter(ModelDrafter):
                 back, position, feature = turns, root_at + (level - self.layers), expansion.level_feature()
                 batch_ids = ids
             width = own.shape[1]  # rows of each node
-            step = torch.arange(width, device=rows.device)
+            ahead = torch.arange(width, device=rows.device)
             first = path.shape[2] - width  # rows of the path before the node's own
             batch = Batch(
                 rows=rows,
                 ids=batch_ids.flatten(),
-                positions=_repeat((position.unsqueeze(1) + step).clamp(min=0), topk).flatten(),
+                positions=_repeat((position.unsqueeze(1) + ahead).clamp(min=0), topk).flatten(),
                 write_slots=table.page_table[column, root_at.unsqueeze(1) + own.flatten()].flatten(),
                 table=table.page_table,
                 prefix_len=root_at,
                 path=path.repeat_interleave(width, 1),  # [B, K * width, s]
-                path_len=(first + 1 + step).repeat(topk).expand(size, -1),
+                path_len=(first + 1 + ahead).repeat(topk).expand(size, -1),
                 window=scratch,
                 bound=max_kv_len + scratch,
             )
@@ -109,22 +110,15 @@ class MTPDrafter(ModelDrafter):
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
-    def extend(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-    ) -> None:
+    def extend(self, seen: SeenTokens) -> None:
+        table, batch, aux_hidden, next_ids, count, noisy = seen
         assert aux_hidden is not None
         feature = self.head.features(aux_hidden)
         if count is None:
             self._extend_prompts(table, batch, feature, noisy)
             return
         rows, start, turns = batch.rows, batch.prefix_len, self.layers - 1
-        size, width = rows.shape[0], next_ids.shape[0] // rows.shape[0]
+        size, width = rows.shape[0], seen.width
         step = torch.arange(width, device=rows.device)
         features = torch.cat((self._kept[rows], feature.view(size, width, -1)), 1)  # [B, n - 1 + Q, H]
         for layer in range(self.layers):
@@ -168,10 +162,10 @@ class MTPDrafter(ModelDrafter):
                 continue
             ids, positions, write_slots, fed = (torch.cat(column) for column in zip(*parts, strict=True))
             own = batch._replace(ids=ids, positions=positions, write_slots=write_slots, chunks=tuple(spans))
-            chunks, more, _ = self.evened(self.ops, table, own, fed, ids)
-            hidden = self._run(chunks, more, layer)
+            chunks = self.evened(self.ops, SeenTokens(table, own, fed, ids, None, noisy))
+            hidden = self._run(chunks.batch, chunks.aux_hidden, layer)
             if layer == 0:
-                self._keep_first_of_prompts(table, chunks, hidden, noisy)
+                self._keep_first_of_prompts(table, chunks.batch, hidden, noisy)
         self._kept.index_copy_(0, batch.rows, torch.stack([features[-turns:] for features in known]))
 
     def _run(self, batch: Batch, feature: Tensor | None, layer: int) -> Tensor:

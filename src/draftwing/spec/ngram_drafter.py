@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from draftwing.core import MAX_CONFIDENCE
 from draftwing.errors import ConfigError
-from draftwing.ops.attention import Batch
-from draftwing.ops.torch.ngram import NGramOps
-from draftwing.ops.types import RowTensors
+from draftwing.ops.reference.ngram import NGramOps
+from draftwing.spec.drafter import SeenTokens
 from draftwing.spec.lookup_drafter import LookupDrafter
 
 
@@ -42,19 +39,11 @@ class NGramDrafter(LookupDrafter):
         )  # fmt: skip
         super().__init__(self.index, ops.draws_by_row)
 
-    def extend(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor | None = None,
-    ) -> None:
+    def extend(self, seen: SeenTokens) -> None:
         """Decoding: the count[b] newest tokens of each row enter the memory. The end of a prefill: the row begins anew;
         prompts stay out of the memory."""
-        rows = batch.rows
-        if count is not None:
-            self.index.insert(table, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
+        batch, rows = seen.batch, seen.batch.rows
+        if seen.count is not None:
+            self.index.insert(seen.table, rows, batch.prefix_len, seen.count, seen.width)
         elif final := sum(chunk.final for chunk in batch.chunks):  # the first ones
-            self.index.begin(table, rows[:final])
+            self.index.begin(seen.table, rows[:final])

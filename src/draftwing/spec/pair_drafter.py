@@ -7,11 +7,11 @@ from torch import Tensor
 from draftwing.config.trees import most_nodes
 from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.models.heads.block import BlockHead
-from draftwing.ops.attention import AttnBackend, Batch
-from draftwing.ops.torch.assign import new_calibration
+from draftwing.ops.attention import AttnBackend
+from draftwing.ops.drafts import new_calibration
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
-from draftwing.spec.drafter import Drafter
+from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -58,15 +58,16 @@ class PairDrafter(Drafter):
         # A pass over a row sees a position that the host knows, besides what a step in flight commits.
         return super().lags(shape) or (shape.by == LOOKUP_ALONE and shape.max_commit < LAG)
 
-    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, step: DraftStep) -> Draft:
         """Where both propose, the lookup may do so for deeper trees than the model grows."""
+        shape = step.shape
         if shape.by == MODEL_ALONE:
-            return self.model.propose(table, rows, shape, max_kv_len, noisy)
+            return self.model.propose(step)
         if shape.by == LOOKUP_ALONE:
             self.model.unconstrain()
-            return self.lookup.propose(table, rows, shape, max_kv_len, noisy)
-        found = self.lookup.propose(table, rows, self._copied(shape), max_kv_len, noisy)
-        grown = self.model.propose(table, rows, self._grown(shape), max_kv_len, noisy)
+            return self.lookup.propose(step)
+        found = self.lookup.propose(step._replace(shape=self._copied(shape)))
+        grown = self.model.propose(step._replace(shape=self._grown(shape)))
         return self.model.ops.merge(grown, found, shape, self.calibration)
 
     def _grown(self, shape: TreeShape) -> TreeShape:
@@ -81,34 +82,17 @@ class PairDrafter(Drafter):
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         self.model.constrain(table, rows, banned, noisy)
 
-    def extend(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-    ) -> None:
-        self.lookup.extend(table, batch, None, next_ids, count, noisy)
-        self.model.extend(table, batch, aux_hidden, next_ids, count, noisy)
+    def extend(self, seen: SeenTokens) -> None:
+        self.watch(seen)
+        self.model.extend(seen)
 
-    def watch(self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor | None, noisy: Tensor) -> None:
+    def watch(self, seen: SeenTokens) -> None:
         """The lookup sees every step and every prompt."""
-        self.lookup.extend(table, batch, None, next_ids, count, noisy)
+        self.lookup.extend(seen._replace(aux_hidden=None))
 
-    def catch_up(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor,
-        drafts: bool,
-    ) -> None:
+    def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
         """Only the model ever lags."""
-        self.model.catch_up(table, batch, aux_hidden, next_ids, count, noisy, drafts)
+        self.model.catch_up(seen, drafts)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """One more than the lookup's, for the model can always propose."""

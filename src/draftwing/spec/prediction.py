@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import OTHER, IntArray, TreeShape
-from draftwing.ops.torch.assign import LEVELS
-from draftwing.ops.torch.merge import MergeOps, graded
+from draftwing.ops.drafts import LEVELS, graded
+from draftwing.ops.reference.merge import MergeOps
 from draftwing.ops.types import Calibration, Draft, RowTensors
 
 WINDOW: Final = 8  # newest tokens that are looked for; a longer match counts as this long

@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.ops.torch.tree import FRACTION_BITS, TreeOps
+from draftwing.ops.reference.tree import FRACTION_BITS, TreeOps
 from draftwing.ops.types import Draft, Tree
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from draftwing.config.drafters import SUFFIXES
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
-from draftwing.ops.attention import Batch
-from draftwing.ops.torch.suffix import LENGTHS, SuffixOps
-from draftwing.ops.types import RowTensors
+from draftwing.ops.reference.suffix import LENGTHS, SuffixOps
+from draftwing.spec.drafter import SeenTokens
 from draftwing.spec.lookup_drafter import LookupDrafter
 
 
@@ -46,22 +43,14 @@ class SuffixDrafter(LookupDrafter):
         )
         super().__init__(self.index, ops.draws_by_row)
 
-    def extend(
-        self,
-        table: RowTensors,
-        batch: Batch,
-        aux_hidden: Tensor | None,
-        next_ids: Tensor,
-        count: Tensor | None,
-        noisy: Tensor | None = None,
-    ) -> None:
+    def extend(self, seen: SeenTokens) -> None:
         """Decoding: the trie learns the count[b] newest tokens of each row. The end of a prefill: all tokens of the
         row, for that row alone."""
-        rows = batch.rows
-        if count is not None:
-            self.index.insert(table, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
+        batch, rows = seen.batch, seen.batch.rows
+        if seen.count is not None:
+            self.index.insert(seen.table, rows, batch.prefix_len, seen.count, seen.width)
             return
         final = [chunk for chunk in batch.chunks if chunk.final]  # the first ones
         if final:
             longest = max(chunk.start + chunk.length for chunk in final)
-            self.index.begin(table, rows[: len(final)], longest)
+            self.index.begin(seen.table, rows[: len(final)], longest)

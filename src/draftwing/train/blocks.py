@@ -198,7 +198,7 @@ def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> T
     tokens = torch.full((*anchors.shape, config.rows), config.mask, dtype=torch.int64, device=ids.device)
     tokens[..., 0] = ids.gather(1, anchors)
     positions = anchors.unsqueeze(2) + torch.arange(config.rows, device=ids.device)
-    kv_heads = head.config.num_kv_heads
+    kv_heads = head.config.attention.kv_heads
     kinds = {kind: attention.blocks(*kind, kv_heads) for kind in zip(config.windows, config.causal, strict=True)}
     attends = [kinds[kind] for kind in zip(config.windows, config.causal, strict=True)]
     hidden = head.block(tokens.flatten(), positions.flatten(), *attends)

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.config.drafters import training
-from draftwing.engine.device import Device, pick_device, pick_dtype
+from draftwing.engine.devices import pick_device
+from draftwing.engine.devices.base import Device
+from draftwing.engine.precision import pick_dtype
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms
+from draftwing.ops.attention import FULL, Attend, AttentionKind, DenseAttend, HeadNorms
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
@@ -67,12 +70,19 @@ class FeatureModel:
     def __init__(self, model: DecoderModel, aux_layers: tuple[int, ...], device: Device) -> None:
         """model: not packed. A GPU's kernels do what lies between its GEMMs, as in serving."""
         self.model, self.aux_layers, self.device = model.requires_grad_(False), aux_layers, device
+        shapes = model.head_shapes()
+        self._kv_heads = shapes[0].kv_heads if len(shapes) == 1 else 0
         if kernels_take(model.norm.weight) and model.config.experts is None:
             use_between(model, make_ops(device.device))
 
     @classmethod
     def load(
-        cls, path: Path, algorithm: str, device: str = "auto", dtype: str = "auto", aux: Sequence[int] | None = None
+        cls,
+        path: Path,
+        algorithm: str,
+        device: str | type[Any] = "auto",
+        dtype: str = "auto",
+        aux: Sequence[int] | None = None,
     ) -> FeatureModel:
         """path: of the target, as for the engine; device, dtype: as the engine's options. Raises CheckpointError and
         ConfigError."""
@@ -94,13 +104,13 @@ class FeatureModel:
         """Does the same for several sequences in one forward, each padded at its end to the longest; causal attention
         keeps the padding out of sight."""
         count, longest = len(sequences), max(len(ids) for ids in sequences)
-        padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.is_cuda)
+        padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.has_own_memory)
         for row, ids in zip(padded, sequences, strict=True):
             row[: len(ids)] = ids
         positions = torch.arange(longest, device=self.device.device).repeat(count)
         final, aux_hidden = self.model(
             padded.flatten().to(self.device.device, non_blocking=True), positions,
-            causal(count, longest, self.model.config.num_kv_heads), self.aux_layers
+            causal(count, longest, self._kv_heads), self.aux_layers
         )  # fmt: skip
         assert aux_hidden is not None
         final, aux_hidden = final.view(count, longest, -1), aux_hidden.view(count, longest, -1)
@@ -109,17 +119,18 @@ class FeatureModel:
 
 def causal(count: int, length: int, kv_heads: int = 0) -> Attend:
     """Returns attention of `count` sequences of `length` tokens each, one after the other, every token to those before
-    it. kv_heads: of keys, for kernels that turn queries and keys; 0: torch turns them."""
+    it. kv_heads: of keys in all layers, for kernels that turn queries and keys; 0: torch turns them."""
     return _Causal(count, length, kv_heads)
 
 
-class _Causal(Attend):
+class _Causal(DenseAttend):
     norms_heads = True
 
     def __init__(self, count: int, length: int, kv_heads: int) -> None:
+        super().__init__()
         self._shape, self._kv_heads = (count, length), kv_heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         length = self._shape[1]
         q, k, v = (x.unflatten(0, self._shape).transpose(1, 2) for x in (q, k, v))  # [count, heads, length, head_dim]
         mask = None if kind.is_full else _mask(kind, length, q)

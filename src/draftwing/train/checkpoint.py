@@ -87,7 +87,7 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     keys = {"architectures": classes, "model_type": "llama", **_sizes(config, dtype)}
     keys |= {"attention_bias": False, "mlp_bias": False, "bias": head.fc.bias is not None}
     if isinstance(head, EagleHead):
-        if config.qkv_bias:
+        if config.attention.qkv_bias:
             keys["qkv_bias"] = True
         return keys
     eagle, layers = head.eagle, head.target.config.num_layers
@@ -181,24 +181,24 @@ def _mtp_config(head: MTPHead, dtype: torch.dtype) -> dict[str, Any]:
         "model_type": FAMILIES[target.architecture].model_type,
         **_sizes(target, dtype),
         "num_nextn_predict_layers": head.config.num_layers,
-        "attention_bias": target.qkv_bias,
-        "mlp_bias": target.mlp_bias,
+        "attention_bias": target.attention.qkv_bias,
+        "mlp_bias": target.layers[0].mlp_bias,
     }
 
 
 def _sizes(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
+        "intermediate_size": config.layers[0].ffn,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": config.attention.heads,
+        "num_key_value_heads": config.attention.kv_heads,
+        "head_dim": config.attention.head_dim,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
+        "rms_norm_eps": config.norm.eps,
+        "rope_theta": config.ropes[0].theta,
+        "rope_scaling": _rope_scaling(config.ropes[0]),
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),

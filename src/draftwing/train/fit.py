@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from draftwing.engine.device import has_native_bfloat16
+from draftwing.engine.devices.cpu import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.files import replace_file
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable

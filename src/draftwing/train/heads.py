@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.layers.attention import Attention, AttentionConfig
+from draftwing.layers.config import LayerConfig, NormConfig
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.formats import DENSE
@@ -83,10 +85,12 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
     assert isinstance(last, DecoderLayer) and last.attn_norm is not None
     head.fc.weight.zero_()
     head.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-    if not target.config.qk_norm:
-        layer.attention.qkv.weight[:, hidden:].copy_(last.attention.qkv.dense_weight())
+    own, theirs = layer.mixer, last.mixer
+    assert isinstance(own, Attention)
+    if isinstance(theirs, Attention) and theirs.head_norms() is None and own.shape == theirs.shape:
+        own.qkv.weight[:, hidden:].copy_(theirs.qkv.dense_weight())
         layer.hidden_norm.weight.copy_(last.attn_norm.weight)
-        layer.attention.o.weight.copy_(last.attention.o.dense_weight())
+        own.o.weight.copy_(theirs.o.dense_weight())
     mlp = last.mlp  # of experts there is none to begin with
     if isinstance(mlp, GatedMLP) and layer.mlp.down.weight.shape == (mlp.down.out_features, mlp.down.in_features):
         layer.mlp_norm.weight.copy_(last.mlp_norm.weight)
@@ -97,7 +101,7 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
 def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:
     """Returns an untrained EAGLE (EAGLE-2) head of one layer of the target's sizes; q, k and v have biases where the
     target's have, as published heads for Qwen2 do."""
-    config = replace(_layer_config(target.config, ffn_size), qkv_bias=target.config.qkv_bias)
+    config = _layer_config(target.config, ffn_size, qkv_bias=target.config.attention.qkv_bias)
     head = EagleHead(config, target, fc_bias, TRAINED, target.embed.weight.device)
     _initialise(head, seed)
     return trainable(head)
@@ -130,7 +134,7 @@ def new_block_head(
     Its final norm starts as the target's, and so does an lm_head of its own. Raises ConfigError for ids that are no
     ascending ids of the target.
     """
-    config = replace(_layer_config(target.config, ffn_size), num_layers=layers, qk_norm=True)
+    config = _layer_config(target.config, ffn_size, layers, qk_norm=True)
     rows = 0
     if target_ids is not None:
         _check_ids(target_ids, config.vocab_size)
@@ -209,8 +213,14 @@ def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
 def _traits(head: FeatureHead) -> dict[str, Any]:
     """Returns how a head computes, beside its weights and draft tokens."""
     # Of its config not what it was published as, for which length, and names in its file.
-    unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm"}
-    traits = {"kind": type(head).__name__, **asdict(head.config)}
+    unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm", "ranks"}
+    config = asdict(head.config)
+    first = config.pop("layers")[0]  # those of heads are alike
+    parts = first.pop("norm"), first.pop("mixer"), first
+    del config["norm"]
+    traits = {"kind": type(head).__name__, "num_layers": head.config.num_layers, **config}
+    for part in parts:
+        traits |= part
     if isinstance(head, Eagle3Head):
         traits |= asdict(head.eagle)
     if isinstance(head, BlockHead):
@@ -296,30 +306,22 @@ def _head_weight(target: DecoderModel) -> Tensor:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _layer_config(target: ModelConfig, ffn_size: int) -> ModelConfig:
-    """Returns the config of one plain Llama layer of the target's sizes: what engines expect of a head, whatever family
-    the target is of.
+def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switches: bool) -> ModelConfig:
+    """Returns the config of plain Llama layers of the target's sizes: what engines expect of a head, whatever family
+    the target is of. switches: of their attention.
 
     Its rotary base is the target's. Scaling is not taken over, as published heads do not have it either.
     """
+    norm, first = NormConfig(target.norm.eps), target.layers[0]
+    attention = AttentionConfig(*target.attention.shape, **switches)
+    layer = LayerConfig(target.hidden_size, attention, ffn_size or first.ffn, norm)
     return replace(
         target,
         architecture="LlamaForCausalLM",
-        num_layers=1,
-        ffn_size=ffn_size or target.ffn_size,
-        rope=RopeConfig(target.rope.theta),
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        windows=(),
-        local_rope=None,
-        sinks=False,
-        query_pre_attn_scalar=0,
-        wide_norms=False,
-        gemma=False,
-        experts=None,
-        dense_layers=frozenset(),
+        layers=(layer,) * layers,
+        ropes=(RopeConfig(target.ropes[0].theta),),
+        norm=norm,
+        embed_scale=1.0,
         tie_embeddings=False,
         weight_format=DENSE,
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from draftwing.engine.device import has_native_bfloat16
+from draftwing.engine.devices.cpu import has_native_bfloat16
 
 OptimizerName = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "muon")

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from draftwing.config.options import Options
-from draftwing.engine.device import pick_device, pick_dtype
+from draftwing.engine.devices import pick_device
+from draftwing.engine.precision import pick_dtype
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
 from draftwing.models.config import ModelConfig
@@ -185,10 +186,9 @@ class Stages:
         """Returns the folder of the features; heads that read other hidden states have others."""
         return self.run.data / f"features-{self.settings.algorithm.lower()}-{'-'.join(map(str, self.aux_layers))}"
 
-    def _target(self, device: str | torch.device) -> FeatureModel:
-        return FeatureModel.load(
-            self.path, self.settings.algorithm, str(device), self.engine_options.dtype, self.settings.aux_layers
-        )
+    def _target(self) -> FeatureModel:
+        options, settings = self.engine_options, self.settings
+        return FeatureModel.load(self.path, settings.algorithm, options.device, options.dtype, settings.aux_layers)
 
     def capture(self) -> None:
         """Computes the features that the store does not have yet."""
@@ -206,7 +206,7 @@ class Stages:
             if all(one.key in known for one in tokens):
                 logger.info("%s has the features of all %d conversations", self.features, len(tokens))
                 return
-        target = self._target(self.engine_options.device)
+        target = self._target()
         meta = target.meta(self.engine_options.model, self.settings.algorithm)
         store = FeatureStore.create(self.features, meta)
         needed = sum(len(one.ids) for one in tokens if one.key not in store.keys) * bytes_per_token(meta)
@@ -232,7 +232,7 @@ class Stages:
             self._spawn("fit")  # each reads the tokens itself
             return
         tokens = self.tokens
-        device = join_world(pick_device(self.engine_options.device).device.type)
+        device = join_world(pick_device(self.engine_options.device).kind)
         target, source = self._source(tokens, device)
         head = self._head(target, tokens)
         wanted = {one.key for one in tokens}
@@ -285,7 +285,7 @@ class Stages:
     ) -> tuple[DecoderModel, FeatureStore | OnlineSource]:
         """Returns the target, of which only embedding and head are needed beside stored features, and the features."""
         if self.settings.online:
-            features = self._target(device.type)
+            features = self._target()
             return features.model, online(features, self.engine_options.model, self.settings.algorithm, tokens)
         store = FeatureStore(self.features)
         missing = sum(one.key not in store.keys for one in tokens)
@@ -352,8 +352,7 @@ class Stages:
 
     def _trim(self) -> None:
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        pick_device(self.engine_options.device).trim()
 
 
 def _parts(source: FeatureSource, keys: Sequence[str], wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:

@@ -2,19 +2,19 @@
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import Key
-from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.ops import make_ops
+from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.layer_ops import FEW_ROWS
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
@@ -32,8 +32,8 @@ def native(pool):
 
 def packed_model():
     """In bfloat16, of sizes that the kernels for few rows take."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    config = decoder_config(
+        hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
         ffn_size=192, vocab_size=64, max_positions=CONTEXT,
     )  # fmt: skip
     model, generator = DecoderModel(config, torch.float32, "cpu"), torch.Generator().manual_seed(0)

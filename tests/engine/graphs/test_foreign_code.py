@@ -16,9 +16,10 @@ from torch import Tensor
 
 from draftwing import LLM, Draft, Drafter
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.ngram_drafter import NGramDrafter
 
 needs_kernels = pytest.mark.skipif(load_extension() is None, reason="the C kernels were not built")
@@ -37,7 +38,8 @@ class Told(Drafter):
     read: Read
     calls = told = 0
 
-    def propose(self, table: Any, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, step: DraftStep) -> Draft:
+        table, rows, shape, *_ = step
         tokens, alive = np.zeros((len(rows), shape.nodes), np.int64), np.zeros((len(rows), shape.nodes), bool)
         for i, (newest, text) in enumerate(self.read(table, rows)):
             text = list(text[: newest + 1])
@@ -51,8 +53,8 @@ class Told(Drafter):
 class Learning(Told):
     """Counts what was committed, in plain steps, too."""
 
-    def extend(self, table: Any, batch: Any, aux: Any, next_ids: Tensor, count: Tensor | None, noisy: Any) -> None:
-        self.told += 0 if count is None else sum(count.tolist())
+    def extend(self, seen: SeenTokens) -> None:
+        self.told += 0 if seen.count is None else sum(seen.count.tolist())
 
 
 def by_lists(drafter: Any, table: Any, rows: Tensor) -> Found:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from layer_kinds import KINDS, config_of
 
 from draftwing.core import Chunk
 from draftwing.engine.graphs import prefill as prefill_graphs
@@ -55,6 +56,24 @@ def test_the_text_is_the_same(harness, model, monkeypatch, exact):
         rig.submit(str(i), prompt, param)
     assert rig.run().tokens == expected.tokens
     assert counts[0] > 3 and counts[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["mixed", "shared"])
+def test_layers_of_several_shapes_have_tiles_of_their_own(harness, monkeypatch, kind):
+    model = harness.model_of(config_of(KINDS[kind], harness.CONTEXT))
+    prompts = harness.prompts_for(3)
+    params = [harness.greedy(3) for _ in prompts]
+    expected = harness.plain_answers(model, prompts, params)
+    rig = rig_of(harness, model, monkeypatch, (16, 24), chunk=24)
+    counts = watch(rig.executor.prefills)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens and counts[0] > 1 and counts[1] == 0
+
+
+def test_layers_that_need_the_hosts_chunks_have_no_graphs_of_prompts(harness, monkeypatch):
+    model = harness.model_of(config_of(KINDS["recurrent"], harness.CONTEXT))
+    assert rig_of(harness, model, monkeypatch, (16,)).executor.prefills is None
 
 
 @torch.inference_mode()

@@ -14,23 +14,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tiny_checkpoint import write_checkpoint
-from torch import Tensor
 
 from draftwing import LLM
 from draftwing.config.options import Options
-from draftwing.core import TreeShape
 from draftwing.engine import engine
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.mirror import COMPARED_EVERY, Digest
 from draftwing.engine.process import ranks as processes_of_ranks
 from draftwing.engine.process.link import EngineLink, Listener
 from draftwing.engine.process.ranks import Failed, RankDied, RankProcesses
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.ops.types import Draft, RowTensors
+from draftwing.ops.types import Draft
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.spec.drafter import DraftContext, Drafter
+from draftwing.spec.drafter import DraftContext, Drafter, DraftStep
 
 pytestmark = pytest.mark.slow
 
@@ -215,9 +213,8 @@ class FailsElsewhere(Drafter):
             raise ConfigError("no drafter here")
         return cls()
 
-    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
-        tokens = table.last.index_select(0, rows).unsqueeze(1)
-        return self.chain(table, rows, tokens, shape, torch.ones_like(tokens, dtype=torch.bool))
+    def propose(self, step: DraftStep) -> Draft:
+        return self.chain(step, step.table.last.index_select(0, step.rows).unsqueeze(1))
 
 
 def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
@@ -254,7 +251,7 @@ def test_a_rank_that_ends_while_one_before_it_loads_is_the_one_that_is_named(
     alone = SimpleNamespace(release=lambda: None, close=lambda: None)
     monkeypatch.setattr(processes_of_ranks, "Rendezvous", lambda: SimpleNamespace(port=0, join=lambda *_: alone))
     options: Any = SimpleNamespace(tp_size=3, says_why=says_why)
-    others = RankProcesses(processes_of_ranks.Setup(options, tmp_path, None, 0, 0), torch.device("cpu"), None)
+    others = RankProcesses(processes_of_ranks.Setup(options, tmp_path, None, 0, 0), CpuDevice(), None)
     error = CheckpointError if says_why else RankDied
     with pytest.raises(error, match="the second file" if says_why else "rank 2 of the engine ended: exit code 1"):
         others.wait_loaded()

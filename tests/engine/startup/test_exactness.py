@@ -11,7 +11,7 @@ from tiny_checkpoint import write_checkpoint
 from torch import Tensor
 
 from draftwing import LLM
-from draftwing.engine import device as devices
+from draftwing.engine.devices import base as devices
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.errors import ConfigError
 from draftwing.ops.attention import Attend, AttnBackend, Batch, Pool

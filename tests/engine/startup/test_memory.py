@@ -4,14 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layer_kinds import KINDS, config_of
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.devices import pick_device
+from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
+from draftwing.engine.startup.executor import make_executor
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import LayerSpec
+from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.ops import make_ops
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 
 GB = 10**9
@@ -23,8 +28,7 @@ def rig(harness):
     if harness.device != "cpu":
         pytest.skip("with a memory that the test makes up")
     drafter = NGramDrafter(capacity=4096, rows=7, ops=make_ops(torch.device("cpu")))
-    layers = [LayerSpec(2, 16)] * 2
-    return sizing.Rig(harness.tiny_model(), drafter, layers, (TREE, PLAIN), torch.float32, pick_device("cpu"))
+    return sizing.Rig(harness.tiny_model(), drafter, (TREE, PLAIN), torch.float32, pick_device("cpu"))
 
 
 def options(**kw):
@@ -34,7 +38,7 @@ def options(**kw):
 @pytest.mark.parametrize(("layers", "from_tokens", "most"), [(1, False, 2048), (4, False, 1024), (30, True, 100_000)])
 def test_a_pass_over_a_prompt_is_no_longer_than_a_prefill(rig, layers, from_tokens, most):
     """A trial step measures what that takes; a draft model's launches take longer than its positions."""
-    rig.drafter.kv_layers, rig.drafter.from_tokens = [LayerSpec(2, 16)] * layers, from_tokens
+    rig.drafter.kv_layers, rig.drafter.from_tokens = [KVSpec(2, 16)] * layers, from_tokens
     rig.device.has_own_memory = True
     for chunk in (20, 8192, 100_000):
         chosen = sizing.deferral_of(Options(model="x", chunked_prefill_size=chunk), rig)
@@ -46,9 +50,28 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     """On a CPU, for a drafter that can be shown any text with them."""
     rig.drafter.kv_layers, rig.drafter.aux_layers, rig.drafter.lookahead = rig.layers[1:], aux, lookahead
     monkeypatch.setattr(type(rig.device), "free_memory", lambda self: 4 * GB)
-    slot = 2 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
+    slot = 3 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
     assert sizing.size_pool(options(), rig, 10**6, 0) == GB // slot
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
+
+
+def test_the_drafters_layers_follow_what_the_targets_keep(harness, monkeypatch):
+    """Of a target with fewer layers in the pool than it has: some read another's keys."""
+    if harness.device != "cpu":
+        pytest.skip("with a memory that the test makes up")
+    model, cpu = harness.model_of(config_of(KINDS["shared"], harness.CONTEXT)), pick_device("cpu")
+    draft = DraftLM(harness.model_of(config_of(KINDS["recurrent"], harness.CONTEXT)), harness.VOCAB)
+    drafter = ModelDrafter(draft, 7, TREE.topk, torch.float32, cpu.ops)
+    rig, firsts, attach = sizing.Rig(model, drafter, (TREE, PLAIN), torch.float32, cpu), [], drafter.attach
+    monkeypatch.setattr(drafter, "attach", lambda attn, first, size: (firsts.append(first), attach(attn, first, size)))
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
+    sizing.trial(options(), rig, graph_size=0)
+    precision = Precision(torch.float32, torch.float32)
+    made = make_executor(options(max_total_tokens=300), model, precision, cpu, drafter, rig.menu)
+    assert firsts == [3, 3, 3]
+    assert made.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
+    states = [StateSpec((width,), torch.float32) for width in (64, 96, 32)]
+    assert draft.kv_layers == [states[0], KVSpec(2, 16), *states[1:]]
 
 
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from draftwing.config.options import Options
+from draftwing.engine.devices.cuda import defaults_for
 from draftwing.engine.startup import precompile
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.expert_rows import FP8
@@ -44,7 +45,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
         model=str(tmp_path), load_format="dummy", speculative_algorithm="NGRAM", cuda_graph_max_bs=2,
         speculative_num_draft_tokens=4, max_running_requests=2, chunked_prefill_size=64,
     ).resolve()  # fmt: skip
-    engine, half = options.for_engine("cuda", 80 << 30), torch.bfloat16
+    engine, half = options.for_engine(defaults_for(80 << 30)), torch.bfloat16
     return precompile.Job(engine, tmp_path, None, None, half, half, (9, 0))
 
 
@@ -106,7 +107,7 @@ def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(job: pre
         model=str(tmp_path), load_format="dummy", speculative_algorithm="STANDALONE", cuda_graph_max_bs=70,
         speculative_draft_model_path=str(tmp_path), max_running_requests=70, chunked_prefill_size=64,
     ).resolve()  # fmt: skip
-    job = job._replace(options=options.for_engine("cuda", 80 << 30), draft_path=tmp_path)
+    job = job._replace(options=options.for_engine(defaults_for(80 << 30)), draft_path=tmp_path)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WHILE_SERVING], input=pickle.dumps(job), env=env, capture_output=True, check=False

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,12 @@ from tiny_checkpoint import write_checkpoint
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine import build
-from draftwing.engine.device import Device
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.precision import Precision
 from draftwing.engine.startup import price_file as files
 from draftwing.engine.startup import prices as measuring
 from draftwing.engine.startup import quiet
-from draftwing.engine.startup.price_file import PriceFile, price_file
+from draftwing.engine.startup.price_file import MOST_STARTS, PriceFile, price_file
 from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy.cost import StepCost
@@ -87,11 +88,11 @@ def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_prices_depend_on(tmp_path: Path) -> None:
-    device = Device(torch.device("cpu"), TorchOps(torch.device("cpu")))
+    device = CpuDevice(ops=TorchOps(torch.device("cpu")))
     (tmp_path / "a.gguf").write_bytes(b"1234")
     (tmp_path / "b.gguf").write_bytes(b"1234")
     (tmp_path / "c.gguf").write_bytes(b"12345")
-    options = Options(speculative_algorithm="NGRAM", random_seed=1).resolve().for_engine("cpu", 0)
+    options = Options(speculative_algorithm="NGRAM", random_seed=1).resolve().for_engine(CpuDevice().defaults)
     types = Precision(torch.float32, torch.float32)
 
     def name(options=options, menu=MENU, path="a.gguf", draft=None, types=types) -> str:
@@ -224,6 +225,24 @@ def test_a_busy_second_look_changes_nothing_and_settles_nothing(machine: Machine
         assert right(found) and count > 0
     machine.waits = 0.01
     assert start(machine, model)[1] > 0 and start(machine, model)[1] == 0
+
+
+@pytest.mark.parametrize("waits", [0.5, 0.01])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_machine_that_stays_busy_is_not_measured_for_ever(
+    machine: Machine, model: str, waits: float, noise: float
+) -> None:
+    """A quota of its processors keeps threads waiting at every start, and no two starts agree."""
+    draw = random.Random(3)
+    machine.load, machine.waits = lambda shape: 1 + noise * draw.random(), waits
+    least, runs = dict[tuple[TreeShape, int, int], float](), []
+    for _ in range(MOST_STARTS + 2):
+        found, count = start(machine, model)
+        assert all(seconds <= least.get(point, seconds) for point, seconds in found.items())
+        least = found
+        runs.append(count)
+    measured = 2 if waits < 0.1 and not noise else MOST_STARTS
+    assert all(runs[:measured]) and not any(runs[measured:])
 
 
 def test_what_was_taken_off_too_much_comes_back(machine: Machine, model: str) -> None:

@@ -18,6 +18,7 @@ from draftwing.engine.startup import prices, quiet
 told = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
 
 
+@pytest.mark.timing
 @told
 def test_two_programs_on_one_processor_wait_for_each_other() -> None:
     """Of the time that passes, what is waited and what is computed are all there is."""

@@ -87,7 +87,7 @@ def test_mimo(drafts: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCapture
     drafts.write(tmp_path, weights, **MIMO)
     target = load_model(tmp_path, torch.float64, "cpu")
     assert "not used" not in caplog.text
-    assert target.config.qkv_bias and not target.config.o_bias and not target.config.tie_embeddings
+    assert target.config.attention.qkv_bias and not target.config.attention.o_bias and not target.config.tie_embeddings
     head = load_mtp_head(tmp_path, target, torch.float64, "cpu")
     assert isinstance(head, MTPHead)
     head.set_max_positions(64)

@@ -142,7 +142,7 @@ TREE, CHAIN = (3, 4, 12), (3, 1, 4)
 def test_drafts_change_no_token(
     tmp_path: Path, name: str, shape: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftwing.engine.device.make_ops", GroupTorchOps)
+    monkeypatch.setattr("draftwing.engine.devices.base.make_ops", GroupTorchOps)
     (folder, options), kind = made(tmp_path / "target", name), "fp8" if "fp8" in name else "int4"
     plain = texts(folder, kind, 4, speculative_algorithm="none", **options)
     assert texts(folder, kind, 4, **drafts(tmp_path / "head", shape), **options) == plain
@@ -154,7 +154,7 @@ def test_a_draft_head_beside_a_quantised_target(tmp_path: Path) -> None:
     """Its matrices and the rows of the target's head that it reads are in 8 bits; its embedding is as it was."""
     ops = GroupTorchOps(CPU)
     target = load_model(llama_target(3, **SIZES).write(tmp_path), torch.bfloat16, "cpu")
-    config = replace(target.config, num_layers=1)
+    config = replace(target.config, layers=target.config.layers[:1])
     dense = EagleHead(config, target, False, torch.bfloat16, "cpu")
     for i, parameter in enumerate(dense.parameters()):
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) / 12)

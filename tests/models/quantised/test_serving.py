@@ -200,7 +200,7 @@ def test_scales_of_keys_and_values(tmp_path: Path, name: str, caplog: pytest.Log
         }
         save_file({**load_file(file), **more}, file)
         model = load_model(folder, torch.float32, "cpu")
-        assert model.kv_scales.of(2) == [(1.0, 1.0), (0.5, 2.0)]
+        assert model.kv_scales.of(range(2)) == [(1.0, 1.0), (0.5, 2.0)]
     assert "not used" not in caplog.text
 
 

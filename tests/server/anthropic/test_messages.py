@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 from fake_engine import CONTEXT
-from scripted import WITHOUT_TOOLS, ScriptedEngine, serving
+from scripted import ScriptedEngine
+
+SCRIPTED = dict(reasoning="qwen3", tools="hermes")
 
 TOOLS: list[Any] = [
     {
@@ -24,17 +25,6 @@ TOOLS: list[Any] = [
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reasoning="qwen3", tools="hermes")
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +49,20 @@ def ask(client: anthropic.Anthropic, **more: Any) -> Any:
     return whole
 
 
-def test_a_plain_answer(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = "Hello, wörld!"
+def test_a_plain_answer(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = "Hello, wörld!"
     message = ask(client, system="Be kind.")
-    assert engine.prompt == "<system>Be kind.</system>\n<user>hi</user>\n<assistant>"
+    assert scripted.prompt == "<system>Be kind.</system>\n<user>hi</user>\n<assistant>"
     (block,) = message.content
     assert (block.type, block.text) == ("text", "Hello, wörld!")
     assert (message.stop_reason, message.stop_sequence, message.model) == ("end_turn", None, "m")
-    assert message.usage.input_tokens == len(engine.prompt.encode())
-    assert message.usage.output_tokens == len(engine.script.encode()) + 1
+    assert message.usage.input_tokens == len(scripted.prompt.encode())
+    assert message.usage.output_tokens == len(scripted.script.encode()) + 1
     assert message.id.startswith("msg_") and message.role == "assistant"
 
 
-def test_events_come_in_their_order(url: str, engine: ScriptedEngine) -> None:
-    engine.script = f"<think>hm</think>\n\nSo: {CALL}"
+def test_events_come_in_their_order(url: str, scripted: ScriptedEngine) -> None:
+    scripted.script = f"<think>hm</think>\n\nSo: {CALL}"
     body = {"model": "m", "max_tokens": 500, "messages": HI, "tools": TOOLS, "stream": True}
     response = httpx.post(f"{url}/v1/messages", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -100,22 +90,22 @@ def test_events_come_in_their_order(url: str, engine: ScriptedEngine) -> None:
     assert json.loads("".join(fragments)) == {"city": "Paris é"} and len(fragments) > 3
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert events[-2]["usage"] == {
-        "input_tokens": len(engine.requests[-1].prompt_ids),
+        "input_tokens": len(scripted.requests[-1].prompt_ids),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
-        "output_tokens": len(engine.script.encode()) + 1,
+        "output_tokens": len(scripted.script.encode()) + 1,
     }
 
 
-def test_thinking_and_tools(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = f"<think>\nthe city\n</think>\n\nLooking.\n{CALL}\n{NOW}"
+def test_thinking_and_tools(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = f"<think>\nthe city\n</think>\n\nLooking.\n{CALL}\n{NOW}"
     message = ask(client, tools=TOOLS)
     thinking, text, first, second = message.content
     assert (thinking.type, thinking.thinking, text.text) == ("thinking", "the city", "Looking.")
     assert (first.type, first.name, first.input) == ("tool_use", "get_weather", {"city": "Paris é"})
     assert (second.name, second.input) == ("now", {}) and message.stop_reason == "tool_use"
-    assert engine.prompt.startswith("<tools>[{")
-    shown = json.loads(engine.prompt[len("<tools>") : engine.prompt.index("</tools>")])
+    assert scripted.prompt.startswith("<tools>[{")
+    shown = json.loads(scripted.prompt[len("<tools>") : scripted.prompt.index("</tools>")])
     assert shown[0]["function"] == {
         "name": "get_weather",
         "description": "Weather of a city",
@@ -125,8 +115,8 @@ def test_thinking_and_tools(client: anthropic.Anthropic, engine: ScriptedEngine)
     assert [block.type for block in one.content] == ["thinking", "text", "tool_use"]
 
 
-def test_results_go_back_to_the_model(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = "Sunny."
+def test_results_go_back_to_the_model(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = "Sunny."
     messages: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
         {
@@ -148,7 +138,7 @@ def test_results_go_back_to_the_model(client: anthropic.Anthropic, engine: Scrip
         },
     ]
     ask(client, messages=messages)
-    assert engine.prompt == (
+    assert scripted.prompt == (
         "<user>Weather?</user>\n"
         '<assistant>[hm]Looking.<call t1>get_weather {"city": "Paris"}<call t2>now {}</assistant>\n'
         "<tool>sun by get_weather for t1</tool>\n<tool>Error: no clock by now for t2</tool>\n<user>And?</user>\n"
@@ -156,74 +146,70 @@ def test_results_go_back_to_the_model(client: anthropic.Anthropic, engine: Scrip
     )
 
 
-def test_how_answers_end(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = "one two three"
+def test_how_answers_end(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = "one two three"
     stopped = ask(client, stop_sequences=["zzz", "thr"])
     assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "thr", "one two ")
     cut = ask(client, max_tokens=3)
     assert (cut.stop_reason, cut.stop_sequence, cut.content[0].text) == ("max_tokens", None, "one")
-    engine.script = '<tool_call>{"name": "now", "arguments": {"a": [1], "b": "cut'
-    partial = ask(client, max_tokens=len(engine.script), tools=TOOLS)
+    scripted.script = '<tool_call>{"name": "now", "arguments": {"a": [1], "b": "cut'
+    partial = ask(client, max_tokens=len(scripted.script), tools=TOOLS)
     assert partial.stop_reason == "max_tokens" and partial.content[0].input == {"a": [1]}
-    engine.script = ""
+    scripted.script = ""
     assert ask(client).content == []
 
 
-def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = "x"
+def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = "x"
     extra = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "seed": 3, "cache_salt": "a"}
     ask(client, max_tokens=9, extra_body=extra)
-    request = engine.requests[-1]
+    request = scripted.requests[-1]
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.max_new_tokens) == (0.25, 0.5, 7, 9)
     assert (params.sampling_seed, request.cache_salt) == (3, "a")
 
 
-def test_required_tools_are_a_grammar(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = f"<think>hm</think>{CALL}"
+def test_required_tools_are_a_grammar(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = f"<think>hm</think>{CALL}"
     ask(client, tools=TOOLS, tool_choice={"type": "any"})
-    grammar = engine.requests[-1].params.grammar
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "get_weather" in grammar.text and "now" in grammar.text
     ask(client, tools=TOOLS, tool_choice={"type": "tool", "name": "now"})
-    grammar = engine.requests[-1].params.grammar
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "get_weather" not in grammar.text and "now" in grammar.text
     ask(client, tools=TOOLS, tool_choice={"type": "none"})
-    assert engine.requests[-1].params.grammar is None and "<tools>" not in engine.prompt
+    assert scripted.requests[-1].params.grammar is None and "<tools>" not in scripted.prompt
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
-    grammar = engine.requests[-1].params.grammar
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and '"a"' in grammar.text and "</think>" in grammar.text
 
 
-def test_an_answer_goes_on_with_the_last_message(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = "paris"
+def test_an_answer_goes_on_with_the_last_message(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = "paris"
     message = ask(client, messages=[*HI, {"role": "assistant", "content": "It is "}])
-    assert engine.prompt == "<user>hi</user>\n<assistant>It is " and message.content[0].text == "paris"
+    assert scripted.prompt == "<user>hi</user>\n<assistant>It is " and message.content[0].text == "paris"
 
 
-def test_thinking_can_be_switched_off(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = "x"
+def test_thinking_can_be_switched_off(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = "x"
     ask(client, thinking={"type": "disabled"})
-    assert engine.prompt.endswith("<assistant><think>\n\n</think>\n\n")
+    assert scripted.prompt.endswith("<assistant><think>\n\n</think>\n\n")
     ask(client, thinking={"type": "adaptive"})
-    assert engine.prompt.endswith("<assistant>")
+    assert scripted.prompt.endswith("<assistant>")
 
 
-def test_count_tokens(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = "x"
+def test_count_tokens(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script = "x"
     ask(client, tools=TOOLS, system="s")
     counted = client.messages.count_tokens(model="m", messages=HI, tools=TOOLS, system="s")
-    assert counted.input_tokens == len(engine.requests[-1].prompt_ids)
+    assert counted.input_tokens == len(scripted.requests[-1].prompt_ids)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 10**6}, "max_tokens"),
-    ({"nonsense": 1}, "nonsense"),
-    ({"container": "x"}, "container"),
-    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-    ({"messages": []}, "messages"),
+    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_tokens"),
+    ({"nonsense": 1}, "nonsense"), ({"container": "x"}, "container"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"), ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "tool_use_id"),
@@ -252,14 +238,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "now"}}, "tool_choice.name"),
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
     ({"context_management": {"edits": [{"type": "translate_20300101"}]}}, "context_management.edits.0.type"),
-    ({"compaction": {"type": "summarize"}}, "compaction"),
-    ({"inference_geo": "us"}, "inference_geo"),
+    ({"compaction": {"type": "summarize"}}, "compaction"), ({"inference_geo": "us"}, "inference_geo"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
-    ({"temperature": -1}, "temperature"),
+    ({"output_config": {"effort": "extreme"}}, "output_config.effort"), ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: 3025 tokens > 1999 maximum"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body, named", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
@@ -272,8 +256,8 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_anthropics_own_tools_are_left_out_beside_functions(url: str, engine: ScriptedEngine, stream: bool) -> None:
-    engine.script = "x"
+def test_anthropics_own_tools_are_left_out_beside_functions(url: str, scripted: ScriptedEngine, stream: bool) -> None:
+    scripted.script = "x"
     hosted = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5, "allowed_domains": ["a.org"]},
         {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
@@ -292,15 +276,16 @@ def test_anthropics_own_tools_are_left_out_beside_functions(url: str, engine: Sc
     assert response.status_code == 200, response.text
     names = ("web_search", "text_editor", "computer", "mcp_toolset")
     assert set(response.headers["draftwing-ignored"].split(", ")) == {"mcp_servers", *(f"tools.{n}" for n in names)}
-    shown = engine.prompt
+    shown = scripted.prompt
     httpx.post(f"{url}/v1/messages", json=body | {"tools": own})
-    assert engine.prompt == shown, "the model is not told of them"
+    assert scripted.prompt == shown, "the model is not told of them"
     counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": HI} | more)
-    assert counted.json() == {"input_tokens": len(engine.requests[-1].prompt_ids)}
+    assert counted.json() == {"input_tokens": len(scripted.requests[-1].prompt_ids)}
+    assert counted.headers["draftwing-ignored"] == response.headers["draftwing-ignored"]
 
 
-def test_hints_of_functions_are_named(url: str, engine: ScriptedEngine) -> None:
-    engine.script = "x"
+def test_hints_of_functions_are_named(url: str, scripted: ScriptedEngine) -> None:
+    scripted.script = "x"
     hints = {"defer_loading": True, "input_examples": [{}], "allowed_callers": ["direct", "code_execution_20250825"]}
     nothing = {"defer_loading": False, "input_examples": [], "allowed_callers": ["direct"]}
     for given, named in ((hints, set(hints)), (nothing | {"eager_input_streaming": True}, set())):
@@ -311,6 +296,8 @@ def test_hints_of_functions_are_named(url: str, engine: ScriptedEngine) -> None:
         assert response.status_code == 200, response.text
         found = response.headers.get("draftwing-ignored", "")
         assert set(filter(None, found.split(", "))) == {f"tools.{name}" for name in named}
+        counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": HI, "tools": [tool]})
+        assert counted.status_code == 200 and counted.headers.get("draftwing-ignored", "") == found
 
 
 EDITS: list[tuple[list[dict[str, Any]], bool]] = [
@@ -327,28 +314,32 @@ EDITS: list[tuple[list[dict[str, Any]], bool]] = [
 
 @pytest.mark.parametrize(("edits", "named"), EDITS)
 def test_edits_of_the_context_are_never_applied(
-    client: anthropic.Anthropic, url: str, engine: ScriptedEngine, edits: list[Any], named: bool
+    client: anthropic.Anthropic, url: str, scripted: ScriptedEngine, edits: list[Any], named: bool
 ) -> None:
-    engine.script = "x"
+    scripted.script = "x"
     said = [
         *HI,
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
     ]
     body: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [*said, *HI]}
     httpx.post(f"{url}/v1/messages", json=body)
-    whole = engine.prompt
+    whole = scripted.prompt
     response = httpx.post(f"{url}/v1/messages", json=body | {"context_management": {"edits": edits}})
-    assert response.json()["context_management"] == {"applied_edits": []} and engine.prompt == whole
+    assert response.json()["context_management"] == {"applied_edits": []} and scripted.prompt == whole
     assert response.headers.get("draftwing-ignored") == ("context_management" if named else None)
+    more = {"context_management": {"edits": edits}, "speed": "fast"}
+    counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": body["messages"]} | more)
+    assert counted.status_code == 200
+    assert counted.headers["draftwing-ignored"] == ("speed, context_management" if named else "speed")
     with client.beta.messages.stream(**body, context_management={"edits": edits}) as stream:
         told = [event.context_management for event in stream if event.type == "message_delta"]
     assert [one is not None and one.applied_edits for one in told] == [[]]
 
 
 def test_a_length_beside_a_prompt_is_refused_in_words_that_clients_act_on(
-    url: str, client: anthropic.Anthropic, engine: ScriptedEngine
+    url: str, client: anthropic.Anthropic, scripted: ScriptedEngine
 ) -> None:
-    engine.script = "x"
+    scripted.script = "x"
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "y" * 500}]}
     response = httpx.post(f"{url}/v1/messages", json=body | {"max_tokens": CONTEXT})
     error = response.json()["error"]
@@ -373,39 +364,8 @@ def test_threads_are_refused_by_the_code_that_the_tool_runner_knows(url: str) ->
     assert error["details"]["error_code"] == "thread_unsupported_request"
 
 
-def test_the_clients_errors(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.input_schema"):
-        client.messages.create(model="m", max_tokens=5, messages=HI, tools=[{"name": "f"}])  # type: ignore[list-item]
-    with (
-        pytest.raises(anthropic.BadRequestError, match="temperature"),
-        client.messages.stream(model="m", max_tokens=5, messages=HI, extra_body={"temperature": 200}) as stream,
-    ):
-        stream.get_final_message()
-
-
-def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
-    with serving(ScriptedEngine("hi", api_key="secret")) as url:
-        good = anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0)
-        assert good.messages.create(model="m", max_tokens=5, messages=HI).content[0].type == "text"
-        bad = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
-        with pytest.raises(anthropic.AuthenticationError, match="API key"):
-            bad.messages.create(model="m", max_tokens=5, messages=HI)
-
-
-def test_without_parsers_and_templates() -> None:
-    with serving(ScriptedEngine(CALL)) as url:
-        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.BadRequestError, match="--tool-call-parser"):
-            client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
-        assert ask(client).content[0].text == CALL
-    with serving(ScriptedEngine(CALL, "qwen3", "hermes", WITHOUT_TOOLS)) as url:
-        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.BadRequestError, match=r"knows no tools.*--chat-template"):
-            client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
-
-
-def test_an_aborted_answer_is_an_error(url: str, client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
-    engine.script, engine.pause = "x" * 1500, 0.02
+def test_an_aborted_answer_is_an_error(url: str, client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    scripted.script, scripted.pause = "x" * 1500, 0.02
     try:
         with (
             pytest.raises(anthropic.APIStatusError, match="aborted"),
@@ -415,4 +375,4 @@ def test_an_aborted_answer_is_an_error(url: str, client: anthropic.Anthropic, en
                 if number == 5:
                     httpx.post(f"{url}/abort_request", json={"rid": "r"})
     finally:
-        engine.pause = 0.0005
+        scripted.pause = 0.0005

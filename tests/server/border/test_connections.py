@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from fake_engine import FakeEngine, local
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -64,6 +65,7 @@ class Sender(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
         self.reads = True
+        self.written: list[bytes] = []
 
     def pause_reading(self) -> None:
         self.reads = False
@@ -75,10 +77,42 @@ class Sender(asyncio.Transport):
         return False
 
     def write(self, data: Any) -> None:
-        pass
+        self.written.append(data)
 
     def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_a_client_that_leaves_has_left_all_its_requests(count: int) -> None:
+    """The one that runs is told, however many came after it, and these are not begun."""
+    begun: list[str] = []
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+        kind = "http.request"
+        while kind == "http.request":
+            kind = (await receive())["type"]
+        heard.append(kind)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def run() -> list[bytes]:
+        sender = Sender()
+        config = uvicorn.Config(app, lifespan="off", ws="none")
+        config.load()
+        connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, intake=Intake())
+        connection.connection_made(sender)
+        connection.data_received(b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % i for i in range(count)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        await asyncio.wait_for(asyncio.gather(*connection.tasks), 5)
+        return sender.written
+
+    assert asyncio.run(run()) == []
+    assert begun == ["/0"] and heard == ["http.disconnect"]
 
 
 def test_a_connection_whose_turn_is_late_is_not_read_meanwhile() -> None:

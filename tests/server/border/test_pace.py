@@ -60,7 +60,7 @@ def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.Monke
     async def run() -> None:
         refusals = AnswerPace(app, lambda: 0.0)
         for key in ["a"] * (8 + 35) + ["b"]:
-            await refusals({"type": "http", "path": "/a", "key": key}, None, send)  # type: ignore[arg-type]
+            await refusals({"type": "http", "method": "GET", "path": "/a", "key": key}, None, send)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pace.asyncio, "sleep", sleep)
     asyncio.run(run())
@@ -97,7 +97,7 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
             pass
         async with asyncio.TaskGroup() as together:
             for _ in range(10):
-                together.create_task(refusals({"type": "http", "path": "/a"}, None, send))  # type: ignore[arg-type]
+                together.create_task(refusals({"type": "http", "method": "GET", "path": "/a"}, None, send))  # type: ignore[arg-type]
             while len(sent) < 7:
                 await turn(0)
             assert slept == [0.5] * 3 and len(sent) == 7, "so many are held, the others end at once"
@@ -142,7 +142,7 @@ def test_what_does_not_wait(
     async def run() -> None:
         refusals = AnswerPace(app, lambda: 0.0)
         for _ in range(10):
-            await refusals({"type": "http", "path": path}, receive, send)
+            await refusals({"type": "http", "method": "GET", "path": path}, receive, send)
         assert bool(slept) is waits
         assert [bool(message["headers"]) for message in sent] == [False] * 9 + [closes]
 
@@ -150,8 +150,18 @@ def test_what_does_not_wait(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("path", "free"), [("/health", True), ("/readiness", True), ("/v1/models", False)])
-def test_what_needs_no_key_is_begun_one_after_the_other(path: str, free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "free"),
+    [
+        ("GET", "/health", True),
+        ("GET", "/readiness", True),
+        ("OPTIONS", "/v1/models", True),
+        ("GET", "/v1/models", False),
+    ],
+)
+def test_what_needs_no_key_is_begun_one_after_the_other(
+    method: str, path: str, free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many come together: each has its turn, so that what runs beside never waits for all of them."""
     monkeypatch.setattr(pace, "FREE_A_SECOND", 64)
     monkeypatch.setattr(pace, "FREE_AT_ONCE", 4)
@@ -178,7 +188,7 @@ def test_what_needs_no_key_is_begun_one_after_the_other(path: str, free: bool, m
         paced = AnswerPace(app, lambda: now[0])
         async with asyncio.TaskGroup() as together:
             for _ in range(4 + 65 + 3):
-                together.create_task(paced({"type": "http", "path": path}, None, send))  # type: ignore[arg-type]
+                together.create_task(paced({"type": "http", "method": method, "path": path}, None, send))  # type: ignore[arg-type]
             await turn(0)
             while sleeping:
                 now[0], awake = sleeping.pop(sleeping.index(min(sleeping, key=lambda one: one[0])))

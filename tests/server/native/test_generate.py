@@ -153,8 +153,3 @@ def test_health_and_infos(client: TestClient, engine: FakeEngine) -> None:
     assert info["floor"] == {"memory_gb_s": 17e-6, "read_ms": 2.0, "plain_step_ms": 8.0, "share": 0.25}
     assert client.get("/model_info").json()["served_model_name"] == "echo"
     assert client.get("/openapi.json").json()["paths"]["/generate"]["post"]["requestBody"]
-
-
-def test_flush_cache(client: TestClient, engine: FakeEngine) -> None:
-    assert client.post("/flush_cache").status_code == 200 and client.get("/flush_cache").status_code == 200
-    assert engine.flushed == 2

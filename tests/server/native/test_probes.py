@@ -54,20 +54,11 @@ def test_load_of_a_busy_engine() -> None:
     busy = {"running": 2, "waiting": 3, "free_tokens": 500, "cached_tokens": 250, "waiting_tokens": 40}
     last = {"gen_throughput": 12.5, "cache_hit_rate": 0.75}
     assert load({**engine.stats(), **busy, "uncomputed_tokens": 50, "last": last}, info) == {
-        "dp_rank": 0,
-        "num_running_reqs": 2,
-        "num_waiting_reqs": 3,
-        "num_total_reqs": 5,
-        "num_waiting_uncached_tokens": 50,
-        "num_used_tokens": 250,
-        "num_total_tokens": 290,
-        "max_total_num_tokens": 1000,
-        "max_running_requests": 8,
-        "token_usage": 0.25,
-        "gen_throughput": 12.5,
-        "cache_hit_rate": 0.75,
-        "utilization": 0.25,
-    }
+        "dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 3, "num_total_reqs": 5,
+        "num_waiting_uncached_tokens": 50, "num_used_tokens": 250, "num_total_tokens": 290,
+        "max_total_num_tokens": 1000, "max_running_requests": 8, "token_usage": 0.25, "gen_throughput": 12.5,
+        "cache_hit_rate": 0.75, "utilization": 0.25,
+    }  # fmt: skip
 
 
 def test_a_server_that_ends_is_alive_but_not_ready() -> None:

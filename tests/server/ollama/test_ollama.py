@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine
+from timed import least_seconds
 
 from draftwing.server.ollama.schema import OllamaChatRequest
+
+SCRIPTED = dict(reasoning="qwen3", tools="hermes")
 
 TOOL = {
     "type": "function",
@@ -25,17 +25,6 @@ TOOL = {
 }
 HI = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reasoning="qwen3", tools="hermes")
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
 
 
 def lines(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,13 +53,13 @@ def refused(url: str, path: str, body: dict[str, Any]) -> str:
     [("Grüße 👋 there", "Grüße 👋 there", None), ("<think>\nhm\n</think>\n\nyes", "yes", "hm"), ("", "", None)],
 )
 def test_a_chat_is_the_same_in_lines_and_whole(
-    engine: ScriptedEngine, url: str, script: str, text: str, thinking: str | None
+    scripted: ScriptedEngine, url: str, script: str, text: str, thinking: str | None
 ) -> None:
-    engine.script = script
+    scripted.script = script
     once = whole(url, "/api/chat", {"messages": HI})
     assert once["message"]["content"] == text and once["message"].get("thinking") == thinking
     assert once["done"] is True and once["done_reason"] == "stop" and once["model"] == "m"
-    assert once["prompt_eval_count"] == len(engine.requests[-1].prompt_ids) and once["total_duration"] >= 0
+    assert once["prompt_eval_count"] == len(scripted.requests[-1].prompt_ids) and once["total_duration"] >= 0
     parts = lines(url, "/api/chat", {"messages": HI})
     assert "".join(part["message"]["content"] for part in parts) == text
     assert "".join(part["message"].get("thinking", "") for part in parts) == (thinking or "")
@@ -81,14 +70,14 @@ def test_a_chat_is_the_same_in_lines_and_whole(
         assert told["total_duration"] >= told["prompt_eval_duration"] + told["eval_duration"] - 2
 
 
-def test_the_answer_s_time_is_told_without_a_stream(engine: ScriptedEngine, url: str) -> None:
-    engine.script = "a" * 60  # twenty steps
+def test_the_answer_s_time_is_told_without_a_stream(scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = "a" * 60  # twenty steps
     told = whole(url, "/api/chat", {"messages": HI})
-    assert told["eval_duration"] > 19e9 * engine.pause
+    assert told["eval_duration"] > 19e9 * scripted.pause
 
 
-def test_calls_are_whole_and_come_back(engine: ScriptedEngine, url: str) -> None:
-    engine.script = f"Let me see. {CALL}\n{CALL}"
+def test_calls_are_whole_and_come_back(scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = f"Let me see. {CALL}\n{CALL}"
     body: dict[str, Any] = {"messages": HI, "tools": [TOOL]}
     once = whole(url, "/api/chat", body)
     parts = lines(url, "/api/chat", body)
@@ -100,75 +89,72 @@ def test_calls_are_whole_and_come_back(engine: ScriptedEngine, url: str) -> None
     # As Ollama's client sends them back: with or without ids.
     history = [*HI, once["message"], {"role": "tool", "tool_name": "get_weather", "content": "sunny"}]
     history.append({"role": "tool", "tool_call_id": once["message"]["tool_calls"][1]["id"], "content": "rain"})
-    engine.script = "ok"
+    scripted.script = "ok"
     assert whole(url, "/api/chat", {"messages": history, "tools": [TOOL]})["message"]["content"] == "ok"
     first, second = (call["id"] for call in once["message"]["tool_calls"])
-    assert f"sunny by get_weather for {first}" in engine.prompt and f"rain by get_weather for {second}" in engine.prompt
+    assert (
+        f"sunny by get_weather for {first}" in scripted.prompt
+        and f"rain by get_weather for {second}" in scripted.prompt
+    )
     for call in once["message"]["tool_calls"]:
         del call["id"]
     history[-1] = {"role": "Tool", "content": "rain"}
     whole(url, "/api/chat", {"messages": history, "tools": [TOOL]})
-    assert "sunny by get_weather for call00000" in engine.prompt and "rain by get_weather for call00" in engine.prompt
+    assert (
+        "sunny by get_weather for call00000" in scripted.prompt and "rain by get_weather for call00" in scripted.prompt
+    )
 
 
-def test_results_belong_to_the_calls_that_have_none(engine: ScriptedEngine, url: str) -> None:
+def test_results_belong_to_the_calls_that_have_none(scripted: ScriptedEngine, url: str) -> None:
     def call(name: str, id: str | None = None) -> dict[str, Any]:
         return {"function": {"name": name, "arguments": {}}} | ({"id": id} if id else {})
 
     def result(text: str, **named: str) -> dict[str, str]:
         return {"role": "tool", "content": text, **named}
 
-    engine.script = "ok"
+    scripted.script = "ok"
     calls = [call("get", "one"), call("set"), call("get"), call("get", "four"), call("put", "five")]
     results = [result("A", tool_call_id="one"), result("B", tool_name="get"), result("C", tool_call_id="five")]
     results += [result("D", tool_name="none"), result("E", name="get")]
     whole(url, "/api/chat", {"messages": [*HI, {"role": "assistant", "tool_calls": calls}, *results]})
-    said = re.findall(r"(\w) by (\w+) for (\w+)", engine.prompt)
+    said = re.findall(r"(\w) by (\w+) for (\w+)", scripted.prompt)
     wanted = [("A", "get", "one"), ("B", "get", "call00002"), ("C", "put", "five"), ("D", "set", "call00001")]
     assert said == [*wanted, ("E", "get", "four")]
     more = {"messages": [*HI, {"role": "assistant", "tool_calls": calls}, *results, result("F")]}
     assert "messages.7" in refused(url, "/api/chat", more)
 
 
+@pytest.mark.timing
 def test_results_of_many_calls_are_found_in_linear_time() -> None:
     def seconds(count: int) -> float:
         calls = [{"function": {"name": f"f{i % 3}"}} for i in range(count)]
         results = [{"role": "tool", "tool_name": "f1" if i % 2 else "none"} for i in range(count)]
         messages = [{"role": "assistant", "tool_calls": calls}, *results]
         body = OllamaChatRequest.model_validate({"model": "m", "messages": messages})
-        gc.disable()  # else it counts how much the other tests have left
-        begun = time.thread_time()
-        made = body.chat()
-        taken = time.thread_time() - begun
-        gc.enable()
-        assert len(made.messages) == count + 1
-        return taken
+        assert len(body.chat().messages) == count + 1
+        return least_seconds(body.chat)
 
-    few, many = (min(seconds(count) for _ in range(3)) for count in (2_000, 16_000))
+    few, many = seconds(2_000), seconds(16_000)
     assert many < 25 * few, f"{few} s, then {many} s of eight times as many"
 
 
-def test_options_become_sampling_parameters(engine: ScriptedEngine, url: str) -> None:
-    engine.script = "abc"
+def test_options_become_sampling_parameters(scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = "abc"
     options = {"seed": 3, "temperature": 0, "top_k": 5, "repeat_penalty": 1.1, "num_predict": 2, "stop": ["x"]}
     response = httpx.post(
         f"{url}/api/chat",
         json={
-            "model": "m",
-            "stream": False,
-            "messages": HI,
-            "keep_alive": "5m",
-            "options": options | {"num_ctx": 4096},
+            "model": "m", "stream": False, "messages": HI, "keep_alive": "5m", "options": options | {"num_ctx": 4096},
         },
-    )
+    )  # fmt: skip
     assert response.json()["done_reason"] == "length" and response.json()["eval_count"] == 2
-    params = engine.requests[-1].params
+    params = scripted.requests[-1].params
     assert (params.sampling_seed, params.temperature, params.top_k, params.stop) == (3, 0, 5, ("x",))
     assert params.repetition_penalty == 1.1
     assert set(response.headers["draftwing-ignored"].split(", ")) == {"options.num_ctx", "keep_alive"}
     for most in (0, -1, -2):
         whole(url, "/api/chat", {"messages": HI, "options": {"num_predict": most, "seed": -1}})
-        assert engine.requests[-1].params.max_new_tokens is None
+        assert scripted.requests[-1].params.max_new_tokens is None
 
 
 def large(name: str) -> dict[str, Any]:
@@ -182,43 +168,81 @@ def large(name: str) -> dict[str, Any]:
     [
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": {"num_predict": 10**6}}, "options.num_predict"),
-        ({"options": {"mirostat": 1}}, "options.mirostat"),
-        ({"options": {"temprature": 1}}, "options.temprature"),
-        ({"format": {"type": "nonsense"}}, "format"),
-        ({"format": "xml"}, "format"),
+        ({"options": {"mirostat": 1}}, "options.mirostat"), ({"options": {"temprature": 1}}, "options.temprature"),
+        ({"format": {"type": "nonsense"}}, "format"), ({"format": "xml"}, "format"),
         ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages.0.images"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
-        ({"tools": [large("a"), large("b")]}, "tools"),
-        ({"think": "never"}, "think"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"model": None}, "model"),
+        ({"tools": [large("a"), large("b")]}, "tools"), ({"think": "never"}, "think"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"model": None}, "model"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
     assert param in refused(url, "/api/chat", {"messages": HI} | body)
 
 
-def test_formats_are_grammars(engine: ScriptedEngine, url: str) -> None:
-    engine.script = '{"a": 1}'
+def test_formats_are_grammars(scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = '{"a": 1}'
     form: Any
     for form, kind in (("json", "json_object"), ({"type": "object"}, "json_schema"), ("", None)):
         whole(url, "/api/chat", {"messages": HI, "format": form, "think": False})
-        grammar = engine.requests[-1].params.grammar
+        grammar = scripted.requests[-1].params.grammar
         assert (grammar and grammar.kind) == kind
 
 
-def test_a_prompt_is_put_into_the_template_unless_it_is_raw(engine: ScriptedEngine, url: str) -> None:
-    engine.script = "hello"
+def test_a_prompt_is_put_into_the_template_unless_it_is_raw(scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = "hello"
     once = whole(url, "/api/generate", {"prompt": "hi", "system": "be brief"})
-    assert once["response"] == "hello" and "be brief" in engine.prompt and "<user>hi" in engine.prompt
+    assert once["response"] == "hello" and "be brief" in scripted.prompt and "<user>hi" in scripted.prompt
     parts = lines(url, "/api/generate", {"prompt": "hi", "raw": True})
-    assert "".join(part["response"] for part in parts) == "hello" and "<user>" not in engine.prompt
+    assert "".join(part["response"] for part in parts) == "hello" and "<user>" not in scripted.prompt
     assert parts[-1]["done_reason"] == "stop"
-    engine.script = "<think>a</think>b"  # a raw prompt's answer is text as it is
-    assert whole(url, "/api/generate", {"prompt": "hi", "raw": True})["response"] == engine.script
+    scripted.script = "<think>a</think>b"  # a raw prompt's answer is text as it is
+    assert whole(url, "/api/generate", {"prompt": "hi", "raw": True})["response"] == scripted.script
     assert "context" in refused(url, "/api/generate", {"prompt": "hi", "context": [1]})
+
+
+@pytest.mark.parametrize(
+    ("more", "named", "refused_field"),
+    [
+        ({}, None, None),
+        ({"think": None, "system": ""}, None, None),
+        ({"think": True}, "think", None),
+        ({"think": False}, "think", None),
+        ({"think": "low", "keep_alive": 5}, "keep_alive, think", None),
+        ({"system": "be brief"}, None, "system"),
+        ({"system": "be brief", "think": True}, None, "system"),
+        ({"template": "{{ .Prompt }}"}, None, "template"),
+    ],
+)
+def test_what_only_a_template_knows_is_refused_or_named_beside_raw(
+    scripted: ScriptedEngine, url: str, more: dict[str, Any], named: str | None, refused_field: str | None
+) -> None:
+    scripted.script = "hello"
+    for stream in (False, True):
+        body = {"prompt": "hi", "raw": True, "stream": stream} | more
+        if refused_field is not None:
+            assert refused(url, "/api/generate", body).startswith(refused_field)
+            continue
+        response = httpx.post(f"{url}/api/generate", json={"model": "m"} | body)
+        assert response.status_code == 200 and scripted.prompt == "hi"
+        assert response.headers.get("draftwing-ignored") == named
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({}, None),
+        ({"verbose": False, "options": None}, None),
+        ({"verbose": True}, "verbose"),
+        ({"verbose": True, "options": {"num_ctx": 5}}, "options, verbose"),
+    ],
+)
+def test_hints_to_show_are_named(url: str, more: dict[str, Any], named: str | None) -> None:
+    response = httpx.post(f"{url}/api/show", json={"model": "m"} | more)
+    assert response.status_code == 200 and response.json()["capabilities"]
+    assert response.headers.get("draftwing-ignored") == named
 
 
 def test_errors_of_a_format_name_it(url: str) -> None:
@@ -239,22 +263,22 @@ def test_models_are_loaded_and_freed_without_a_prompt(url: str) -> None:
         )
 
 
-def test_logprobs(engine: ScriptedEngine, url: str) -> None:
-    engine.script = "abc"
+def test_logprobs(scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = "abc"
     once = whole(url, "/api/chat", {"messages": HI, "logprobs": True, "top_logprobs": 1})
     parts = lines(url, "/api/chat", {"messages": HI, "logprobs": True})
     streamed = [entry["token"] for part in parts for entry in part.get("logprobs", [])]
     assert [entry["token"] for entry in once["logprobs"]] == streamed and streamed[:3] == ["a", "b", "c"]
 
 
-def test_what_clients_ask_before_they_chat(engine: ScriptedEngine, url: str) -> None:
+def test_what_clients_ask_before_they_chat(scripted: ScriptedEngine, url: str) -> None:
     assert tuple(map(int, httpx.get(f"{url}/api/version").json()["version"].split("."))) >= (0, 6, 4)
     for path in ("tags", "ps"):
         (card,) = httpx.get(f"{url}/api/{path}").json()["models"]
-        assert card["name"] == engine.info.model_name and len(card["digest"]) == 64
+        assert card["name"] == scripted.info.model_name and len(card["digest"]) == 64
     shown = httpx.post(f"{url}/api/show", json={"model": "m"}).json()
     family = shown["model_info"]["general.architecture"]
-    assert shown["model_info"][f"{family}.context_length"] == engine.info.context_length
+    assert shown["model_info"][f"{family}.context_length"] == scripted.info.context_length
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import anthropic
+import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 # As gpt-oss's template does it, in short.
@@ -27,6 +26,7 @@ TEMPLATE = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+SCRIPTED = dict(template=TEMPLATE, special=SPECIAL)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -38,50 +38,34 @@ CALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(template=TEMPLATE, special=SPECIAL)
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-
-def test_chat_completions(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_chat_completions(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
     """Without any option: the template tells."""
-    engine.script = FINAL
+    scripted.script = FINAL
     body: dict[str, Any] = {"model": "m", "messages": HI}
-    whole = client.chat.completions.create(**body)
+    whole = api.chat.completions.create(**body)
     message = whole.choices[0].message
     assert (message.reasoning_content, message.content) == ("the city", "It is sunny in Köln.")  # type: ignore[attr-defined]
     assert whole.usage is not None and whole.usage.completion_tokens_details is not None
     assert whole.usage.completion_tokens_details.reasoning_tokens == len(WHY) - len("analysis") + 8 - sum(
         len(marker) - 1 for marker in SPECIAL[1:4]
     )
-    chunks = list(client.chat.completions.create(**body, stream=True))
+    chunks = list(api.chat.completions.create(**body, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "the city"
     assert "".join(delta.content or "" for delta in deltas) == "It is sunny in Köln."
-    assert engine.prompt.startswith("<|start|>system<|message|>Reasoning: medium<|end|>")
-    client.chat.completions.create(**body, reasoning_effort="high")
-    assert "Reasoning: high" in engine.prompt
+    assert scripted.prompt.startswith("<|start|>system<|message|>Reasoning: medium<|end|>")
+    api.chat.completions.create(**body, reasoning_effort="high")
+    assert "Reasoning: high" in scripted.prompt
 
 
-def test_calls_and_their_results(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = CALL
-    choice = client.chat.completions.create(model="m", messages=HI, tools=TOOLS).choices[0]
+def test_calls_and_their_results(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = CALL
+    choice = api.chat.completions.create(model="m", messages=HI, tools=TOOLS).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
-    assert "type get_weather" in engine.prompt
-    stream = client.chat.completions.create(model="m", messages=HI, tools=TOOLS, stream=True)
+    assert "type get_weather" in scripted.prompt
+    stream = api.chat.completions.create(model="m", messages=HI, tools=TOOLS, stream=True)
     pieces = [piece for chunk in stream for one in chunk.choices for piece in one.delta.tool_calls or []]
     assert pieces[0].function.name == "get_weather"
     assert "".join(piece.function.arguments or "" for piece in pieces) == '{"city": "Paris"}'
@@ -90,57 +74,91 @@ def test_calls_and_their_results(client: openai.OpenAI, engine: ScriptedEngine) 
         choice.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "sun"},
     ]
-    engine.script = FINAL
-    client.chat.completions.create(model="m", messages=history, tools=TOOLS)
-    assert engine.prompt.endswith(
+    scripted.script = FINAL
+    api.chat.completions.create(model="m", messages=history, tools=TOOLS)
+    assert scripted.prompt.endswith(
         "<|start|>assistant<|channel|>analysis<|message|>the city<|end|><|start|>assistant to=functions.get_weather"
         '<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'
         "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>sun<|end|><|start|>assistant"
     )
 
 
-def test_a_forced_call_and_a_format_are_grammars(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = CALL
-    client.chat.completions.create(model="m", messages=HI, tools=TOOLS, tool_choice="required")
-    grammar = engine.requests[-1].params.grammar
+def test_a_forced_call_and_a_format_are_grammars(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = CALL
+    api.chat.completions.create(model="m", messages=HI, tools=TOOLS, tool_choice="required")
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "to=functions.get_weather" in grammar.text and "final" not in grammar.text
     shape: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
-    client.chat.completions.create(model="m", messages=HI, response_format=shape)
-    grammar = engine.requests[-1].params.grammar
+    api.chat.completions.create(model="m", messages=HI, response_format=shape)
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "<|channel|>final<|message|>" in grammar.text and "functions" not in grammar.text
 
 
-def test_a_text_that_goes_on(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "ny."
+def test_a_text_that_goes_on(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "ny."
     more = [*HI, {"role": "assistant", "content": "It is sun"}]
     body = {"continue_final_message": True, "add_generation_prompt": False}
-    answer = client.chat.completions.create(model="m", messages=more, extra_body=body)
+    answer = api.chat.completions.create(model="m", messages=more, extra_body=body)
     assert answer.choices[0].message.content == "ny."
-    assert engine.prompt.endswith("<|channel|>final<|message|>It is sun")
+    assert scripted.prompt.endswith("<|channel|>final<|message|>It is sun")
 
 
-def test_responses(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = FINAL
-    whole = client.responses.create(model="m", input="hi")
-    last: Any = list(client.responses.create(model="m", input="hi", stream=True))[-1]
-    for response in (whole, last.response):
-        assert [item.type for item in response.output] == ["reasoning", "message"]
-        assert response.output_text == "It is sunny in Köln."
-    engine.script = CALL
-    tool: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": False}
-    called: Any = client.responses.create(model="m", input="hi", tools=[tool]).output[-1]
-    assert (called.type, called.name, called.arguments) == ("function_call", "get_weather", '{"city": "Paris"}')
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ("/v1/chat/completions", {"tool_choice": "auto"}, None),
+        ("/v1/chat/completions", {"tool_choice": "none"}, None),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/v1/messages", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ("/v1/messages", {"tool_choice": {"type": "auto"}}, None),
+    ],
+)
+def test_no_call_is_forced_where_a_text_goes_on(
+    url: str, scripted: ScriptedEngine, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    scripted.script = "ny."
+    more = [*HI, {"role": "assistant", "content": "It is sun"}]
+    if path == "/v1/messages":
+        tools: Any = [{"name": "f", "input_schema": PARAMETERS}]
+        own: dict[str, Any] = {"max_tokens": 50}
+    else:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+        own = {"continue_final_message": True, "add_generation_prompt": False}
+    response = httpx.post(f"{url}{path}", json={"model": "m", "messages": more, "tools": tools} | own | body)
+    if param is None:
+        assert response.status_code == 200 and "ny." in response.text
+        assert scripted.requests[-1].params.grammar is None
+    else:
+        assert response.status_code == 400 and response.json()["error"]["message"].startswith(param)
 
 
-def test_messages(url: str, engine: ScriptedEngine) -> None:
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    engine.script = CALL
-    tool: Any = {"name": "get_weather", "input_schema": PARAMETERS}
-    body: dict[str, Any] = {"model": "m", "max_tokens": 500, "messages": HI, "tools": [tool]}
-    whole = client.messages.create(**body)
-    with client.messages.stream(**body) as stream:
-        built = stream.get_final_message()
-    for message in (whole, built):
-        assert [block.type for block in message.content] == ["thinking", "tool_use"]
-        assert message.content[0].thinking == "the city" and message.content[1].input == {"city": "Paris"}
-        assert message.stop_reason == "tool_use"
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": "b"}'),
+        ({"structured_outputs": {"regex": "[a-z]+ny"}}, "sunny"),
+        ({"structured_outputs": {"regex": "(.|\\n)*"}}, "any text"),
+        ({"structured_outputs": {"choice": ["sunny", "wet"]}}, "wet"),
+    ],
+)
+@pytest.mark.parametrize("budget", [None, 0, 5])
+def test_a_grammar_of_a_text_that_goes_on_waits_for_no_marker(
+    url: str, scripted: ScriptedEngine, form: dict[str, Any], answer: str, budget: int | None
+) -> None:
+    """It begins at once, and holds to the end; no reasoning can begin that a budget would have to end."""
+    scripted.script = answer
+    more = [*HI, {"role": "assistant", "content": "It is "}]
+    body = {"model": "m", "messages": more, "continue_final_message": True, "add_generation_prompt": False} | form
+    response = httpx.post(f"{url}/v1/chat/completions", json=body | {"thinking_budget": budget})
+    assert response.status_code == 200 and response.json()["choices"][0]["message"]["content"] == answer
+    params = scripted.requests[-1].params
+    assert params.grammar is not None
+    state = scripted.grammars.compile(params.grammar)
+    markers = [scripted.tokenizer.backend.token_to_id(marker) for marker in SPECIAL]
+    for token in scripted.tokenizer.encode(answer, add_special_tokens=False):
+        words = state.mask()
+        assert not any((int(words[marker // 32]) >> (marker % 32)) & 1 for marker in markers)
+        assert state.advance(token)
+    assert state.may_end

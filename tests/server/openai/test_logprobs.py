@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 from fake_engine import EOS, FakeEngine
 from starlette.testclient import TestClient
@@ -138,44 +136,3 @@ def test_generate_asks_for_each_prompt(client: TestClient, engine: FakeEngine) -
     assert len(first["input_token_logprobs"]) == 2 and "output_token_ids_logprobs" in first
     assert "output_token_logprobs" not in second and len(third["output_top_logprobs"]) == 2
     assert [request.logprobs is None for request in engine.requests] == [False, True, False]
-
-
-def test_generate_stream_is_cumulative(client: TestClient, engine: FakeEngine) -> None:
-    engine.burst, engine.pause = 1, 0.05  # news that come before earlier ones are taken would be joined with them
-    chunks = events(client, "/generate", text="abcdefgh", return_logprob=True, logprob_start_len=0)
-    for chunk in chunks:
-        info = chunk["meta_info"]
-        assert [entry[1] for entry in info["output_token_logprobs"]] == chunk["output_ids"]
-        # All of the prompt is known with the first token, and is not repeated until the end.
-        assert len(info.get("input_token_logprobs", [])) == (8 if chunk in (chunks[0], chunks[-1]) else 0)
-    assert len(chunks) > 1
-
-
-def test_a_slow_client_misses_none(engine: FakeEngine) -> None:
-    """News that were not taken are joined: with them their log probabilities."""
-    from draftwing.core import Output
-    from draftwing.requests.request import GenerationRequest, LogprobParams
-    from draftwing.requests.sampling_params import SamplingParams
-    from draftwing.server.engine_client import Stream
-    from draftwing.server.entries import Entries
-
-    owner = SimpleNamespace(entries=Entries())
-    stream = Stream(owner, [GenerationRequest("a", [1], SamplingParams())])  # type: ignore[arg-type]
-    wanted = LogprobParams(0, (), 0)
-    from fake_engine import logprob
-
-    stream.put(Output("a", [1], logprobs=[logprob(1, wanted)], prompt_logprobs=[None]))
-    stream.put(Output("a", [2, 3], logprobs=[logprob(2, wanted), logprob(3, wanted)]))
-    news = stream._news["a"]
-    assert news.token_ids == [1, 2, 3] and [one.value for one in news.logprobs] == [-0.01, -0.02, -0.03]
-    assert news.prompt_logprobs == [None]
-
-
-def test_official_client(client: TestClient) -> None:
-    api = openai.OpenAI(base_url="http://testserver/v1", api_key="None", http_client=client)  # type: ignore[arg-type]
-    answer = api.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, top_logprobs=3)  # type: ignore
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None and len(logprobs.content[0].top_logprobs) == 3
-    text = api.completions.create(model="m", prompt="abc", logprobs=2, echo=True)
-    told = text.choices[0].logprobs
-    assert told is not None and told.token_logprobs is not None and told.token_logprobs[0] is None

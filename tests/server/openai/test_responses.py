@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine
+
+from draftwing.server import http
+from draftwing.server.encoding import encode
+from draftwing.server.openai.responses import history, routes
+
+SCRIPTED = dict(reasoning="qwen3", tools="qwen25")
 
 TOOLS: list[Any] = [
     {
@@ -24,22 +30,6 @@ TOOLS: list[Any] = [
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 BLOCK = "<think>\nhm\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reasoning="qwen3", tools="qwen25")
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def known(response: Any) -> dict[str, Any]:
@@ -58,33 +48,33 @@ def known(response: Any) -> dict[str, Any]:
     return data
 
 
-def ask(client: openai.OpenAI, **more: Any) -> Any:
+def ask(api: openai.OpenAI, **more: Any) -> Any:
     """The same response at once and from the stream."""
     body: dict[str, Any] = {"model": "m", "input": "hi"} | more
-    whole = client.responses.create(**body)
-    last = list(client.responses.create(**body, stream=True))[-1]
+    whole = api.responses.create(**body)
+    last = list(api.responses.create(**body, stream=True))[-1]
     assert last.type == f"response.{whole.status}" and known(last.response) == known(whole)
     return whole
 
 
-def test_a_plain_answer(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "Hello, wörld!"
-    response = ask(client, instructions="Be kind.", metadata={"a": "b"}, temperature=0.5, max_output_tokens=50)
-    assert engine.prompt == "<system>Be kind.</system>\n<user>hi</user>\n<assistant>"
+def test_a_plain_answer(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "Hello, wörld!"
+    response = ask(api, instructions="Be kind.", metadata={"a": "b"}, temperature=0.5, max_output_tokens=50)
+    assert scripted.prompt == "<system>Be kind.</system>\n<user>hi</user>\n<assistant>"
     assert response.output_text == "Hello, wörld!" and response.status == "completed"
     (item,) = response.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
     assert response.id.startswith("resp_") and response.object == "response" and response.store is True
-    size, said = len(engine.prompt.encode()), len(engine.script.encode()) + 1
+    size, said = len(scripted.prompt.encode()), len(scripted.script.encode()) + 1
     assert (response.usage.input_tokens, response.usage.output_tokens) == (size, said)
     assert response.usage.total_tokens == size + said
     assert (response.instructions, response.metadata, response.temperature) == ("Be kind.", {"a": "b"}, 0.5)
-    assert engine.requests[-1].params.temperature == 0.5 and engine.requests[-1].params.max_new_tokens == 50
+    assert scripted.requests[-1].params.temperature == 0.5 and scripted.requests[-1].params.max_new_tokens == 50
 
 
-def test_events_build_the_response(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = f"{BLOCK}So: {CALL}"
-    events = list(client.responses.create(model="m", input="hi", tools=TOOLS, stream=True))
+def test_events_build_the_response(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = f"{BLOCK}So: {CALL}"
+    events = list(api.responses.create(model="m", input="hi", tools=TOOLS, stream=True))
     assert [e.sequence_number for e in events] == list(range(len(events)))
     kinds = [e.type.removeprefix("response.") for e in events]
     order = list(dict.fromkeys(kinds))
@@ -112,110 +102,83 @@ def test_events_build_the_response(client: openai.OpenAI, engine: ScriptedEngine
     assert usage.output_tokens_details.reasoning_tokens == len("<think>\nhm\n</think>")
 
 
-def test_the_clients_own_stream(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = f"{BLOCK}So: {CALL}"
-    with client.responses.stream(model="m", input="hi", tools=TOOLS) as stream:
-        final = stream.get_final_response()
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
-    assert known(final)["output"] == known(client.responses.create(model="m", input="hi", tools=TOOLS))["output"]
-
-
-def test_items_go_back_to_the_model(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = f"{BLOCK}Looking. {CALL}"
+def test_items_go_back_to_the_model(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = f"{BLOCK}Looking. {CALL}"
     asked: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
     ]
-    first = ask(client, input=asked, tools=TOOLS)
+    first = ask(api, input=asked, tools=TOOLS)
     call = first.output[-1]
-    engine.script = "Sunny."
+    scripted.script = "Sunny."
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-    ask(client, input=[*asked, *(item.to_dict() for item in first.output), result])
-    assert engine.prompt == (
+    ask(api, input=[*asked, *(item.to_dict() for item in first.output), result])
+    assert scripted.prompt == (
         "<system>Be brief.</system>\n<user>Weather?</user>\n"
         f'<assistant>[hm]Looking.<call {call.call_id}>get_weather {{"city": "Paris é"}}</assistant>\n'
         f"<tool>sun by get_weather for {call.call_id}</tool>\n<assistant>"
     )
 
 
-def test_how_answers_end(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "one two three"
-    cut = ask(client, max_output_tokens=3)
+def test_how_answers_end(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "one two three"
+    cut = ask(api, max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
     assert cut.output_text == "one" and cut.output[0].status == "incomplete"
-    engine.script = CALL
-    partial = ask(client, max_output_tokens=60, tools=TOOLS)
+    scripted.script = CALL
+    partial = ask(api, max_output_tokens=60, tools=TOOLS)
     assert partial.output[0].type == "function_call" and partial.output[0].status == "incomplete"
     assert partial.output[0].arguments.startswith('{"city": "P')
-    engine.script = ""
-    empty = ask(client)
+    scripted.script = ""
+    empty = ask(api)
     assert empty.output_text == "" and empty.output[0].type == "message"
 
 
-def test_formats_and_choices_are_grammars(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = '{"a": 1}'
+def test_formats_and_choices_are_grammars(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = '{"a": 1}'
     form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
-    response = ask(client, text={"format": form})
-    grammar = engine.requests[-1].params.grammar
+    response = ask(api, text={"format": form})
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and '"a"' in grammar.text and "</think>" in grammar.text
     assert response.text.format.model_dump(by_alias=True, exclude_none=True) == form
-    ask(client, text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, reasoning={"effort": "none"})
-    grammar = engine.requests[-1].params.grammar
+    ask(api, text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, reasoning={"effort": "none"})
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and grammar.kind == "json_schema" and json.loads(grammar.text) == SCHEMA
-    ask(client, text={"format": {"type": "json_object"}}, reasoning={"effort": "none"})
-    grammar = engine.requests[-1].params.grammar
+    ask(api, text={"format": {"type": "json_object"}}, reasoning={"effort": "none"})
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and grammar.kind == "json_object"
-    engine.script = CALL
+    scripted.script = CALL
     for choice, there in (("required", True), ({"type": "function", "name": "now"}, False)):
-        ask(client, tools=TOOLS, tool_choice=choice)
-        grammar = engine.requests[-1].params.grammar
+        ask(api, tools=TOOLS, tool_choice=choice)
+        grammar = scripted.requests[-1].params.grammar
         assert grammar is not None and ("get_weather" in grammar.text) == there and '\\"now\\"' in grammar.text
     strict = [TOOLS[0] | {"strict": True, "parameters": SCHEMA}]
-    ask(client, tools=strict)
-    grammar = engine.requests[-1].params.grammar
+    ask(api, tools=strict)
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "triggered_tags" in grammar.text
-    ask(client, tools=TOOLS, tool_choice="none")
-    assert engine.requests[-1].params.grammar is None and "<tools>" not in engine.prompt
-
-
-def test_parsed_output(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    from pydantic import BaseModel
-
-    class Answer(BaseModel):
-        a: int
-
-    engine.script = '{"a": 17}'
-    parsed = client.responses.parse(model="m", input="hi", text_format=Answer)
-    assert parsed.output_parsed == Answer(a=17)
+    ask(api, tools=TOOLS, tool_choice="none")
+    assert scripted.requests[-1].params.grammar is None and "<tools>" not in scripted.prompt
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"nonsense": 1}, "nonsense"),
-    ({"conversation": "c"}, "conversation"),
-    ({"background": True}, "background"),
-    ({"include": ["message.output_text.logprobs"]}, "include.0"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"prompt": {"id": "p"}}, "prompt"),
-    ({"input": []}, "input"),
-    ({"input": None}, "input"),
+    ({"nonsense": 1}, "nonsense"), ({"conversation": "c"}, "conversation"), ({"background": True}, "background"),
+    ({"include": ["message.output_text.logprobs"]}, "include.0"), ({"top_logprobs": 2}, "top_logprobs"),
+    ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"input": None}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input.0.call_id"),
     ({"input": [{"role": "user", "content": "x", "output": "y"}]}, "input.0.output"),
-    ({"input": "x" * 3000}, "input"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"max_output_tokens": 10**6}, "max_output_tokens"),
-    ({"temperature": -1}, "temperature"),
+    ({"input": "x" * 3000}, "input"), ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens"), ({"temperature": -1}, "temperature"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-    ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name"), ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "text", "strict": True}}}, "text.format.strict"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body, named", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
@@ -227,27 +190,70 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
     assert data["object"] == "error" and data["param"] == named and named in data["message"]
 
 
-def test_without_parsers() -> None:
-    with serving(ScriptedEngine(f"{BLOCK}{CALL}")) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-            client.responses.create(model="m", input="hi", tools=TOOLS)
-        response = ask(client)
-        assert response.output_text == f"{BLOCK}{CALL}"
-        assert response.usage.output_tokens_details.reasoning_tokens == 0
-
-
-def test_an_aborted_answer_has_failed(url: str, client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script, engine.pause = "x" * 1500, 0.02
+def test_an_aborted_answer_has_failed(url: str, api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script, scripted.pause = "x" * 1500, 0.02
     try:
-        stream = client.responses.create(model="m", input="hi", stream=True, extra_body={"rid": "r"})
+        stream = api.responses.create(model="m", input="hi", stream=True, extra_body={"rid": "r"})
         events = []
         for event in stream:
             events.append(event)
             if len(events) == 8:
                 httpx.post(f"{url}/abort_request", json={"rid": "r"})
     finally:
-        engine.pause = 0.0005
+        scripted.pause = 0.0005
     last = events[-1]
     assert last.type == "response.failed" and last.response.status == "failed"
     assert "aborted" in last.response.error.message and last.response.output[0].status == "incomplete"
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "many tools": {
+        "tools": [
+            {"type": "function", "name": f"f{i}", "parameters": {"type": "object", "description": "x" * 1000}}
+            for i in range(200)
+        ],
+        "tool_choice": "none",
+    },
+    "a long description": {"tools": [TOOLS[0] | {"description": "é" * 200_000}], "tool_choice": "none"},
+    "fields inside of a schema": {
+        "tools": [TOOLS[0] | {"parameters": {"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}}],
+        "tool_choice": "none",
+    },
+    "input that is stored": {
+        "input": [
+            {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x" * 200_000},
+            {"role": "user", "content": "hi"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", LARGE)
+def test_what_a_response_repeats_is_encoded_in_a_thread_where_it_is_large(
+    url: str, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, case: str, stream: bool
+) -> None:
+    encoded: list[int] = []  # bytes of JSON that was made on the event loop
+    inside = 0
+
+    def watched(data: Any, *large: Any) -> bytes:
+        nonlocal inside
+        found = encode(data, *large)
+        try:
+            asyncio.get_running_loop()
+            encoded.append(len(found))
+        except RuntimeError:
+            inside += len(found)
+        return found
+
+    for module in (http, history, routes):
+        monkeypatch.setattr(module, "encode", watched)
+    scripted.script = "hello"
+    response = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": "hi", "stream": stream} | LARGE[case])
+    assert response.status_code == 200, response.text
+    text = response.text.splitlines()[-2].removeprefix("data: ") if stream else response.text
+    data = json.loads(text)["response"] if stream else json.loads(text)
+    assert data["status"] == "completed" and data["output"][0]["content"][0]["text"] == "hello"
+    listed = httpx.get(f"{url}/v1/responses/{data['id']}/input_items").json()["data"]
+    assert len(listed) == len(LARGE[case].get("input", "1"))
+    assert inside >= 100_000 and max(encoded, default=0) < 10_000

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine
+
+SCRIPTED = dict(tools="hermes")
 
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
 LINES = 'start: line+\nline: ("+" | "-") /.*/ LF\n%import common.LF\n'
@@ -20,22 +21,6 @@ TEXT = '+a "b" \\ é 😀\n-\t\n'
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(tools="hermes")
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-
 def written(*calls: tuple[str, dict[str, Any]]) -> str:
     return "\n".join(
         f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given, ensure_ascii=False)}}}\n</tool_call>'
@@ -43,11 +28,11 @@ def written(*calls: tuple[str, dict[str, Any]]) -> str:
     )
 
 
-def streamed(client: openai.OpenAI, **body: Any) -> tuple[list[dict[str, Any]], str | None]:
+def streamed(api: openai.OpenAI, **body: Any) -> tuple[list[dict[str, Any]], str | None]:
     """The calls that the deltas make together, and why the answer ended."""
     calls: list[dict[str, Any]] = []
     reason = None
-    for chunk in client.chat.completions.create(model="m", messages=ASKED, stream=True, **body):
+    for chunk in api.chat.completions.create(model="m", messages=ASKED, stream=True, **body):
         reason = chunk.choices[0].finish_reason or reason
         for delta in chunk.choices[0].delta.to_dict().get("tool_calls", []):  # type: ignore[attr-defined]
             if delta["index"] == len(calls):
@@ -59,12 +44,12 @@ def streamed(client: openai.OpenAI, **body: Any) -> tuple[list[dict[str, Any]], 
     return calls, reason
 
 
-def test_custom_calls_with_and_without_stream(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = written(("edit", {"input": TEXT}), ("now", {"a": 1}), ("say", {"input": ""}), ("say", {"no": 1}))
+def test_custom_calls_with_and_without_stream(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = written(("edit", {"input": TEXT}), ("now", {"a": 1}), ("say", {"input": ""}), ("say", {"no": 1}))
     tools = [NOW, EDIT, SAY]
-    said = client.chat.completions.create(model="m", messages=ASKED, tools=tools).choices[0]
+    said = api.chat.completions.create(model="m", messages=ASKED, tools=tools).choices[0]
     whole = [call.to_dict() for call in said.message.tool_calls or []]
-    parts, reason = streamed(client, tools=tools)
+    parts, reason = streamed(api, tools=tools)
     assert said.finish_reason == reason == "tool_calls"
     for calls in (whole, parts):
         assert [call["type"] for call in calls] == ["custom", "function", "custom", "custom"]
@@ -76,31 +61,31 @@ def test_custom_calls_with_and_without_stream(client: openai.OpenAI, engine: Scr
         assert calls[1]["function"] == {"name": "now", "arguments": '{"a": 1}'} and len({c["id"] for c in calls}) == 4
     # They go back to the model as it wrote them.
     history = [*ASKED, said.message.to_dict(), {"role": "tool", "tool_call_id": whole[0]["id"], "content": "done"}]
-    client.chat.completions.create(model="m", messages=history)
+    api.chat.completions.create(model="m", messages=history)
     edit = f"<call {whole[0]['id']}>edit {json.dumps({'input': TEXT}, ensure_ascii=False)}<call"
-    assert edit in engine.prompt and f"<tool>done by edit for {whole[0]['id']}</tool>" in engine.prompt
+    assert edit in scripted.prompt and f"<tool>done by edit for {whole[0]['id']}</tool>" in scripted.prompt
 
 
-def test_the_format_is_a_grammar(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "Fine."
-    client.chat.completions.create(model="m", messages=ASKED, tools=[NOW, EDIT])
-    grammar = engine.requests[-1].params.grammar
+def test_the_format_is_a_grammar(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "Fine."
+    api.chat.completions.create(model="m", messages=ASKED, tools=[NOW, EDIT])
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "triggered_tags" in grammar.text
     choice: Any = {"type": "custom", "custom": {"name": "edit"}}
-    client.chat.completions.create(model="m", messages=ASKED, tools=[NOW, EDIT], tool_choice=choice)
-    grammar = engine.requests[-1].params.grammar
+    api.chat.completions.create(model="m", messages=ASKED, tools=[NOW, EDIT], tool_choice=choice)
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "now" not in grammar.text
 
 
-def test_allowed_tools(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "Fine."
+def test_allowed_tools(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "Fine."
     for mode in ("auto", "required"):
         allowed = {"mode": mode, "tools": [SAY, {"type": "function", "function": {"name": "now"}}]}
         choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
-        client.chat.completions.create(model="m", messages=ASKED, tools=[EDIT, NOW, SAY], tool_choice=choice)
-        told = json.loads(engine.prompt.split("<tools>")[1].split("</tools>")[0])
+        api.chat.completions.create(model="m", messages=ASKED, tools=[EDIT, NOW, SAY], tool_choice=choice)
+        told = json.loads(scripted.prompt.split("<tools>")[1].split("</tools>")[0])
         assert [tool["function"]["name"] for tool in told] == ["now", "say"]
-        grammar = engine.requests[-1].params.grammar
+        grammar = scripted.requests[-1].params.grammar
         assert grammar is not None and ("triggered_tags" in grammar.text) == (mode == "auto")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +11,7 @@ from starlette.testclient import TestClient
 from test_parameters import CHAT, COMPLETION, base, events
 
 from draftwing.config.options import Options
-from draftwing.core import Output, TracedStep
-from draftwing.requests.request import GenerationRequest
-from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
-from draftwing.server.engine_client import MOST_TRACED, Stream
 
 
 @pytest.fixture
@@ -77,17 +72,3 @@ def test_only_in_streams(client: TestClient, engine: FakeEngine) -> None:
     response = client.post(CHAT, json=base(CHAT) | {"speculative_trace": True})
     assert response.status_code == 400 and response.json()["param"] == "speculative_trace"
     assert not engine.requests and not engine.traced
-
-
-def test_a_client_that_is_slow_to_read_gets_the_newest_steps(engine: FakeEngine) -> None:
-    async def scenario() -> list[TracedStep]:
-        stream = Stream(local(engine), [GenerationRequest("a", [1], SamplingParams(), traced=True)])
-        for number in range(3 * MOST_TRACED):
-            stream.put(Output("a", [number], trace=[TracedStep(number, 0.0, 1, [], [number])]))
-        stream.put(Output("a", [], {"type": "abort"}))
-        (output,) = [output async for output in stream]
-        assert len(output.token_ids) == 3 * MOST_TRACED, "tokens are never dropped"
-        return output.trace
-
-    numbers = [step.number for step in asyncio.run(scenario())]
-    assert numbers == list(range(2 * MOST_TRACED, 3 * MOST_TRACED))

@@ -49,19 +49,9 @@ def test_what_the_reader_gives_out_is_what_the_model_meant() -> None:
     """Arguments of calls, read character by character, are those that a reader of JSON finds in the text."""
     draw = random.Random(5)
     texts = [
-        '"a"',
-        '"\\ud83d"',
-        '"\\ud83d\\ude00"',
-        '"\u2028"',
-        '"\\udc00x"',
-        "NaN",
-        "1e999",
-        "1",
-        "-0.5",
-        "[]",
-        "{}",
+        '"a"', '"\\ud83d"', '"\\ud83d\\ude00"', '"\u2028"', '"\\udc00x"', "NaN", "1e999", "1", "-0.5", "[]", "{}",
         "null",
-    ]
+    ]  # fmt: skip
     for _ in range(300):
         members = ", ".join(f'"k{i}": {draw.choice(texts)}' for i in range(draw.randrange(4)))
         arguments = f"{{{members}}}"

@@ -12,7 +12,8 @@ import pytest
 from fake_engine import byte_tokenizer
 
 from draftwing.server.conversation import Conversation
-from draftwing.server.parsers.harmony import HarmonyReader
+from draftwing.server.parsers.custom import InputReader
+from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages
 from draftwing.server.parsers.message import MessageStyle
 from draftwing.server.parsers.reasoning import REASONING_STYLES, ReasoningParser
 from draftwing.server.parsers.tools import TOOL_STYLES, ToolParser
@@ -45,6 +46,9 @@ CASES: dict[str, tuple[str, Callable[[int], str]]] = {
     "ends": ("harmony", lambda n: "<|call|>" * n),
     "thoughts": ("harmony", lambda n: MESSAGE % "analysis" * n),
     "texts": ("harmony", lambda n: MESSAGE % "final" * n),
+    "blanks before an input": ("custom", lambda n: '{"input"' + " " * n + ': "' + "a" * n),
+    "and before its object": ("custom", lambda n: "\n \t" * n + '{"input": "a\\nb"}'),
+    "escapes of an input": ("custom", lambda n: '{"input": "' + '\\ud83d\\ude00\\"' * n),
     "calls of functions": ("harmony", lambda n: MESSAGE % "commentary to=functions.f" * n),
 }
 
@@ -86,6 +90,9 @@ def work(kind: str, text: str, size: int) -> int:
     if kind == "harmony":
         reader = HarmonyReader(MessageStyle(start="free", names=("f",), harmony=True), byte_tokenizer())
         push = lambda piece, final: reader.push(piece, final, [])  # noqa: E731
+    elif kind == "custom":
+        inputs = InputReader()
+        push = lambda piece, final: inputs.push(piece)  # noqa: E731
     elif kind == "reasoning":
         push = ReasoningParser(REASONING_STYLES["qwen3"], "free").push
     else:
@@ -115,3 +122,35 @@ def test_the_pieces_of_what_the_assistant_said_are_joined_once(add: Callable[[Co
     (message,) = found.done()
     assert "ab" * 100 in message.values()
     assert Counted.work <= 200, f"{Counted.work} characters were copied one piece after another"
+
+
+class Id(str):
+    """A call's id that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Id.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("turns", [1, 20])
+def test_results_find_their_calls_at_once(order: int, turns: int) -> None:
+    count, given, expected = 400, list[dict[str, Any]](), list[str]()
+    for turn in range(turns):
+        names = [f"{turn}.{i}" for i in range(count // turns)]
+        calls = [{"id": Id(name), "function": {"name": name, "arguments": {}}} for name in names]
+        given.append({"role": "assistant", "tool_calls": calls})
+        given += [{"role": "tool", "tool_call_id": Id(name), "content": name} for name in names[::order]]
+        # The first call is written before anything has a result.
+        rest = [name for name in names[::order] if name != names[0]]
+        told = {name: [f"call {name}", name] for name in rest} | {names[0]: [names[0]]}
+        expected += [f"call {names[0]}", *(text for name in names[::order] for text in told[name])]
+    Id.compared = 0
+    found = harmony_messages(given)
+    assert Id.compared <= 4 * count
+    said = [f"call {one['tool_calls'][0]['id']}" if "tool_calls" in one else one["content"] for one in found]
+    assert said == expected

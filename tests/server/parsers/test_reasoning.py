@@ -22,21 +22,16 @@ CASES: list[tuple[Start, str, str, str]] = [
     ("free", "<think>\nwhy so\n</think>\n\nBecause.", "why so", "Because."),
     ("free", "\n <think>why</think>x", "why", "x"),
     ("free", "Just an answer with <think>no block</think>.", "", "Just an answer with <think>no block</think>."),
-    ("free", "  \n indented", "", "  \n indented"),
-    ("free", "<thin", "", "<thin"),
-    ("free", "<thinking>not it", "", "<thinking>not it"),
-    ("free", "", "", ""),
-    ("free", " \n", "", " \n"),
+    ("free", "  \n indented", "", "  \n indented"), ("free", "<thin", "", "<thin"),
+    ("free", "<thinking>not it", "", "<thinking>not it"), ("free", "", "", ""), ("free", " \n", "", " \n"),
     ("free", "<think>never ends </thin", "never ends </thin", ""),
     ("free", "<think>\n\n</think>\n\nquick", "", "quick"),
     ("open", "why\nso </think> \n\n Because. ", "why\nso", "Because. "),
-    ("open", "<think>again</think>x", "again", "x"),
-    ("open", "\n\nall of it, cut  ", "all of it, cut", ""),
+    ("open", "<think>again</think>x", "again", "x"), ("open", "\n\nall of it, cut  ", "all of it, cut", ""),
     ("open", "a < b </ c </think </think>x</think>y", "a < b </ c </think", "x</think>y"),
-    ("open", "<</think>x", "<", "x"),
-    ("open", "a <think> inside</think>", "a <think> inside", ""),
+    ("open", "<</think>x", "<", "x"), ("open", "a <think> inside</think>", "a <think> inside", ""),
     ("closed", "\n x <think>y</think>", "", "\n x <think>y</think>"),
-]
+]  # fmt: skip
 
 
 def pieces(text: str, draw: random.Random) -> list[str]:

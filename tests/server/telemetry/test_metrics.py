@@ -23,7 +23,7 @@ from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
-from draftwing.server.telemetry.metrics import SERIES, Metrics, RequestMetrics, engine_numbers
+from draftwing.server.telemetry.metrics import SERIES, Metrics, RequestMetrics
 from draftwing.server.telemetry.observer import AnswerRecord, Observer
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
@@ -31,75 +31,38 @@ CAPACITY = 4 * CONTEXT
 
 # Names and types as SGLang and vLLM have them.
 PEERS = {
-    "sglang:num_running_reqs": "gauge",
-    "sglang:num_queue_reqs": "gauge",
-    "sglang:num_used_tokens": "gauge",
-    "sglang:max_total_num_tokens": "gauge",
-    "sglang:token_usage": "gauge",
-    "sglang:gen_throughput": "gauge",
-    "sglang:cache_hit_rate": "gauge",
-    "sglang:spec_accept_length": "gauge",
-    "sglang:spec_accept_rate": "gauge",
-    "sglang:prompt_tokens": "counter",
-    "sglang:generation_tokens": "counter",
-    "sglang:num_requests": "counter",
-    "sglang:num_so_requests": "counter",
-    "sglang:num_aborted_requests": "counter",
-    "sglang:num_retracted_requests": "counter",
-    "sglang:spec_verify_calls": "counter",
-    "sglang:time_to_first_token_seconds": "histogram",
-    "sglang:inter_token_latency_seconds": "histogram",
-    "sglang:e2e_request_latency_seconds": "histogram",
-    "vllm:num_requests_running": "gauge",
-    "vllm:num_requests_waiting": "gauge",
-    "vllm:kv_cache_usage_perc": "gauge",
-    "vllm:cache_config_info": "gauge",
-    "vllm:num_preemptions": "counter",
-    "vllm:prefix_cache_queries": "counter",
-    "vllm:prefix_cache_hits": "counter",
-    "vllm:prompt_tokens": "counter",
-    "vllm:generation_tokens": "counter",
-    "vllm:request_success": "counter",
-    "vllm:time_to_first_token_seconds": "histogram",
-    "vllm:inter_token_latency_seconds": "histogram",
-    "vllm:e2e_request_latency_seconds": "histogram",
-    "vllm:spec_decode_num_drafts": "counter",
-    "vllm:spec_decode_num_draft_tokens": "counter",
-    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "sglang:num_running_reqs": "gauge", "sglang:num_queue_reqs": "gauge", "sglang:num_used_tokens": "gauge",
+    "sglang:max_total_num_tokens": "gauge", "sglang:token_usage": "gauge", "sglang:gen_throughput": "gauge",
+    "sglang:cache_hit_rate": "gauge", "sglang:spec_accept_length": "gauge", "sglang:spec_accept_rate": "gauge",
+    "sglang:prompt_tokens": "counter", "sglang:generation_tokens": "counter", "sglang:num_requests": "counter",
+    "sglang:num_so_requests": "counter", "sglang:num_aborted_requests": "counter",
+    "sglang:num_retracted_requests": "counter", "sglang:spec_verify_calls": "counter",
+    "sglang:time_to_first_token_seconds": "histogram", "sglang:inter_token_latency_seconds": "histogram",
+    "sglang:e2e_request_latency_seconds": "histogram", "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge", "vllm:kv_cache_usage_perc": "gauge", "vllm:cache_config_info": "gauge",
+    "vllm:num_preemptions": "counter", "vllm:prefix_cache_queries": "counter", "vllm:prefix_cache_hits": "counter",
+    "vllm:prompt_tokens": "counter", "vllm:generation_tokens": "counter", "vllm:request_success": "counter",
+    "vllm:time_to_first_token_seconds": "histogram", "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram", "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter", "vllm:spec_decode_num_accepted_tokens": "counter",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
-}
+}  # fmt: skip
 
 # As `Engine.stats` of an engine that has drafted with two drafters.
 STATS: dict[str, Any] = {
-    "running": 3,
-    "waiting": 2,
-    "free_tokens": 500,
-    "cached_tokens": 300,
-    "accept_length": 2.5,
-    "verified_rows": 40,
-    "committed_tokens": 100,
-    "steps": {"prefill": 4, "plain": 5, "speculative": 6},
-    "step_seconds": {"prefill": 0.4, "plain": 0.5, "speculative": 0.9},
-    "host_seconds": 0.125,
-    "stage_seconds": {"draft": 0.1, "verify": 0.6, "commit": 0.2},
-    "staged_steps": 6,
-    "queried_tokens": 80,
-    "hit_tokens": 60,
-    "prefilled_tokens": 20,
-    "retractions": 7,
-    "stale_rows": 1,
-    "graph_replays": 18,
+    "running": 3, "waiting": 2, "free_tokens": 500, "cached_tokens": 300, "accept_length": 2.5, "verified_rows": 40,
+    "committed_tokens": 100, "steps": {"prefill": 4, "plain": 5, "speculative": 6},
+    "step_seconds": {"prefill": 0.4, "plain": 0.5, "speculative": 0.9}, "host_seconds": 0.125,
+    "stage_seconds": {"draft": 0.1, "verify": 0.6, "commit": 0.2}, "staged_steps": 6, "queried_tokens": 80,
+    "hit_tokens": 60, "prefilled_tokens": 20, "retractions": 7, "stale_rows": 1, "graph_replays": 18,
     "drafters": {
         "EAGLE": {"drafts": 9, "proposed": 60, "accepted": 14, "proposed_at": [0, 0], "accepted_at": [8, 6]},
         "prediction": {"drafts": 4, "proposed": 9, "accepted": 6, "proposed_at": [4, 3, 2], "accepted_at": [3, 2, 1]},
     },
     "drafted": {"drafts": 12, "proposed": 69, "accepted": 20, "proposed_at": [4, 3, 2], "accepted_at": [11, 8, 1]},
     "last": {"accept_length": 2.25, "accept_rate": 0.5, "gen_throughput": 80.0, "cache_hit_rate": 0.75},
-    "plain_seconds": 3.0,
-    "timed_seconds": 2.0,
-    "speedup": 1.75,
-    "drafts_suspended": True,
-}
+    "plain_seconds": 3.0, "timed_seconds": 2.0, "speedup": 1.75, "drafts_suspended": True,
+}  # fmt: skip
 
 
 class Page:
@@ -181,7 +144,7 @@ def test_an_abort() -> None:
     endless = {"text": "abc", "rid": "mine", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
     with TestClient(create_app(local(engine), engine.tokenizer)) as client, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.post, "/generate", json=endless)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 20
         while scrape(client)("vllm:generation_tokens_total") == 0 and time.monotonic() < end:
             time.sleep(0.01)
         client.post("/abort_request", json={"rid": "mine"})
@@ -200,7 +163,7 @@ def test_a_dead_engine(engine: FakeEngine) -> None:
         for one in (engine, successor):
             one.crash = RuntimeError("boom")
             client.post("/generate", json={"text": "abc"})
-            end = time.monotonic() + 5
+            end = time.monotonic() + 20
             while scrape(client)("draftwing:engine_up") != (one is engine) and time.monotonic() < end:
                 time.sleep(0.01)
         page = scrape(client)
@@ -210,47 +173,23 @@ def test_a_dead_engine(engine: FakeEngine) -> None:
     assert page("draftwing:http_responses_total", status="503") == 2
 
 
-def test_it_needs_the_key_as_everything_does() -> None:
-    engine = FakeEngine(Options(random_seed=7, api_key="sekrit"))
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
-        assert client.get("/metrics").status_code == 401
-        assert client.get("/metrics", headers={"authorization": "Bearer sekrit"}).status_code == 200
-
-
 # -- the engine's side ------------------------------------------------------------------------------------------------
 
 
 def test_what_the_engine_counts() -> None:
     page = rendered(Metrics("echo", lambda: 1000, lambda: answering(STATS)))
     expected = {
-        "sglang:num_running_reqs": 3,
-        "sglang:num_queue_reqs": 2,
-        "sglang:num_used_tokens": 200,
-        "sglang:token_usage": 0.2,
-        "sglang:gen_throughput": 80,
-        "sglang:cache_hit_rate": 0.75,
-        "sglang:spec_accept_length": 2.25,
-        "sglang:spec_accept_rate": 0.5,
-        "sglang:num_retracted_requests_total": 7,
-        "vllm:num_requests_running": 3,
-        "vllm:num_requests_waiting": 2,
-        "vllm:kv_cache_usage_perc": 0.2,
-        "vllm:num_preemptions_total": 7,
-        "vllm:prefix_cache_queries_total": 80,
-        "vllm:prefix_cache_hits_total": 60,
-        "vllm:spec_decode_num_drafts_total": 12,
-        "vllm:spec_decode_num_draft_tokens_total": 69,
-        "vllm:spec_decode_num_accepted_tokens_total": 20,
-        "draftwing:estimated_speedup": 1.75,
-        "draftwing:drafts_suspended": 1,
-        "draftwing:equivalent_plain_seconds_total": 3,
-        "draftwing:timed_decode_seconds_total": 2,
-        "draftwing:host_seconds_total": 0.125,
-        "draftwing:graph_replays_total": 18,
-        "draftwing:retractions_total": 7,
-        "draftwing:verified_rows_total": 40,
-        "draftwing:committed_tokens_total": 100,
-    }
+        "sglang:num_running_reqs": 3, "sglang:num_queue_reqs": 2, "sglang:num_used_tokens": 200,
+        "sglang:token_usage": 0.2, "sglang:gen_throughput": 80, "sglang:cache_hit_rate": 0.75,
+        "sglang:spec_accept_length": 2.25, "sglang:spec_accept_rate": 0.5, "sglang:num_retracted_requests_total": 7,
+        "vllm:num_requests_running": 3, "vllm:num_requests_waiting": 2, "vllm:kv_cache_usage_perc": 0.2,
+        "vllm:num_preemptions_total": 7, "vllm:prefix_cache_queries_total": 80, "vllm:prefix_cache_hits_total": 60,
+        "vllm:spec_decode_num_drafts_total": 12, "vllm:spec_decode_num_draft_tokens_total": 69,
+        "vllm:spec_decode_num_accepted_tokens_total": 20, "draftwing:estimated_speedup": 1.75, "draftwing:drafts_suspended": 1,
+        "draftwing:equivalent_plain_seconds_total": 3, "draftwing:timed_decode_seconds_total": 2,
+        "draftwing:host_seconds_total": 0.125, "draftwing:graph_replays_total": 18, "draftwing:retractions_total": 7,
+        "draftwing:verified_rows_total": 40, "draftwing:committed_tokens_total": 100,
+    }  # fmt: skip
     assert {name: page(name) for name in expected} == expected
     accepted = [page("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(i)) for i in range(3)]
     assert accepted == [11, 8, 1]
@@ -272,23 +211,6 @@ def test_without_speculation() -> None:
     assert page("sglang:spec_accept_length") == 0 == page("sglang:spec_accept_rate")
     assert "draftwing:estimated_speedup" not in page.families
     assert not any(name.startswith("vllm:spec") for name in page.families)
-
-
-def test_every_series_is_known() -> None:
-    """What the engine's numbers become has a type and a meaning."""
-    numbers = engine_numbers(STATS, 1000) | {"engine_up": 1.0, "age": 0.0}
-    for series in SERIES:
-        if series.key != "-":
-            value = numbers[series.key]
-            for labels in value if isinstance(value, dict) else [()]:
-                assert (1 if isinstance(labels, str) else len(labels)) == len(series.labels), series.name
-
-
-def test_a_busy_engine() -> None:
-    """Its numbers are those of before, and their age is told."""
-    page = rendered(Metrics("echo", lambda: 1000, lambda: answering(STATS | {"age": 7.5})))
-    assert page("draftwing:engine_up") == 1 and page("vllm:num_requests_running") == 3
-    assert page("draftwing:engine_stats_age_seconds") == 7.5
 
 
 def test_a_lost_engine() -> None:
@@ -399,14 +321,6 @@ def test_names_and_types() -> None:
     families = rendered(Metrics("echo", lambda: 1000, lambda: answering(STATS))).families
     for name, kind in PEERS.items():
         assert families[name].type == kind
-
-
-def test_labels_of_vllm() -> None:
-    assert {s.name: s.labels for s in SERIES if s.labels and s.name.startswith("vllm:")} == {
-        "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
-        "vllm:request_success_total": ("finished_reason",),
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("position",),
-    }
 
 
 def test_openmetrics_on_request(client: TestClient) -> None:

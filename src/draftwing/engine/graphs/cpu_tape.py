@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from draftwing.core import TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
+from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.tape import Recording, record
-from draftwing.ops.torch.layer_ops import FEW_ROWS
 from draftwing.spec.drafter import Drafter
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from draftwing.core import IntArray, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 
 T = TypeVar("T")
 Replay = Callable[[], None]

@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.core import Chunk, IntArray
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
-from draftwing.ops.attention import Batch, TiledAttention, spans_of
+from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens
 
 # Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
@@ -39,16 +39,22 @@ class Inputs(NamedTuple):
     token_rows: Tensor  # [M] row of each query
     positions: Tensor  # [M]
     rows: Tensor  # [C] row of each chunk
-    tiles: Tensor  # [T, 5] int32, as `Batch.tiles`
+    tiles: dict[HeadShape, Tensor]  # [T, 5] int32, as `Batch.tiles`
 
 
 class PrefillGraphs:
     def __init__(
-        self, device: Device, table: RowTable, attn: TiledAttention, heads: int, most: int, forward: Forward
+        self,
+        device: Device,
+        table: RowTable,
+        attn: TiledAttention,
+        shapes: Sequence[HeadShape],
+        most: int,
+        forward: Forward,
     ) -> None:
-        """heads: of the target; most: queries of a plan; forward: the target's, gives hidden states [M, H] and
-        auxiliary hidden states."""
-        self._device, self._table, self._attn, self._heads, self._forward = device, table, attn, heads, forward
+        """shapes: of the target's attention; most: queries of a plan; forward: the target's, gives hidden states [M, H]
+        and auxiliary hidden states."""
+        self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
         self.sizes = [size for size in prefill_sizes(most) if size <= table.length]
         self.replays = 0
         words = max((self._words(size) for size in self.sizes), default=0)
@@ -87,35 +93,38 @@ class PrefillGraphs:
     def _chunks(self, size: int) -> int:
         return min(size, MOST_CHUNKS)
 
-    def _tiles(self, size: int) -> int:
-        most = self._attn.most_tiles(size, self._chunks(size), self._heads)
+    def _tiles(self, size: int, shape: HeadShape) -> int:
+        most = self._attn.most_tiles(size, self._chunks(size), shape)
         return most + most % 2
 
+    def _parts(self, size: int) -> list[int]:
+        """Words of each part of the buffer."""
+        tiles = [self._tiles(size, shape) * 5 // 2 for shape in self._shapes]
+        return [size, size, self._chunks(size), *tiles]
+
     def _words(self, size: int) -> int:
-        return 2 * size + self._chunks(size) + self._tiles(size) * 5 // 2
+        return sum(self._parts(size))
 
     def _inputs(self, size: int) -> Inputs:
-        chunks, tiles = self._chunks(size), self._tiles(size)
-        token_rows, positions, rows, words = self._buffer[: self._words(size)].split(
-            [size, size, chunks, tiles * 5 // 2]
-        )
-        return Inputs(token_rows, positions, rows, words.view(torch.int32).view(tiles, 5))
+        token_rows, positions, rows, *words = self._buffer[: self._words(size)].split(self._parts(size))
+        tiles = [part.view(torch.int32).view(-1, 5) for part in words]
+        return Inputs(token_rows, positions, rows, dict(zip(self._shapes, tiles, strict=True)))
 
     def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
         left = size - sum(chunk.length for chunk in chunks)
         whole = [*chunks, Chunk(self._table.rows, 0, left, False)] if left else [*chunks]
-        count, most = self._chunks(size), self._tiles(size)
-        rows = np.full(count, self._table.rows, np.int64)
+        rows = np.full(self._chunks(size), self._table.rows, np.int64)
         rows[: len(whole)] = [chunk.row for chunk in whole]
-        tiles = np.zeros((most, 5), np.int32)  # of no length where there are none
-        found = self._attn.chunk_tiles(spans_of(whole), self._heads).numpy()
-        tiles[: len(found)] = found
         parts: list[IntArray] = [
             np.concatenate([np.full(chunk.length, chunk.row, np.int64) for chunk in whole]),
             np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in whole]),
             rows,
-            tiles.reshape(-1).view(np.int64),
         ]
+        for shape in self._shapes:
+            tiles = np.zeros((self._tiles(size, shape), 5), np.int32)  # of no length where there are none
+            found = self._attn.chunk_tiles(spans_of(whole), shape).numpy()
+            tiles[: len(found)] = found
+            parts.append(tiles.reshape(-1).view(np.int64))
         self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
 
     def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:

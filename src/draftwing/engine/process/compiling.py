@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+
+from draftwing.fair_deque import FairDeque
 
 SMALL = 16_384  # characters of a grammar
 Work = Callable[[Callable[[], bool]], None]
@@ -17,13 +18,13 @@ class CompileLanes:
         """failed: is told of what work raises, which it should not."""
         self._lanes = [_Lane(name, failed) for name in ("draftwing-compile-small", "draftwing-compile-large")]
 
-    def put(self, size: int, client: str, key: object, work: Work) -> None:
+    def put(self, size: int, client: str, key: Hashable, work: Work) -> None:
         """Queues `work`, which is given a function that says whether it was dropped meanwhile. size: of the grammar,
         in characters.  key: to drop it by, not None; no two are the same.  Raises RuntimeError where no thread can be
         started."""
         self._lanes[size > SMALL].put(client, key, work)
 
-    def drop(self, key: object) -> bool:
+    def drop(self, key: Hashable) -> bool:
         """Nobody wants it any more. Whether it had not begun, and never will; unknown keys are ignored."""
         return any(lane.drop(key) for lane in self._lanes)
 
@@ -31,32 +32,26 @@ class CompileLanes:
 class _Lane:
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._name, self._failed = name, failed
-        # By client, whose turn is next first; none is empty.
-        self._clients: OrderedDict[str, OrderedDict[object, Work]] = OrderedDict()
+        self._waiting: FairDeque[Hashable, Work] = FairDeque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._now: object = None  # the key of what runs
+        self._now: Hashable = None  # the key of what runs
         self._dropped = False  # whether what runs was
 
-    def put(self, client: str, key: object, work: Work) -> None:
+    def put(self, client: str, key: Hashable, work: Work) -> None:
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
-            self._clients.setdefault(client, OrderedDict())[key] = work
+            self._waiting.put(client, key, work)
             self._changed.notify()
 
-    def drop(self, key: object) -> bool:
+    def drop(self, key: Hashable) -> bool:
         with self._changed:
             if self._now == key:
                 self._dropped = True
-            for client, jobs in self._clients.items():
-                if jobs.pop(key, None) is not None:
-                    if not jobs:
-                        del self._clients[client]
-                    return True
-        return False
+            return self._waiting.drop(key) is not None
 
     def _run(self) -> None:
         try:
@@ -69,9 +64,6 @@ class _Lane:
 
     def _next(self) -> Work:
         with self._changed:
-            self._changed.wait_for(lambda: self._clients)
-            client, jobs = self._clients.popitem(last=False)
-            (self._now, work), self._dropped = jobs.popitem(last=False), False
-            if jobs:
-                self._clients[client] = jobs  # behind all others
+            self._changed.wait_for(lambda: self._waiting)
+            (self._now, work), self._dropped = self._waiting.pop(), False
             return work

@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
-
 from draftwing.config.options import Options
+from draftwing.engine.devices.base import Device
 from draftwing.engine.mirror import Digest, Told
 from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
@@ -63,7 +62,7 @@ class RankProcesses(Told):
 
     digest: Digest
 
-    def __init__(self, setup: Setup, device: torch.device, failed: Callable[[BaseException], None] | None) -> None:
+    def __init__(self, setup: Setup, device: Device, failed: Callable[[BaseException], None] | None) -> None:
         """setup: of any rank, without a port.  failed: is told, by a thread, of a rank that ended or hangs, by when all
         are killed: once `watch` was called, or where the start of the engine does not notice. Raises ConfigError where
         ranks cannot meet."""
@@ -82,7 +81,7 @@ class RankProcesses(Told):
             self._pulses.append(pulse)
             with contextlib.suppress(OSError):  # one that is gone already is noticed by `wait_loaded`
                 plans.send(setup._replace(rank=rank, port=meeting.port))
-        self.ranks = meeting.join(size, device)
+        self.ranks = meeting.join(size, device.device, device.collectives)
         threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
 
     @property

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.engine.compile import compile_forwards
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.precision import Precision
@@ -55,13 +55,11 @@ def make_executor(
     spans = {shape: shape.nodes if drafter is None else drafter.span(shape) for shape in menu}
     max_span, max_commit = max(spans.values()), max(shape.max_commit for shape in menu)
 
-    layers = model.kv_layers
-    draft_layers = list(drafter.kv_layers) if drafter is not None else []
+    rig = Rig(model, drafter, menu, kv_dtype, device)
     wanted = options.context_length or config.max_positions
     assert wanted <= config.max_positions, "what is more was refused"
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
-    room = max_commit + max_span + 1 + (LAG_ROOM if draft_layers else 0)  # past the context, in a row of the row table
-    rig = Rig(model, drafter, [*layers, *draft_layers], menu, kv_dtype, device)
+    room = max_commit + max_span + 1 + (LAG_ROOM if rig.draft_layers else 0)  # past the context, in a row
     pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
     pool_tokens = model.ranks.least(pool_tokens)
     if not options.max_total_tokens:  # more could only ever cache prefixes
@@ -76,11 +74,12 @@ def make_executor(
             "or --speculative-num-steps times --speculative-eagle-topk"
         )
     length = row_length(context + room)
-    scales = model.kv_scales.of(len(layers)) if kv_dtype == FP8 else ()
-    pool = KVPool([*layers, *draft_layers], pool_tokens, kv_dtype, device.device, scales)
+    scales = model.kv_scales.of(model.pool_owners) if kv_dtype == FP8 else ()
+    pool = KVPool(rig.layers, pool_tokens, kv_dtype, device.device, scales)
     if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
         log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
-    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in (layers, draft_layers))
+    parts = model.kv_layers, rig.draft_layers
+    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in parts)
     hidden_gb = pool_tokens * hidden_bytes(options, rig) / 1e9
     kept = f", hidden states for it {hidden_gb:.2f} GB" if hidden_gb else ""
     log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB%s", pool_tokens, target_gb, draft_gb, kept)
@@ -90,7 +89,7 @@ def make_executor(
     table = RowTable(rows, length, device)
     attn = device.ops.attention(pool, options.deterministic)
     if drafter is not None:
-        drafter.attach(attn, len(layers), length)
+        drafter.attach(attn, rig.first_draft_layer, length)
     if not attn.capturable:
         graph_size = 0
     deferral, simulation = deferral_of(options, rig), None

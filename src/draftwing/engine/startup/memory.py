@@ -10,7 +10,7 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.core import LAG, PLAIN, Admission, CatchUp, Chunk, Deferral, Plan, TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
 from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes
@@ -18,7 +18,7 @@ from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.lag import Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import KVPool, SlotSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.requests.request import MAX_PREDICTED, GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -35,14 +35,27 @@ TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limi
 
 
 class Rig(NamedTuple):
-    """What a trial step is made of."""
+    """What steps are made of, before there is a pool."""
 
     model: DecoderModel
     drafter: Drafter | None
-    layers: list[LayerSpec]  # of the whole pool
     menu: tuple[TreeShape, ...]
     kv_dtype: torch.dtype
     device: Device
+
+    @property
+    def draft_layers(self) -> list[SlotSpec]:
+        return [] if self.drafter is None else list(self.drafter.kv_layers)
+
+    @property
+    def layers(self) -> list[SlotSpec]:
+        """What the pool holds: the target's layers, and the drafter's."""
+        return [*self.model.kv_layers, *self.draft_layers]
+
+    @property
+    def first_draft_layer(self) -> int:
+        """Pool layer of the drafter's first."""
+        return len(self.model.kv_layers)
 
 
 def row_length(entries: int) -> int:
@@ -163,7 +176,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     attn = rig.device.ops.attention(pool, options.deterministic)
     rig.model.set_max_positions(length)
     if rig.drafter is not None:
-        rig.drafter.attach(attn, rig.model.config.num_layers, length)
+        rig.drafter.attach(attn, rig.first_draft_layer, length)
     executor = Executor(rig.model, rig.drafter, table, attn, rig.device)
     step = graphs = 0
     try:
@@ -190,9 +203,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     if rig.drafter is not None:
         rig.drafter.flush()
         smallest = KVPool(rig.layers, 1, rig.kv_dtype, rig.device.device)  # so that it holds the other one no longer
-        rig.drafter.attach(
-            rig.device.ops.attention(smallest, options.deterministic), rig.model.config.num_layers, length
-        )
+        rig.drafter.attach(rig.device.ops.attention(smallest, options.deterministic), rig.first_draft_layer, length)
     return step, graphs
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftwing.engine.build import Parts
-    from draftwing.engine.device import Device
+    from draftwing.engine.devices.base import Device
     from draftwing.models.decoder import DecoderModel
     from draftwing.models.quantised.config import Quantization
     from draftwing.ops.cuda.gemm_experts import Layout
@@ -290,8 +290,7 @@ def _run_without_data(job: Job) -> Parts:
     drafter, policy = build.make_drafter(
         options, job.draft_path or job.path, job.token_ids, model, precision, device
     )  # fmt: skip
-    draft_layers = list(drafter.kv_layers) if drafter is not None else []
-    rig = sizing.Rig(model, drafter, [*model.kv_layers, *draft_layers], policy.menu, precision.kv_dtype, device)
+    rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
     return build.assemble(options, model, precision, device, drafter, policy)
 
@@ -300,14 +299,14 @@ def _no_device() -> Device:
     import numpy as np
     import torch
 
-    from draftwing.engine.device import Device, Download
+    from draftwing.engine.devices.base import Download
+    from draftwing.engine.devices.cpu import CpuDevice
 
-    class NoDevice(Device):
+    class NoDevice(CpuDevice):
         """Takes everything and does nothing."""
 
-        def __init__(self) -> None:
-            super().__init__(torch.device("meta"))
-            self.has_own_memory = True
+        kind = "meta"
+        has_own_memory = True
 
         def upload(self, host: Any) -> Tensor:
             return torch.empty(len(host), dtype=torch.int64, device=self.device)
@@ -322,20 +321,8 @@ def _no_device() -> Device:
         def record(self, fn: Any) -> Any:
             return (lambda: None), fn()
 
-        def synchronize(self) -> None:
-            pass
-
-        def trim(self) -> None:
-            pass
-
         def peak(self, fn: Any) -> int:
             fn()
-            return 0
-
-        def free_memory(self) -> int:
-            return 0
-
-        def total_memory(self) -> int:
             return 0
 
     return NoDevice()

@@ -14,7 +14,7 @@ import torch
 import draftwing
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
-from draftwing.engine.device import Device
+from draftwing.engine.devices.base import Device
 from draftwing.engine.precision import Precision
 from draftwing.files import cache_folder, write_json
 from draftwing.sched.policy.cost import StepCost
@@ -22,6 +22,7 @@ from draftwing.sched.policy.cost import StepCost
 log = logging.getLogger("draftwing")
 
 MOST_FILES = 100
+MOST_STARTS = 8  # that measure: a machine that is busy for so long, or has a quota of its processors, stays so
 # Options that change what a step costs, beside those of speculation.
 _PRICED = (
     "quantization", "enable_deterministic_inference", "enable_overlap", "max_running_requests", "cuda_graph_max_bs",
@@ -37,9 +38,10 @@ _CODE = ("ops", "parallel", "kv", "layers", "models", "sampling", "spec", "engin
 class PriceFile:
     """Prices of one kind of engine. What cannot be read or written is logged and costs a measurement, nothing else.
 
-    settled: whether two starts, the later one on a quiet machine, have measured the same. Until then each start
-    measures, and what a busy machine has added goes.  quiet: whether prices were measured on a quiet machine. Those
-    replace others, and no others change them: waiting may have been taken off that no step had to wait for."""
+    settled: whether two starts, the later one on a quiet machine, have measured the same, or `MOST_STARTS` have
+    measured. Until then each start measures, and what a busy machine has added goes.  quiet: whether prices were
+    measured on a quiet machine. Those replace others, and no others change them: waiting may have been taken off that
+    no step had to wait for."""
 
     def __init__(self, key: Mapping[str, Any]) -> None:
         """key: all that prices depend on, as JSON has it."""
@@ -47,6 +49,7 @@ class PriceFile:
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.name = f"{digest[:32]}.json"
         self.settled = self.quiet = False
+        self._starts = 0  # that have measured
 
     @property
     def path(self) -> Path:
@@ -60,6 +63,7 @@ class PriceFile:
             if content["key"] != self.key:
                 raise ValueError("it is of another engine")
             prices = StepCost.from_json(content["prices"], menu, stepwise)
+            self._starts = count if type(count := content.get("starts")) is int else 0
             self.settled = prices.complete and content.get("settled") is True
             self.quiet = content.get("quiet") is True
             return prices
@@ -75,6 +79,8 @@ class PriceFile:
         prices = measured if kept is None else kept
         if kept is not None and quiet >= self.quiet:
             self.settled = kept.look_again(measured, instead=quiet > self.quiet) and quiet
+        self._starts += 1
+        self.settled |= self._starts >= MOST_STARTS
         self.quiet |= quiet
         self.write(prices)
         return prices
@@ -82,7 +88,8 @@ class PriceFile:
     def write(self, prices: StepCost) -> None:
         """Keeps them. Of many files the oldest go."""
         try:
-            content = {"key": self.key, "settled": self.settled, "quiet": self.quiet, "prices": prices.to_json()}
+            told = {"settled": self.settled, "quiet": self.quiet, "starts": self._starts}
+            content = {"key": self.key, **told, "prices": prices.to_json()}
             write_json(self.path, content)
             files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for file in files[:-MOST_FILES]:

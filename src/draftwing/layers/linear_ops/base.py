@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops.contracts import FewRowsGemm
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.parallel.cut import Cut
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks
+from draftwing.ops.contracts import FEW_ROWS, SmallMGemm
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.layer_ops import FEW_ROWS, LayerOps, SmallMGemm
+from draftwing.ops.torch.layer_ops import LayerOps
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear

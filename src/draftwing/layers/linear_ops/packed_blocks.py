@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.linear_ops.base import LinearOp
-from draftwing.ops.torch.layer_ops import BlockGemm, LayerOps
+from draftwing.ops.contracts import BlockGemm
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows
 
 if TYPE_CHECKING:

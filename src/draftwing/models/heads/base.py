@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import LayerSpec
+from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.norm import RMSNorm
-from draftwing.layers.rope import rope_table
+from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.models.weight_map import stored_tensors
 from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import PLAIN, HeadTopK, LayerOps
+from draftwing.ops.contracts import HeadTopK
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
 
 SPREAD = 256 << 20  # bytes of a head's layers; to read fewer takes a rank less time than two sums a layer
@@ -28,7 +29,7 @@ def ranks_for(config: ModelConfig, target: DecoderModel, dtype: torch.dtype) -> 
     if target.ranks.size == 1 or config.layer_weights * dtype.itemsize < SPREAD:
         return ALONE
     try:
-        config.layer().spread(target.ranks)
+        config.spread(target.ranks)
     except ConfigError:
         return ALONE
     return target.ranks
@@ -42,7 +43,6 @@ class FeatureHead(nn.Module):
 
     lookahead = 1
     forward_name = "run"  # see `DraftHead`
-    rope: Tensor  # [positions, 2, head_dim]
 
     def __init__(
         self, config: ModelConfig, target: DecoderModel, aux_layers: tuple[int, ...], dtype: torch.dtype
@@ -52,17 +52,19 @@ class FeatureHead(nn.Module):
         super().__init__()
         self.config, self.aux_layers = config, aux_layers
         self.ranks = ranks_for(config, target, dtype)
-        self.layer_config = config.layer().spread(self.ranks)
+        self.layer_configs = config.spread(self.ranks)
         self.width = config.hidden_size
         self.vocab = target.config.vocab_size
-        own = LayerSpec(self.layer_config.kv_heads, config.head_dim)
-        self.kv_layers: Sequence[LayerSpec] = [own] * config.num_layers
+        kept = [layer.mixer.keeps() for layer in self.layer_configs]
+        self.kv_layers: Sequence[SlotSpec] = [spec for spec in kept if spec is not None]
+        (rotates,) = {layer.mixer.rotates for layer in self.layer_configs}
+        assert rotates is not None and len(self.kv_layers) == len(kept), "layers of heads are alike, and keep something"
+        self.rope = Rope(config.ropes[rotates[0]], rotates[1], dtype)
         self.target_ids: Tensor | None = None  # [vocab] int64
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self._head_rows: Linear | None = None
         self.top_k: HeadTopK | None = None  # once packed
         self.ops = PLAIN
-        self.register_buffer("rope", torch.empty(0), persistent=False)
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """As in `DraftHead`."""
@@ -79,7 +81,7 @@ class FeatureHead(nn.Module):
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table; every position of a later `run` must be below `positions`."""
         weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
-        self.rope = rope_table(self.config.rope, self.config.head_dim, positions, weight.dtype, weight.device)
+        self.rope.make(positions, weight.dtype, weight.device)
 
     def restrict(self, ids: Tensor) -> None:
         """Drafts only the tokens `ids` [n] int64 from now on (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
@@ -138,9 +140,7 @@ class FeatureHead(nn.Module):
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""
-        assert self.rope.numel(), "call set_max_positions first"
-        cos, sin = self.ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)
-        return cos, sin
+        return self.rope(positions, self.ops)
 
 
 def vocabulary_maps(target_ids: Tensor | None, vocab: int) -> Iterator[tuple[str, Tensor]]:

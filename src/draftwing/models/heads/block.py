@@ -48,13 +48,12 @@ class BlockHead(FeatureHead):
         device: torch.device | str,
     ) -> None:
         super().__init__(config, target, block.aux_layers, dtype)
-        device, hidden, eps = torch.device(device), config.hidden_size, config.norm_eps
+        device, hidden, eps = torch.device(device), config.hidden_size, config.norm.eps
         self.config_of_block, self.state_dtype = block, dtype
         count, size = len(block.aux_layers), target.config.hidden_size
         self.fc = Linear(count * size, hidden, False, dtype, device, config.weight_format)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
-        layer = self.layer_config
-        self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i, layer in enumerate(self.layer_configs))
         self.norm = RMSNorm(hidden, eps, dtype, device)
         self.text_kv: Linear | None = None  # once packed: `_kv_rows`
         self.lm_head: Linear | None = None
@@ -90,12 +89,12 @@ class BlockHead(FeatureHead):
             made = F.linear(features, weight, bias)
         else:
             made = self.text_kv(features)
-        parts = made.view(len(features), len(layers), -1, self.config.head_dim)
+        parts = made.view(len(features), len(layers), -1, layers[0].head_dim)
         for attention, part in zip(layers, parts.unbind(1), strict=True):
             attention.write_heads(part, cos, sin, attend)
 
     def _attentions(self) -> list[Attention]:
-        return [layer.attention for layer in self.layers]  # type: ignore[misc]
+        return [layer.mixer for layer in self.layers]  # type: ignore[misc]
 
     def _kv_rows(self) -> tuple[Tensor, Tensor | None]:
         """The rows of all layers that make keys and values, which are the same GEMM's of one vector: weight
@@ -160,7 +159,7 @@ class BlockHead(FeatureHead):
         if self.confidence is not None:
             table |= self.confidence.names()
         for i in range(config.num_layers):
-            table |= layer_names(config, f"layers.{i}", f"layers.{i}", ranks=self.ranks)
+            table |= layer_names(config, f"layers.{i}", f"layers.{i}", ranks=self.ranks, index=i)
         return table
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:

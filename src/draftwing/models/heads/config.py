@@ -61,13 +61,14 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
     later = [int(match[1]) for match in map(_LAYER.match, weights) if match]
     config = _of_layers(raw, 1 + max(later, default=0))
     first = "midlayer" if any(name.startswith("midlayer.") for name in weights) else "layers.0"
-    return replace(
-        config,
+    attention = replace(
+        config.attention,
         qkv_bias=f"{first}.self_attn.q_proj.bias" in weights,
         o_bias=f"{first}.self_attn.o_proj.bias" in weights,
-        mlp_bias=f"{first}.mlp.down_proj.bias" in weights,
         qk_norm=f"{first}.self_attn.q_norm.weight" in weights,
     )
+    layer = replace(config.layers[0], mixer=attention, mlp_bias=f"{first}.mlp.down_proj.bias" in weights)
+    return replace(config, layers=(layer,) * config.num_layers)
 
 
 def head_quantization(raw: Mapping[str, Any]) -> Quantization | None:

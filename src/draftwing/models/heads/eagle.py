@@ -28,8 +28,9 @@ class EagleHead(FeatureHead):
         super().__init__(config, target, (target.final_aux_layer,), dtype)
         device, hidden = torch.device(device), config.hidden_size
         self.fc = Linear(2 * hidden, hidden, fc_bias, dtype, device, config.weight_format)
-        layer, count = self.layer_config, config.num_layers
-        self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device, norms_input=i > 0) for i in range(count))
+        self.layers = nn.ModuleList(
+            DecoderLayer(layer, i, dtype, device, norms_input=i > 0) for i, layer in enumerate(self.layer_configs)
+        )
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, hidden]: the target's output after its final norm, as it is."""
@@ -62,5 +63,5 @@ class EagleHead(FeatureHead):
             table["fc.bias"] = ParamSlice("fc.bias", 0, self.config.hidden_size)
         for i in range(self.config.num_layers):
             norm = "input_layernorm" if i else None
-            table |= layer_names(self.config, f"layers.{i}", f"layers.{i}", norm, self.ranks)
+            table |= layer_names(self.config, f"layers.{i}", f"layers.{i}", norm, self.ranks, i)
         return table

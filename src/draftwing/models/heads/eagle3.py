@@ -69,7 +69,7 @@ class FusionLayer(DecoderLayer):
 
     def __init__(self, config: LayerConfig, from_normed: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, 0, dtype, device, in_size=2 * config.hidden)
-        self.hidden_norm = RMSNorm(config.hidden, config.eps, dtype, device)
+        self.hidden_norm = RMSNorm(config.hidden, config.norm.eps, dtype, device)
         self.from_normed = from_normed
 
     def join(self, ids: Tensor, embed: Embedding, feature: Tensor) -> Tensor:
@@ -96,15 +96,15 @@ class Eagle3Head(FeatureHead):
         device: torch.device | str,
     ) -> None:
         super().__init__(config, target, eagle.aux_layers, dtype)
-        device, hidden, eps = torch.device(device), config.hidden_size, config.norm_eps
+        device, hidden, eps = torch.device(device), config.hidden_size, config.norm.eps
         self.eagle = eagle
         count, size = len(eagle.aux_layers), eagle.aux_size
         self.input_norm = RMSNorm(count * size, eps, dtype, device) if eagle.norm_before_fc else None
         self.fc_norm = ChunkNorm(count, size, eps, dtype, device) if eagle.fc_norm else None
         self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device, config.weight_format)
-        self.fusion = FusionLayer(self.layer_config, eagle.norm_before_residual, dtype, device)
-        layer = self.layer_config
-        self.later = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(1, config.num_layers))
+        first, *later = self.layer_configs
+        self.fusion = FusionLayer(first, eagle.norm_before_residual, dtype, device)
+        self.later = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i, layer in enumerate(later, 1))
         self.norm = RMSNorm(hidden, eps, dtype, device)
         self.lm_head: Linear | None = None
         self.embed: Embedding | None = None
@@ -140,7 +140,7 @@ class Eagle3Head(FeatureHead):
             return super().write(ids, positions, features, attend)
         assert features is not None
         joined = self.fusion.join(ids, self._embedding, features)
-        self.fusion.attention.write(joined, *self._rotation(positions), attend)
+        self.fusion.mixer.write(joined, *self._rotation(positions), attend)
 
     @property
     def _embedding(self) -> Embedding:
@@ -175,7 +175,7 @@ class Eagle3Head(FeatureHead):
         table |= layer_names(config, first, "fusion", ranks=self.ranks)
         table[f"{first}.hidden_norm.weight"] = ParamSlice("fusion.hidden_norm.weight", 0, hidden)
         for i in range(1, config.num_layers):
-            table |= layer_names(config, f"layers.{i}", f"later.{i - 1}", eagle.later_norm, self.ranks)
+            table |= layer_names(config, f"layers.{i}", f"later.{i - 1}", eagle.later_norm, self.ranks, i)
         return table
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,7 @@ class MTPLayer(nn.Module):
         self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.norm_eps
+        hidden, eps = config.hidden_size, config.norm.eps
         self.token_norm = RMSNorm(hidden, eps, dtype, device)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
         self.input_proj = Linear(2 * hidden, hidden, False, dtype, device, config.weight_format)
@@ -66,10 +66,13 @@ class MTPHead(FeatureHead):
         weight_format: WeightFormat = DENSE,
     ) -> None:
         """weight_format: of the layers' matrices."""
-        config = replace(target.config, num_layers=layers, weight_format=weight_format, vocab_format=weight_format)
+        own = (target.config.layers[0],) * layers
+        config = replace(target.config, layers=own, weight_format=weight_format, vocab_format=weight_format)
         super().__init__(config, target, (target.final_aux_layer,), dtype)
         where = torch.device(device)
-        self.layers = nn.ModuleList(MTPLayer(config, self.layer_config, i, dtype, where) for i in range(layers))
+        self.layers = nn.ModuleList(
+            MTPLayer(config, layer, i, dtype, where) for i, layer in enumerate(self.layer_configs)
+        )
         self.lookahead = layers
 
     def features(self, aux_hidden: Tensor) -> Tensor:
@@ -113,5 +116,5 @@ class MTPHead(FeatureHead):
             ):
                 table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, hidden)
             table |= named(self.config.weight_format, f"{theirs}.input_proj", f"{ours}.input_proj", 0, hidden)
-            table |= layer_names(self.config, theirs, f"{ours}.layer", ranks=self.ranks)
+            table |= layer_names(self.config, theirs, f"{ours}.layer", ranks=self.ranks, index=i)
         return table

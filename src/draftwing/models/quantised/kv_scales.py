@@ -42,9 +42,9 @@ class KVScales:
                 self._unusable = f"{name}: expected one positive number, found {found}"
             self._found.setdefault(layer, {}).update(dict.fromkeys(which, scale))
 
-    def of(self, layers: int) -> list[tuple[float, float]]:
-        """Returns those of so many layers. Raises CheckpointError for what is no number."""
+    def of(self, layers: Iterable[int]) -> list[tuple[float, float]]:
+        """Returns those of these layers of the model. Raises CheckpointError for what is no number."""
         if self._unusable is not None:
             raise CheckpointError(f"{self._unusable}. Leave out --kv-cache-dtype fp8_e4m3")
-        known = (self._found.get(layer, {}) for layer in range(layers))
+        known = (self._found.get(layer, {}) for layer in layers)
         return [(one.get("k", 1.0), one.get("v", 1.0)) for one in known]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwing.ops.attention import Ragged
 from draftwing.ops.cpu.tree import addresses, ints
-from draftwing.ops.torch.assign import AssignOps, spare_trees
+from draftwing.ops.reference.assign import AssignOps, spare_trees
 from draftwing.ops.types import Assigned, Calibration, Draft, Queries, Ranked, RowTensors, TargetInputs, Tree
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, HeadNorms, Pool
+from draftwing.ops.attention import Attend, AttentionKind, Batch, HeadNorms, HeadShape, KernelAttend, Pool
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
 
@@ -32,7 +32,7 @@ class NativeAttention:
         self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
 
     def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
-        return Bound(self, batch, first_layer)
+        return CpuAttend(self, batch, first_layer)
 
     def scratch(self, size: int) -> Tensor:
         """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
@@ -41,9 +41,10 @@ class NativeAttention:
             self._scratch = torch.empty(max(size, 2 * self._scratch.numel()), dtype=torch.float32)
         return self._scratch
 
-    def pools(self, first: int, count: int) -> int:
-        """Where the addresses of so many layers' keys and values stand, which are of one shape."""
-        assert len({kv.shape for kv in self.pool.kv[first : first + count]}) == 1
+    def pools(self, first: int, count: int, shape: HeadShape) -> int:
+        """Where the addresses of so many layers' keys and values stand, which are all of this shape."""
+        expected = (self.pool.slots + 1, shape.kv_heads, 2, shape.head_dim)
+        assert all(kv.shape == expected for kv in self.pool.kv[first : first + count])
         return self._pools.data_ptr() + first * self._pools.itemsize
 
     def spare(self, size: int) -> Tensor:
@@ -54,14 +55,12 @@ class NativeAttention:
         return self._spare
 
 
-class Bound(Attend):
+class CpuAttend(KernelAttend):
     """Attention of one forward."""
 
-    norms_heads = True
-
     def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
+        super().__init__(backend.pool, batch, first_layer)
         self._backend = backend
-        self._first_layer = first_layer
         self._raw = backend.raw
         self._threads = torch.get_num_threads()
         self._kv = backend.pool.kv
@@ -91,30 +90,9 @@ class Bound(Attend):
             self._most_keys = longest_row + depth
             who = (*(part.data_ptr() for part in read), 0, starts, rows.shape[0], nodes, depth)
         self._who = (rows.data_ptr(), table.data_ptr(), table.stride(0), *who)
-        self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim of what follows
+        self._shape: HeadShape | None = None  # of what follows
         self._how: tuple[int, ...] = ()
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._backend.pool.write(self._first_layer + layer, self._slots, k, v)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        self.write(layer, k, v)
-        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
-            q = q.contiguous()
-        return self._attend(layer, q, q.shape[1], kind)
-
-    def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
-    ) -> Tensor:
-        """In place of q; takes no gradient."""
-        self.fused_write(layer, qkv, cos, sin, norms)
-        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._kv[self._first_layer + layer].shape[1], kind)
+        self._hows: dict[HeadShape, tuple[int, ...]] = {}
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._kv[self._first_layer + layer]
@@ -134,8 +112,7 @@ class Bound(Attend):
 
     def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         """Takes no gradient."""
-        first = self._first_layer + layers.first
-        (rows, hidden), (_, kv_heads, _, dim) = x.shape, self._kv[first].shape
+        first, (rows, hidden), (heads, kv_heads, dim) = self._first_layer + layers.first, x.shape, layers.shape
         assert x.dtype == cos.dtype == layers.dtype
         assert hidden == layers.hidden and self._slots.shape[0] == rows <= layers.most_rows
         x = x.contiguous()
@@ -144,13 +121,12 @@ class Bound(Attend):
         else:
             assert layers.count == 1 and normed.shape == (rows, layers.inputs)
             normed = normed.contiguous()
-        heads = layers.heads(dim)
         self._prepare(heads, kv_heads, dim)
         outs = x.new_empty(1 + len(layers.place), rows, hidden)
         spare = self._backend.spare(layers.spare(rows, self._threads))
         layers.raw.layers(
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
-            self._backend.pools(first, layers.count), layers.places, spare.data_ptr(), layers.width,
+            self._backend.pools(first, layers.count, layers.shape), layers.places, spare.data_ptr(), layers.width,
             self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
             heads, kv_heads, dim, self._half(x), self._kv_half, *self._how, 0, 0, 0, layers.eps,
         )  # fmt: skip
@@ -177,9 +153,13 @@ class Bound(Attend):
 
     def _prepare(self, heads: int, kv_heads: int, dim: int) -> None:
         """Sets `_how` for layers of this shape, which mostly is that of the layer before."""
-        if self._shape != (heads, kv_heads, dim):
-            assert heads % kv_heads == 0
-            self._shape = heads, kv_heads, dim
-            size = self._raw.scratch_size(heads, kv_heads, dim, self._most_keys)
+        if self._shape == (heads, kv_heads, dim):
+            return
+        assert heads % kv_heads == 0
+        shape = HeadShape(heads, kv_heads, dim)
+        self._shape, how = shape, self._hows.get(shape)
+        if how is None:
+            size = self._raw.scratch_size(*shape, self._most_keys)
             scratch = self._backend.scratch(size * self._threads)
-            self._how = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)
+            how = self._hows[shape] = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)
+        self._how = how

@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.tape import is_recording
-from draftwing.ops.torch.layer_ops import FewRowsGemm, MixtureWeights
 
 _UNIT = 32  # outputs that a thread takes at least
 _SLICE = 512  # rows at a time: of each of their choices some 20 KB are kept on the way

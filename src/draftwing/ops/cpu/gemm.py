@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import MOST, load_extension
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
 _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum together

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.attention import Attend, AttentionKind
+from draftwing.ops.contracts import FEW_ROWS, LayerWeights
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import PackedGemm, numbers_of
-from draftwing.ops.torch.layer_ops import FEW_ROWS, LayerWeights
 
 _HEAD_UNIT = 32  # threads share the outputs of qkv by heads, and a GEMM makes so many at a time
 _ANY = 1 << 30
@@ -23,10 +23,20 @@ def can_run(layers: Sequence[LayerWeights], kept: Sequence[int]) -> bool:
     for layer in layers:
         packed = all(isinstance(gemm, PackedGemm) for gemm in layer.gemms)
         blocked = all(isinstance(gemm, BlockedGemm) and gemm.shared for gemm in layer.gemms)
-        if not (packed or blocked) or layer.head_dim % _HEAD_UNIT or layer.mlp_norm.shape[0] % _HEAD_UNIT:
+        if not (packed or blocked) or layer.shape.head_dim % _HEAD_UNIT or layer.mlp_norm.shape[0] % _HEAD_UNIT:
             return False
     together = len(layers) == 1 or all(layer.attn_norm is not None for layer in layers)
-    return together and all(1 <= layer <= len(layers) for layer in kept)
+    first = layers[0].pool_layer
+    follow = [layer.pool_layer for layer in layers] == list(range(first, first + len(layers)))
+    alike = len({_sizes(layer) for layer in layers}) == 1
+    return together and follow and alike and all(1 <= layer <= len(layers) for layer in kept)
+
+
+def _sizes(layer: LayerWeights) -> tuple[Any, ...]:
+    """Returns what is the same in all layers of one call."""
+    gemms = [gemm for gemm in layer.gemms if isinstance(gemm, (PackedGemm, BlockedGemm))]
+    outer = gemms[0].dtype, isinstance(gemms[0], BlockedGemm)
+    return layer.shape, layer.eps, *outer, *((gemm.inputs, gemm.outputs) for gemm in gemms)
 
 
 def numbers_of_kind(kind: AttentionKind) -> tuple[int, int, int]:
@@ -45,8 +55,7 @@ class _Layer:
         self.norms_input = weights.attn_norm is not None
         assert self.inputs == self.hidden or not self.norms_input
         assert gate_up.inputs == down.outputs == self.hidden and gate_up.outputs == 2 * down.inputs
-        self.attended = o.inputs  # heads * head_dim
-        self.sizes = self.eps, self.dtype, self.blocked, *((gemm.inputs, gemm.outputs) for gemm in gemms)
+        assert o.inputs == weights.shape.heads * weights.shape.head_dim
         norms = weights.head_norms
         assert norms is None or norms.eps == weights.eps
         # Addresses go stale where a module's weights are moved, so what holds their memory is not the modules' tensors.
@@ -72,11 +81,11 @@ class NativeLayers:
         """weights: of layers that `can_run`. kept: layers whose outputs the caller wants beside the last one's, counted
         from 1; a layer may be among them twice. take_rows: `LayerOps.take_rows`."""
         self.layers = [_Layer(layer) for layer in weights]
-        self.first, self.count, some = weights[0].number, len(self.layers), self.layers[0]
+        self.first, self.count, some = weights[0].pool_layer, len(self.layers), self.layers[0]
+        self.shape = weights[0].shape
         self.raw: Any = load_extension()
         self.eps, self.hidden, self.inputs, self.norms_input = some.eps, some.hidden, some.inputs, some.norms_input
         self.dtype, self.most_rows = some.dtype, _ANY if some.blocked else FEW_ROWS
-        assert all(layer.sizes == some.sizes for layer in self.layers)
         self._addresses = torch.tensor([layer.numbers.data_ptr() for layer in self.layers])
         self.address = self._addresses.data_ptr()
         # Where each layer's output goes: to 0, one after the other, or to a place of its own.
@@ -91,10 +100,6 @@ class NativeLayers:
     def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
         takes = x.shape[0] <= self.most_rows and (normed is not None or self.norms_input)
         return attend.run_layers(self, x, normed, cos, sin) if takes else None
-
-    def heads(self, dim: int) -> int:
-        """Returns the number of query heads of size `dim`."""
-        return self.layers[0].attended // dim
 
     @property
     def width(self) -> int:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.ops.contracts import FEW_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
 from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, quantize
 from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.cpu.tree import with_rows
-from draftwing.ops.torch.layer_ops import FEW_ROWS, FewRowsGemm, LayerOps, LayerWeights, MixtureWeights
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.ops.cpu.tree import addresses, ints
-from draftwing.ops.torch.merge import MergeOps, graded
+from draftwing.ops.drafts import graded
+from draftwing.ops.reference.merge import MergeOps
 from draftwing.ops.types import Calibration, Draft
 
 

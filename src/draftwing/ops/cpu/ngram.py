@@ -13,8 +13,8 @@ from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE
 from draftwing.ops.cpu.tree import addresses, ints
-from draftwing.ops.torch.ngram import OWN, STEADY, NGramIndex, NGramOps
-from draftwing.ops.torch.ngram_memory import CANDIDATES
+from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex, NGramOps
+from draftwing.ops.reference.ngram_memory import CANDIDATES
 from draftwing.ops.types import Draft, RowTensors
 
 assert (OWN, CANDIDATES, MAX_CONFIDENCE) == (8, 8, 31), "as in ops/cpu/csrc/ngram.c"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.cpu.tree import addresses, ints
-from draftwing.ops.torch.assign import LEVELS
-from draftwing.ops.torch.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex, SuffixOps
+from draftwing.ops.drafts import LEVELS
+from draftwing.ops.reference.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex, SuffixOps
 from draftwing.ops.types import Draft, RowTensors
 
 _CONSTANTS = BACK, len(LENGTHS), LENGTHS[-1], LEVELS, LOOKUP, SCORE_BITS, WAYS

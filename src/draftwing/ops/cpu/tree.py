@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.torch.tree import TreeOps
+from draftwing.ops.reference.tree import TreeOps
 from draftwing.ops.types import (
     AcceptedPath,
     Calibration,

@@ -143,6 +143,48 @@ enum { PLAIN = 0, ADD = 1, SILU_MUL = 2 };
 // No two lanes of a warp that stores a tile meet in a bank; of 16 features, which gemm.py wants small, two do.
 __device__ constexpr int pitch_of(int rows) { return rows > 16 ? rows + 4 : rows + 2; }
 
+// Sums of a warp, of ROW_TILES times 16 features and TOKEN_TILES times 8 rows of x.
+template <int ROW_TILES, int TOKEN_TILES>
+__device__ __forceinline__ void clear_sums(float (&d)[ROW_TILES][TOKEN_TILES][4]) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+}
+
+// Those of a share, and of the shares before it.
+template <int ROW_TILES, int TOKEN_TILES>
+__device__ __forceinline__ void clear_sums(float (&d)[ROW_TILES][TOKEN_TILES][4],
+                                           float (&sum)[ROW_TILES][TOKEN_TILES][4]) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+}
+
+// A share ends: its sums are added to those of the shares before it.
+template <int ROW_TILES, int TOKEN_TILES>
+__device__ __forceinline__ void add_share(float (&sum)[ROW_TILES][TOKEN_TILES][4],
+                                          float (&d)[ROW_TILES][TOKEN_TILES][4]) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sum[r][m][i] += d[r][m][i];
+                d[r][m][i] = 0.f;
+            }
+}
+
+// Half a chunk: 32 columns, of which a lane has 8 in pairs.
+__device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&top)[4], const u32 (&bottom)[4], const uint4& in) {
+    mma(d, top[0], bottom[0], top[1], bottom[1], in.x, in.y);
+    mma(d, top[2], bottom[2], top[3], bottom[3], in.z, in.w);
+}
+
 // d, sums of a warp -> sums [tokens][pitch_of(rows)]. TAKE_TURNS: even tiles are gates and odd ones their ups, which come
 // out as `store_results` wants them, 8 rows of each in turn.
 template <int ROW_TILES, int TOKEN_TILES, int PITCH, bool TAKE_TURNS = false>
@@ -203,6 +245,19 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
         if (KIND == SILU_MUL) sum = sum / (1.f + __expf(-sum)) * up;
         y[at] = from_float(sum);
     }
+}
+
+// The end of a block: d, sums of a warp, which it keeps `own` floats behind `sums`, -> y, as `store_results` has it.
+template <class WEIGHTS, int PARTS, int CLUSTER, int ROWS, int TOKENS, int THREADS, int KIND, int ROW_TILES,
+          int TOKEN_TILES>
+__device__ __forceinline__ void finish(const float (&d)[ROW_TILES][TOKEN_TILES][4], float* sums, int own,
+                                       const u16* __restrict__ bias, const u16* __restrict__ extra,
+                                       u16* __restrict__ y, int row0, int token0, int M, int N) {
+    keep_sums<ROW_TILES, TOKEN_TILES, pitch_of(ROWS), WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(d, sums + own);
+    if constexpr (CLUSTER > 1) sync_cluster();
+    else __syncthreads();
+    store_results<WEIGHTS::POWER, PARTS, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    if constexpr (CLUSTER > 1) sync_cluster();  // nobody ends while others read what it has
 }
 
 // With these gemm.py lists the kernels. GEMM: a template, and behind it what it is called with.
@@ -322,10 +377,7 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const WEIGHTS we
             }
 
     float d[ROW_TILES][TOKEN_TILES][4];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+    clear_sums(d);
 
     for (int c = 0; c < count; c += AHEAD) {
         const int come = WEIGHTS::GO_ON ? 0 : c;  // from where the pointers are
@@ -340,11 +392,7 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const WEIGHTS we
                         u32 top[4], bottom[4];
                         a[p][r].expand(j, top, bottom);
 #pragma unroll
-                        for (int m = 0; m < TOKEN_TILES; ++m) {
-                            const uint4 in = b[q][m][j];
-                            mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
-                            mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
-                        }
+                        for (int m = 0; m < TOKEN_TILES; ++m) mma_half(d[r][m], top, bottom, b[q][m][j]);
                     }
                 if (c + p + AHEAD < count)
 #pragma unroll
@@ -367,7 +415,6 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const WEIGHTS we
         }
     }
 
-    keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(d, sums + warp * TOKENS * PITCH);
-    __syncthreads();
-    store_results<WEIGHTS::POWER, SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    finish<WEIGHTS, SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(d, sums, warp * TOKENS * PITCH, bias, extra, y, row0,
+                                                                token0, M, N);
 }

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -109,6 +110,7 @@ class TallShape:
         return max(pipeline, self.tokens * (self.features + 4) * 4) + self.stages * 16
 
 
+S = TypeVar("S", bound=Shape | TallShape)
 Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block takes
 
 
@@ -232,15 +234,9 @@ class SmallMGemm:
         self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         capability = torch.cuda.get_device_capability(device)
         shapes = shapes_for(capability, dtype) if shapes is None else shapes
-        module = Module(source or read_source(shapes), _options(dtype), device)
+        module = Module(source or read_source(shapes), options_for(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
-            (kind, tile): (kernel_of(module, (kind, tile), shape, PART), shape)
-            for (kind, tile), shape in shapes.items()
-        }
-        for tile in (*_SMALL, _LARGE):
-            if ("add", tile) in self._kernels:
-                self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
+        self._kernels = kernels_of(module, shapes, PART)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -249,8 +245,7 @@ class SmallMGemm:
 
         fresh: the weight is the result of an earlier kernel, and nothing of it may be read ahead.
         """
-        kind = "plain" if residual is None else "add_long" if weight.shape[1] >= LONG else "add"
-        return self._run(kind, x, weight, bias, residual, weight.shape[0], fresh)
+        return self._run(kind_of(residual, weight.shape[1]), x, weight, bias, residual, weight.shape[0], fresh)
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
@@ -275,10 +270,11 @@ def compile_ahead(dtype: torch.dtype, capability: tuple[int, int], shapes: Shape
     """Puts what `SmallMGemm` compiles into the user's cache folder, for devices of this compute capability."""
     if dtype in _DTYPES:
         shapes = shapes_for(capability, dtype) if shapes is None else shapes
-        compile_source(read_source(shapes), _options(dtype), capability)
+        compile_source(read_source(shapes), options_for(dtype), capability)
 
 
-def _options(dtype: torch.dtype) -> list[str]:
+def options_for(dtype: torch.dtype) -> list[str]:
+    """Returns what the compiler is told of activations of this type."""
     return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]
 
 
@@ -305,6 +301,19 @@ def kernel_of(module: Module, key: tuple[str, int], shape: Shape | TallShape, pa
     """part: bytes of one of the shape's `parts`."""
     kind, tile = key
     return module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared_bytes(part), blocks=shape.room)
+
+
+def kernels_of(
+    module: Module, shapes: Mapping[tuple[str, int], S], part: int
+) -> dict[tuple[str, int], tuple[Kernel, S]]:
+    """Returns the kernels of these shapes. Without an entry, `add_long` is `add`."""
+    found = {key: (kernel_of(module, key, shape, part), shape) for key, shape in shapes.items()}
+    return {("add_long", tile): kernel for (kind, tile), kernel in found.items() if kind == "add"} | found
+
+
+def kind_of(residual: Tensor | None, depth: int) -> str:
+    """Returns the kind of a product that is not gated."""
+    return "plain" if residual is None else "add_long" if depth >= LONG else "add"
 
 
 @functools.cache

@@ -251,11 +251,7 @@ __device__ __forceinline__ void multiply(float (&d)[ROW_TILES][TOKEN_TILES][4],
                     u32 top[4], bottom[4];
                     a[p][r].expand(j, top, bottom);
 #pragma unroll
-                    for (int m = 0; m < TILES; ++m) {
-                        const uint4 in = b[q][m][j];
-                        mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
-                        mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
-                    }
+                    for (int m = 0; m < TILES; ++m) mma_half(d[r][m], top, bottom, b[q][m][j]);
                 }
             if (c + p + AHEAD < count)
 #pragma unroll
@@ -365,10 +361,7 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
         }
 
         float d[ROW_TILES][TOKEN_TILES][4];
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+        clear_sums(d);
 
         if (TOKEN_TILES > 1 && live <= 8) multiply<WEIGHTS, 1>(d, a, b, rows, token, count, live);
         else multiply<WEIGHTS, TOKEN_TILES>(d, a, b, rows, token, count, live);

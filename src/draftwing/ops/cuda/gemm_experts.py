@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import SHARES, read_files
+from draftwing.ops.contracts import Routed
+from draftwing.ops.cuda.gemm import SHARES, options_for, read_files
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.expert_rows import FP8, INT4, MX, ExpertRows
-from draftwing.ops.torch.experts import Routed
 
 FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_bulk.cu", "gemm_stream.cu")
 DENSE = 0  # a kind of codes beside those of `expert_rows`
@@ -156,7 +156,7 @@ class FewPairs:
         """cuts: in place of the engine's, to try others."""
         layout = layout.on(torch.cuda.get_device_capability(device))
         cuts = cuts_for(layout) if cuts is None else cuts
-        module = Module(read_source(layout, cuts), _options(dtype), device)
+        module = Module(read_source(layout, cuts), options_for(dtype), device)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Cut | Stream]] = {
             (kind, tile): (
@@ -244,7 +244,7 @@ def compile_ahead(dtype: torch.dtype, layout: Layout, capability: tuple[int, int
     """Puts what `FewPairs` compiles into the user's cache folder, for devices of this compute capability."""
     layout = layout.on(capability)
     cuts = cuts_for(layout) if cuts is None else cuts
-    return compile_source(read_source(layout, cuts), _options(dtype), capability)
+    return compile_source(read_source(layout, cuts), options_for(dtype), capability)
 
 
 def read_source(layout: Layout, cuts: Cuts) -> str:
@@ -254,7 +254,3 @@ def read_source(layout: Layout, cuts: Cuts) -> str:
     files = (*FILES, *(STREAM_FILES if chunks else ()))
     lines = (cut.line(f"{kind}_{tile}", kind, tile) for (kind, tile), cut in cuts.items())
     return "".join([*read_files(files), f"using Weights = {weights};\n", *lines])
-
-
-def _options(dtype: torch.dtype) -> list[str]:
-    return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]

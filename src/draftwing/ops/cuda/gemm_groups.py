@@ -6,8 +6,9 @@ The bits of a result are those that `SmallMGemm` gives for the matrix that `dens
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,14 +16,15 @@ from torch import Tensor
 from draftwing.ops.cuda.gemm import (
     CLUSTERS,
     FILES,
-    LONG,
     WARP_GROUPS,
     Shape,
     TallShape,
     few_rows,
     kernel_lines,
-    kernel_of,
+    kernels_of,
     key_of,
+    kind_of,
+    options_for,
     read_files,
     ring,
     shared,
@@ -42,6 +44,9 @@ _ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 _ORDER_CHUNKS = 4  # that a block of `order_x` takes
 
 Shapes = dict[tuple[str, int], Shape | TallShape]  # by kind and rows of x that a block takes
+
+
+Result = TypeVar("Result")
 
 
 class Width(NamedTuple):
@@ -176,37 +181,40 @@ def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype = torc
     return (_WITH_CLUSTERS if capability >= CLUSTERS else _ANYWHERE)[bits]
 
 
-class GroupGemm:
+class PackedGemm(ABC, Generic[Result]):
+    """GEMMs with weights in groups, whose columns have the order of the packed weight."""
+
+    only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
+
+    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Result:
+        """x [M, K], weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias + residual [M, N], rounded once."""
+        return self._run(kind_of(residual, weight.columns), x, weight, bias, residual, weight.rows)
+
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Result:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
+        return self._run("silu", x, weight, bias, None, weight.rows // 2)
+
+    @abstractmethod
+    def _run(
+        self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
+    ) -> Result:
+        """width: of the result."""
+
+
+class GroupGemm(PackedGemm[Tensor]):
     """The kernels of one type of activations and one width on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, width: Width, shapes: Shapes | None = None) -> None:
         """shapes: in place of `shapes_for`, to try others."""
-        self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         capability = torch.cuda.get_device_capability(device)
         shapes = shapes_for(width.bits, capability, dtype) if shapes is None else shapes
-        module = Module(read_source(width, shapes), _options(dtype), device)
+        module = Module(read_source(width, shapes), options_for(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._order = order_kernels(module, shapes.values())
-        self._kernels: dict[tuple[str, int], tuple[Kernel, Shape | TallShape]] = {
-            key: (kernel_of(module, key, shape, width.part), shape) for key, shape in shapes.items()
-        }
+        self._kernels = kernels_of(module, shapes, width.part)
         self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
-        if "add" in self._tiles:
-            for tile in self._tiles["add"]:
-                self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
-            self._tiles["add_long"] = sorted({*self._tiles["add"], *self._tiles.get("add_long", ())})
         # What runs beside it may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
         self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=_ALL_SHARED)
-
-    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """x [M, K], columns in the order of the packed weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias
-        + residual [M, N], rounded once."""
-        kind = "plain" if residual is None else "add_long" if weight.columns >= LONG else "add"
-        return self._run(kind, x, weight, bias, residual, weight.rows)
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
-        return self._run("silu", x, weight, bias, None, weight.rows // 2)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
         """[N, K], columns in the order of the packed weight. out: where to.  aside: leaves room for other kernels."""
@@ -270,7 +278,7 @@ def _panels(shapes: Iterable[Shape | TallShape]) -> list[int]:
 def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
     """Puts what `GroupGemm` compiles into the user's cache folder, for devices of this compute capability."""
     shapes = shapes_for(width.bits, capability, dtype) if shapes is None else shapes
-    compile_source(read_source(width, shapes), _options(dtype), capability)
+    compile_source(read_source(width, shapes), options_for(dtype), capability)
 
 
 def read_source(width: Width, shapes: Shapes) -> str:
@@ -293,7 +301,3 @@ def weights_line(width: Width) -> str:
 def group_gemm(device: torch.device, dtype: torch.dtype, width: Width) -> GroupGemm:
     """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
     return GroupGemm(device, dtype, width)
-
-
-def _options(dtype: torch.dtype) -> list[str]:
-    return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]

@@ -83,10 +83,7 @@ __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGH
     int half = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, half ^= 1) {
         float d[ROW_TILES][TOKEN_TILES][4];
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+        clear_sums(d);
         for (int c = 0; c < count; ++c) {
             wait_for_copies<AHEAD - 1>();
             typename WEIGHTS::Part a[ROW_TILES];
@@ -105,19 +102,14 @@ __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGH
                     u32 top[4], bottom[4];
                     a[r].expand(j, top, bottom);
 #pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; ++m) {
-                        const uint4 in = b[m][j];
-                        mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
-                        mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
-                    }
+                    for (int m = 0; m < TOKEN_TILES; ++m) mma_half(d[r][m], top, bottom, b[m][j]);
                 }
             copy_weights();
             copy_x();
             go_on();
         }
         float* const here = sums + half * SUMS;  // the other half may still be read
-        keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(d, here + warp * TOKENS * PITCH);
-        __syncthreads();
-        store_results<WEIGHTS::POWER, SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(here, bias, extra, y, tile * OUT, token0, M, N);
+        finish<WEIGHTS, SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(d, here, warp * TOKENS * PITCH, bias, extra, y,
+                                                                    tile * OUT, token0, M, N);
     }
 }

@@ -73,12 +73,7 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
     for (int s = 0; s < STAGES - 1; ++s) copy_x(s);
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+    clear_sums(d, sum);
 
     int c = first, stage = 0;
     for (int i = 0; i < rounds; i += AHEAD) {
@@ -99,23 +94,11 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
                     const int u = (part * TOKEN_TILES + m) * 2 + j;
                     const uint4 in = load_shared(stages + stage * STAGE + (u * 32 + lane) * 8);
 #pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r) {
-                        mma(d[r][m], top[r][0], bottom[r][0], top[r][1], bottom[r][1], in.x, in.y);
-                        mma(d[r][m], top[r][2], bottom[r][2], top[r][3], bottom[r][3], in.z, in.w);
-                    }
+                    for (int r = 0; r < ROW_TILES; ++r) mma_half(d[r][m], top[r], bottom[r], in);
                 }
                 load_weights(a[p], weights_ahead, j);
             }
-            if (ONE_PART && c + SHARES >= chunks)  // a share ends here
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                        for (int k = 0; k < 4; ++k) {
-                            sum[r][m][k] += d[r][m][k];
-                            d[r][m][k] = 0.f;
-                        }
+            if (ONE_PART && c + SHARES >= chunks) add_share(sum, d);
             c = after(c);
             weights_ahead = after(weights_ahead);
             stage = next;
@@ -124,12 +107,8 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
 
     wait_for_copies<0>();
     __syncthreads();
-    keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(
-        ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
-    if constexpr (CLUSTER > 1) sync_cluster();
-    else __syncthreads();
-    store_results<WEIGHTS::POWER, WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
-    if constexpr (CLUSTER > 1) sync_cluster();  // nobody ends while others read what it has
+    finish<WEIGHTS, WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(
+        ONE_PART ? sum : d, sums, part * TOKENS * PITCH + warp_row, bias, extra, y, row0, token0, M, N);
 }
 
 // As `gemm`, with the same bits, for more rows: WARPS_F * WF * 16 features and WARPS_T * WT * 8 rows of x a block, of
@@ -190,12 +169,7 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIG
     }
 
     float d[WF][WT][4], sum[WF][WT][4];
-#pragma unroll
-    for (int r = 0; r < WF; ++r)
-#pragma unroll
-        for (int m = 0; m < WT; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+    clear_sums(d, sum);
 
     const int warp_row = warp % WARPS_F * (WF * 16), warp_token = warp / WARPS_F * (WT * 8);
     for (int i = 0, c = 0; i < chunks; ++i) {
@@ -228,22 +202,12 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIG
                     mma(d[r][m], a[r][0].z, a[r][1].z, a[r][0].w, a[r][1].w, b[m].z, b[m].w);
                 }
         }
-        if (c + SHARES >= chunks)  // a share ends here
-#pragma unroll
-            for (int r = 0; r < WF; ++r)
-#pragma unroll
-                for (int m = 0; m < WT; ++m)
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        sum[r][m][k] += d[r][m][k];
-                        d[r][m][k] = 0.f;
-                    }
+        if (c + SHARES >= chunks) add_share(sum, d);
         c = after(c);
     }
 
     wait_for_copies<0>();
     __syncthreads();
-    keep_sums<WF, WT, PITCH>(sum, sums + warp_token * PITCH + warp_row);
-    __syncthreads();
-    store_results<WEIGHTS::POWER, 1, 1, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    finish<WEIGHTS, 1, 1, ROWS, TOKENS, THREADS, KIND>(sum, sums, warp_token * PITCH + warp_row, bias, extra, y, row0,
+                                                       token0, M, N);
 }

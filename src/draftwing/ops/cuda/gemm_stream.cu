@@ -192,10 +192,7 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
         if (unit > 0) load_offsets(unit - 1);
 
         float d[ROW_TILES][TOKEN_TILES][4];
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+        clear_sums(d);
         wait_barrier(full + stage, phase);
         const u32* const here = stages + stage * STAGE::WORDS;
         if (TOKEN_TILES > 1 && live <= 8) multiply_stage<WEIGHTS, STAGE, CHUNKS, 1>(d, here, b);

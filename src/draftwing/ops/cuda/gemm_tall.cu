@@ -148,12 +148,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     __syncthreads();  // barriers are there for all
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];  // the latter: of shares
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+    clear_sums(d, sum);
     u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
     int c = rank, stage = 0, parity = 0, before = 0, free = 0, free_parity = 0;
     for (int i = 0; i < count; ++i) {
@@ -189,15 +184,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
         }
         if (IN_SHARES && c + SHARES >= chunks) {  // a share ends here
             wait_wide<0>();
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        sum[r][m][k] += d[r][m][k];
-                        d[r][m][k] = 0.f;
-                    }
+            add_share(sum, d);
         }
         c = after(c);
         before = stage;

@@ -10,13 +10,21 @@ import functools
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import FILES, LONG, WARP_GROUPS, TallShape, kernel_lines, kernel_of, key_of, read_files
-from draftwing.ops.cuda.gemm_groups import Width, order_kernels, order_lines, ordered, weights_line
+from draftwing.ops.cuda.gemm import (
+    FILES,
+    WARP_GROUPS,
+    TallShape,
+    kernel_lines,
+    kernel_of,
+    key_of,
+    options_for,
+    read_files,
+)
+from draftwing.ops.cuda.gemm_groups import PackedGemm, Width, order_kernels, order_lines, ordered, weights_line
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.groups import PackedGroups
 
-_OPTIONS = ["-DTYPE_BF16=1"]
-
+_OPTIONS = options_for(torch.bfloat16)
 
 TallShapes = dict[tuple[str, int], TallShape]  # by kind, and the most rows of x that it is for
 
@@ -54,11 +62,10 @@ def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype) -> Ta
     return _HOPPER[bits] if capability[0] == WARP_GROUPS and dtype == torch.bfloat16 else {}
 
 
-class TallGemm:
+class TallGemm(PackedGemm[Tensor | None]):
     """The kernels of one width on one device, for bfloat16. Where a GEMM has none, its result is None."""
 
     def __init__(self, device: torch.device, width: Width, shapes: TallShapes) -> None:
-        self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         module = Module(read_source(width, shapes), _OPTIONS, device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._shapes = dict(sorted(shapes.items(), key=lambda item: item[0][1]))
@@ -66,18 +73,6 @@ class TallGemm:
             key: kernel_of(module, key, shape, width.part) for key, shape in shapes.items()
         }
         self._order = order_kernels(module, shapes.values())
-
-    def linear(
-        self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
-    ) -> Tensor | None:
-        """x [M, K], columns in the order of the packed weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias
-        + residual [M, N], rounded once."""
-        kind = "plain" if residual is None else "add_long" if weight.columns >= LONG else "add"
-        return self._run(kind, x, weight, bias, residual, weight.rows)
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
-        return self._run("silu", x, weight, bias, None, weight.rows // 2)
 
     def _run(
         self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int

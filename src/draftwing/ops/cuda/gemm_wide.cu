@@ -175,12 +175,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     }
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+    clear_sums(d, sum);
 
     u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
     int c = first;
@@ -218,15 +213,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
             end_copies();
             if (ONE_PART && c + SHARES >= chunks) {  // a share ends here
                 wait_wide<0>();
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                        for (int k = 0; k < 4; ++k) {
-                            sum[r][m][k] += d[r][m][k];
-                            d[r][m][k] = 0.f;
-                        }
+                add_share(sum, d);
             }
             c = after(c);
         }
@@ -237,10 +224,6 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     wait_wide<0>();
     wait_for_copies<0>();
     __syncthreads();
-    keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(
-        ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
-    if constexpr (CLUSTER > 1) sync_cluster();
-    else __syncthreads();
-    store_results<WEIGHTS::POWER, WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
-    if constexpr (CLUSTER > 1) sync_cluster();
+    finish<WEIGHTS, WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(
+        ONE_PART ? sum : d, sums, part * TOKENS * PITCH + warp_row, bias, extra, y, row0, token0, M, N);
 }

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, ChunkSpan, Pool
+from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, BoundAttend, ChunkSpan, Pool
 
 _BLOCK = 112  # positions of one chain; with a window of 80 it fills the 192 keys that MKL sums in one go
 # Sizes of a product are padded to these: fewer rows, or a remainder of them, take another kernel with another order.
@@ -105,27 +105,24 @@ class TorchAttention:
         self.buffers = Buffers(pool.kv[0].device)
 
     def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
-        return Bound(self, batch, first_layer)
+        return TorchAttend(self, batch, first_layer)
 
 
-class Bound(Attend):
+class TorchAttend(BoundAttend):
     """Attention of one forward."""
 
     def __init__(self, backend: TorchAttention, batch: Batch, first_layer: int) -> None:
-        self._pool, self._buffers = backend.pool, backend.buffers
-        self._batch, self._first_layer = batch, first_layer
-        # By the window, made in its first layer, which tells the number of heads.
-        self._prepared: dict[int, tuple[Tensor, Work]] = {}
+        super().__init__(backend.pool, batch, first_layer)
+        self._buffers = backend.buffers
+        # By the window and the shape of queries and keys, made in the first layer that has them.
+        self._prepared: dict[tuple[int, torch.Size, torch.Size], tuple[Tensor, Work]] = {}
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
         kv = self._pool.kv[self._first_layer + layer]
-        self.write(layer, k, v)
-        if kind.window not in self._prepared:
-            self._prepared[kind.window] = self._prepare(kv, q, kind.window)
-        mean, work = self._prepared[kind.window]
+        alike = kind.window, q.shape, kv.shape
+        if alike not in self._prepared:
+            self._prepared[alike] = self._prepare(kv, q, kind.window)
+        mean, work = self._prepared[alike]
         for keys, stretches in work:
             _fetch(keys, kv)
             for queries in stretches:

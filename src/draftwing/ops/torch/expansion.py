@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftwing.core import MODEL, TreeShape
+from draftwing.ops.drafts import LEVELS, level_of, level_of_odds
 from draftwing.ops.torch.argmax import first_argmax
-from draftwing.ops.torch.assign import LEVELS, level_of, level_of_odds
 from draftwing.ops.torch.sampling import SamplingOps
 from draftwing.ops.types import (
     BlockInputs,

@@ -6,67 +6,15 @@ so what a token gets does not depend on how pairs are grouped.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.expert_rows import ExpertRows
+from draftwing.ops.contracts import DeviceExpertGemm, Routed
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import MXRows
 
 SWIGLU_ALPHA = 1.702  # of the clamped gate
-
-
-class ExpertTiles(NamedTuple):
-    """Pairs in the order of their experts, in tiles of up to `rows`, each of one expert."""
-
-    order: Tensor | None  # [pairs] int32; None: as they are
-    tiles: (
-        Tensor  # [3, T] int32: the expert, -1 of a tile that is not there; its first pair in `order`; how many it has
-    )
-    rows: int
-
-
-class ByExpert(NamedTuple):
-    """Pairs in the order of their experts."""
-
-    order: Tensor  # [pairs] int64
-    places: Tensor  # [pairs] int64: where each pair stands in it
-    experts: list[int]  # that were chosen
-    counts: list[int]  # of pairs of each
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Which experts the rows of a batch go to."""
-
-    experts: Tensor  # [M, top_k] int64, best first
-    weights: Tensor  # [M, top_k] float32 or wider
-    count: int  # experts that there are
-    tiles: ExpertTiles | None = None  # for kernels that want them
-
-    @property
-    def pairs(self) -> int:
-        return self.experts.numel()
-
-    def choices(self, x: Tensor) -> int:
-        """How many pairs read a row of x: x [M, n] has the rows that were routed, x [pairs, n] what came of them."""
-        assert x.shape[0] in (self.experts.shape[0], self.pairs)
-        return self.pairs // max(x.shape[0], 1)
-
-    @cached_property
-    def by_expert(self) -> ByExpert:
-        """On the host: only where it shares the device's memory."""
-        flat = self.experts.flatten()
-        order = flat.argsort(stable=True)
-        numbers = Counter(flat.tolist())
-        chosen = sorted(numbers)
-        return ByExpert(order, order.argsort(), chosen, [numbers[expert] for expert in chosen])
 
 
 _PRIME, _SPREAD = 1_000_003, 618_033  # of numbers that look random
@@ -83,26 +31,6 @@ def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: R
     outs = F.grouped_mm(rows[order], weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     outs = outs[order.argsort()]
     return outs if bias is None else outs + bias.view(routed.count, -1)[flat]
-
-
-class ExpertGemm(Protocol):
-    """GEMMs with the weights of all experts; those that nobody chose are not read."""
-
-    def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
-        """x [M or pairs, in], bias [count * out] -> row of a pair @ weight of its expert^T + bias, [pairs, out]. Rows
-        by pair are what the last GEMM of these experts gave."""
-        ...
-
-    def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:
-        """silu(gate) * up of the same, [pairs, out / 2], or with a limit other than 0 `ExpertOps.clamped_swiglu`. None:
-        the caller does it."""
-        ...
-
-
-class DeviceExpertGemm(ExpertGemm, Protocol):
-    """The device's kernels."""
-
-    weight: Tensor | ExpertRows  # as it is held from now on
 
 
 class ExpertOps:

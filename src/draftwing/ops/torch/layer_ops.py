@@ -3,190 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.ops import groups
-from draftwing.ops.attention import Attend, AttentionKind, HeadNorms
+from draftwing.ops.contracts import (
+    BlockGemm,
+    FewRowsGemm,
+    GroupGemm,
+    HeadTopK,
+    LayerWeights,
+    MixtureWeights,
+    PeerSums,
+    Routed,
+    SideWork,
+    SmallMGemm,
+    TallGemm,
+    WholeLayers,
+    WholeMixture,
+)
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.experts import ExpertOps, Routed
+from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.types import BlockRows, QuantizedRows
-
-FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
-
-
-class FewRowsGemm(Protocol):
-    """A GEMM for up to `FEW_ROWS` rows."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """x [M, inputs], bias [outputs], residual [M, outputs] -> [M, outputs], rounded once."""
-        ...
-
-
-class SmallMGemm(Protocol):
-    """A GEMM that gives a row the same bits among any number of rows, and is the fastest for few."""
-
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
-    ) -> Tensor:
-        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once.
-
-        fresh: the weight is the result of an earlier operation, not a constant.
-        """
-        ...
-
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
-        ...
-
-
-class GroupGemm(Protocol):
-    """GEMMs with weights quantised in groups, for few rows. The bits are those that a `SmallMGemm` gives for the matrix
-    multiplied out. Columns of x are in the order of the packed weight."""
-
-    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
-        ...
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
-        ...
-
-    def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
-        """The matrix [N, K], columns in the order of the packed weight.  out: where to.  aside: leaves room for other
-        kernels, and takes longer."""
-        ...
-
-
-class TallGemm(Protocol):
-    """The same for many rows, whose bits may depend on the batch. None: there is no kernel for so many."""
-
-    def linear(
-        self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
-    ) -> Tensor | None: ...
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None: ...
-
-
-class SideWork(Protocol):
-    """What a device does beside the operations that follow."""
-
-    def start(self, work: Callable[[], object]) -> Any | None:
-        """Does this when all that was asked for before is done -> what `join` is given. None: it cannot now, and
-        nothing was done."""
-        ...
-
-    def join(self, done: Any) -> None:
-        """Lets what is asked for from now on wait for it."""
-        ...
-
-
-class BlockGemm(FewRowsGemm, Protocol):
-    """The GEMM of a weight in blocks, for any number of rows; a row has the same bits among any."""
-
-    inputs: int
-    outputs: int
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """ids [...] int64 -> rows of the weight, [..., inputs]"""
-        ...
-
-    def dense(self) -> Tensor:
-        """Returns the weight, [outputs, inputs]."""
-        ...
-
-    def last(self, outputs: int) -> BlockGemm:
-        """The GEMM of the last so many outputs, perhaps of some before them, too: the same bits, in the same memory."""
-        ...
-
-
-class PeerSums(Protocol):
-    """Sums of few rows over ranks whose devices read each other's memory."""
-
-    def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
-        """partial [M, n] of this rank, bias [n] and residual [M, n], the same on all -> the bits of `sum_parts` of all
-        ranks' parts; None, on all of them, where it takes no such rows. All ranks call it at the same place."""
-        ...
-
-    def release(self) -> None:
-        """Ends the waiting for ranks that are gone; sums mean nothing from now on. From any thread."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of the memory, which nothing may use any more."""
-        ...
-
-
-class WholeLayers(Protocol):
-    """Decoder layers that follow each other, as one call."""
-
-    last: int  # where the output of the last one stands in what the call gives
-    most_rows: int  # that a call takes
-
-    def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
-        """x [M, hidden] -> [1 + kept, M, hidden], or None where the call takes no such rows or attention.
-
-        normed [M, inputs]: what attention of a single layer reads, None for x under the layer's own norm.
-        cos, sin [M, 1, head_dim].
-        """
-        ...
-
-    def joined(self, outs: Tensor) -> Tensor | None:
-        """What a call gave -> the kept outputs beside each other, [M, kept * hidden]; None where none are kept."""
-        ...
-
-
-class HeadTopK(Protocol):
-    """The end of a draft head in one call, for up to `FEW_ROWS` rows: norm, GEMM and the best of its outputs."""
-
-    most: int  # outputs of a row that it finds
-
-    def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
-        """states [.., inputs] -> ids [.., K] int64 and their log probabilities [.., K] float32, best first.
-
-        places [M] int64: the rows of all three that are worked on, None: all.
-        """
-        ...
-
-
-class LayerWeights(NamedTuple):
-    """What `whole_layers` is told of a decoder layer."""
-
-    number: int  # of the layer in its model
-    head_dim: int
-    attn_norm: Tensor | None  # [hidden]; None where the caller norms what attention reads
-    mlp_norm: Tensor  # [hidden]
-    head_norms: HeadNorms | None  # of queries and keys
-    kind: AttentionKind
-    eps: float
-    gemms: Sequence[FewRowsGemm | None]  # of qkv, o, gate_up and down
-    biases: Sequence[Tensor | None]
-
-
-class MixtureWeights(NamedTuple):
-    """What a mixture of experts multiplies with, each expert by itself, in the order of experts."""
-
-    router: Tensor  # [count, hidden]
-    router_bias: Tensor | None  # [count]
-    gate_up: Sequence[FewRowsGemm | None]  # [2 * ffn, hidden] each, gates and then ups; None: it has no such GEMM
-    down: Sequence[FewRowsGemm | None]  # [hidden, ffn] each
-    biases: tuple[Tensor | None, Tensor | None]  # of all: [count * 2 * ffn], [count * hidden]
-    top_k: int
-    renormalise: bool
-    limit: float  # as `ExpertGemm.gated` has it
-
-
-class WholeMixture(Protocol):
-    """A mixture in one call."""
-
-    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None) -> Tensor:
-        """x [M, hidden], residual [M, hidden] -> [M, hidden], all of one dtype; scatter as `ExpertOps.route` has it. A
-        row has the same bits in any batch."""
-        ...
 
 
 class LayerOps(ExpertOps):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.reference.assign import AssignOps
+from draftwing.ops.reference.merge import MergeOps
+from draftwing.ops.reference.ngram import NGramOps
+from draftwing.ops.reference.suffix import SuffixOps
+from draftwing.ops.reference.tree import TreeOps
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.assign import AssignOps
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.torch.merge import MergeOps
-from draftwing.ops.torch.ngram import NGramOps
-from draftwing.ops.torch.suffix import SuffixOps
-from draftwing.ops.torch.tree import TreeOps
 
 
 class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, LayerOps):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from draftwing.core import MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED
 from draftwing.ops.attention import Ragged
-from draftwing.ops.torch.assign import DEPTHS, LEVELS, MIDDLE, SLOPE, SURE, AssignOps, spare_trees
+from draftwing.ops.drafts import DEPTHS, LEVELS, MIDDLE, SLOPE, SURE
+from draftwing.ops.reference.assign import AssignOps, spare_trees
 from draftwing.ops.triton.common import int_fields, lanes, launch_options, start
 from draftwing.ops.types import Assigned, Calibration, Draft, Queries, Ranked, RowTensors, TargetInputs, Tree
 
@@ -28,7 +29,7 @@ _LEAST_BLOCK = 1024  # nodes that every program looks at: few sizes are compiled
 
 @triton.jit
 def level_of(logp):
-    """`ops.torch.assign.level_of`"""
+    """`ops.drafts.level_of`"""
     p = tl.exp(logp)
     p = tl.minimum(tl.where(p > 1e-6, p, 1e-6), 1 - 1e-6)
     level = tl.floor(_SLOPE * tl.log(p / (1 - p)) + (_MIDDLE + 0.5))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.torch.assign import LEVELS, MIDDLE, SLOPE
+from draftwing.ops.drafts import LEVELS, MIDDLE, SLOPE
 from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.triton.common import field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.types import BlockInputs, Draft, RowTensors

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.core import MODEL, TreeShape
-from draftwing.ops.torch.assign import LEVELS
+from draftwing.ops.drafts import LEVELS
 from draftwing.ops.torch.expansion import capacity
 from draftwing.ops.triton.assign import level_of
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.contracts import Routed
 from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.torch.experts import SWIGLU_ALPHA, Routed
+from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, let_next_come, wait
 from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_of
 from draftwing.ops.types import MX_BLOCK, MXRows

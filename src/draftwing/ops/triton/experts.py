@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.torch.experts import SWIGLU_ALPHA, ExpertTiles, Routed
+from draftwing.ops.contracts import ExpertTiles, Routed
+from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from draftwing.ops import groups
+from draftwing.ops.contracts import DeviceExpertGemm, GroupGemm, PeerSums, Routed, SideWork, SmallMGemm, TallGemm
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.torch.experts import DeviceExpertGemm, Routed
-from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, PeerSums, SideWork, SmallMGemm, TallGemm
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums
 from draftwing.ops.types import MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded

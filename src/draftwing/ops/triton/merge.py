@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
-from draftwing.ops.torch.assign import DEPTHS, LEVELS, SURE
-from draftwing.ops.torch.merge import MergeOps, graded
+from draftwing.ops.drafts import DEPTHS, LEVELS, SURE, graded
+from draftwing.ops.reference.merge import MergeOps
 from draftwing.ops.triton.common import lanes, launch_options, start
 from draftwing.ops.types import Calibration, Draft
 

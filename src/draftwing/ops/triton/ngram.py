@@ -1,7 +1,7 @@
 """The n-gram drafter on the GPU, three launches a step: insert, confidence, build.
 
-The kernels work on the tensors of `ops.torch.ngram`, `ngram_memory` and `ngram_tree` and use their terms. Lengths are
-read on the device: a launch covers the longest context, and programs past the end of a row's text exit at once. The
+The kernels work on the tensors of `ops.reference.ngram`, `ngram_memory` and `ngram_tree` and use their terms. Lengths
+are read on the device: a launch covers the longest context, and programs past the end of a row's text exit at once. The
 dummy row is left alone; it has nothing to propose.
 """
 
@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
-from draftwing.ops.torch.assign import LEVELS
-from draftwing.ops.torch.ngram import OWN, STEADY, NGramIndex, NGramOps
-from draftwing.ops.torch.ngram_memory import CANDIDATES, WAYS
+from draftwing.ops.drafts import LEVELS
+from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex, NGramOps
+from draftwing.ops.reference.ngram_memory import CANDIDATES, WAYS
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.types import Draft, RowTensors
 

@@ -1,6 +1,6 @@
 """The suffix drafter on the GPU, three launches a step: insert, grow, emit.
 
-The kernels work on the tensors of `ops.torch.suffix` and use its terms. What two rows write in one step may be one
+The kernels work on the tensors of `ops.reference.suffix` and use its terms. What two rows write in one step may be one
 bucket's: a bucket is one program's, which takes rows in turn. The dummy row learns and proposes nothing.
 """
 
@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
-from draftwing.ops.torch.assign import LEVELS
-from draftwing.ops.torch.suffix import BACK, BASE, FIRST, MOST, SCORE_BITS, SECOND, WAYS, SuffixIndex, SuffixOps
+from draftwing.ops.drafts import LEVELS
+from draftwing.ops.reference.suffix import BACK, BASE, FIRST, MOST, SCORE_BITS, SECOND, WAYS, SuffixIndex, SuffixOps
 from draftwing.ops.triton.common import INTERPRETED, launch_options, start
 from draftwing.ops.types import Draft, RowTensors
 

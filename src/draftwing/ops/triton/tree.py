@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.core import MARK_DEPTH, TOKEN
-from draftwing.ops.torch.assign import DEPTHS
-from draftwing.ops.torch.tree import FRACTION_BITS, TreeOps
+from draftwing.ops.drafts import DEPTHS
+from draftwing.ops.reference.tree import FRACTION_BITS, TreeOps
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.noise import position_words
 from draftwing.ops.types import (

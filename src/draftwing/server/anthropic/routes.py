@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from draftwing.server.anthropic.rendering import Message
 from draftwing.server.anthropic.schema import CountRequest, MessagesRequest
-from draftwing.server.chat import Chats
-from draftwing.server.http import asking, read_body, respond, schema, unless_disconnected
+from draftwing.server.chat import Chat, Chats
+from draftwing.server.encoding import encode
+from draftwing.server.http import asking, json_response, naming, read_body, respond, schema, unless_disconnected
+from draftwing.server.schema import ignored_fields
 from draftwing.server.service import Service
 
 
@@ -24,7 +28,13 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
 
     @app.post("/messages/count_tokens", include_in_schema=False)
     @app.post("/v1/messages/count_tokens", openapi_extra=schema(CountRequest))
-    async def count_tokens(request: Request) -> dict[str, int]:
+    async def count_tokens(request: Request) -> Response:
         body = await read_body(request, CountRequest)
         size = len(await request.body())
-        return {"input_tokens": len(await unless_disconnected(request, chats.ids(body.chat, "messages", size)))}
+
+        def chat() -> Chat:
+            found = body.chat()
+            return dataclasses.replace(found, ignored=(*ignored_fields(body), *found.ignored))
+
+        ids, ignored = await unless_disconnected(request, chats.ids(chat, "messages", size))
+        return naming(json_response(encode({"input_tokens": len(ids)})), ignored)

@@ -14,7 +14,7 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions
 from draftwing.server.conversation import Conversation, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import HINT, Body, Bookkeeping, Hint, Name, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import HINT, Body, Hint, Name, sampled
 
 # Types of tools that Anthropic defines: a name and the date of its version.
 _HOSTED = re.compile(r"([a-z][a-z0-9_]{0,39})_[0-9]{8}|(mcp_toolset)")
@@ -22,24 +22,15 @@ _EDITS = ("clear_thinking_", "clear_tool_uses_", "compact_")  # they ask that th
 _EFFORTS = {"max": "xhigh"}  # the most there is, by OpenAI's name
 
 
-class TextBlock(Body):
+class TextBlock(Body, hints="cache_control", other_kinds="source title context citations data"):
     type: str
     text: str | None = None
-    cache_control: Hint = None
-
-    # Of other kinds of blocks, to say that they are not built rather than that they are unknown.
-    source: OtherKind = None
-    title: OtherKind = None
-    context: OtherKind = None
-    citations: OtherKind = None
-    data: OtherKind = None
 
 
-class Block(TextBlock):
+class Block(TextBlock, other_kinds="caller toolset_name", bookkeeping="signature"):
     """A part of a message; which fields it has depends on its type."""
 
     thinking: str | None = None
-    signature: Bookkeeping = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -47,16 +38,13 @@ class Block(TextBlock):
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
 
-    caller: OtherKind = None
-    toolset_name: OtherKind = None
-
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class AnthropicTool(Body):
+class AnthropicTool(Body, hints="cache_control defer_loading input_examples"):
     """A function of the client's."""
 
     type: str | None = None
@@ -64,10 +52,7 @@ class AnthropicTool(Body):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: Hint = None
     eager_input_streaming: bool | None = None  # inputs always stream as they come
-    defer_loading: Hint = None
-    input_examples: Hint = None
     allowed_callers: Annotated[list[str] | None, HINT] = None  # "direct" is the client
 
 
@@ -103,10 +88,9 @@ class AnthropicChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class Thinking(Body, hints="display"):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Hint = None
 
 
 class OutputFormat(Body):
@@ -116,10 +100,9 @@ class OutputFormat(Body):
     model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
 
 
-class OutputConfig(Body):
+class OutputConfig(Body, hints="task_budget"):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    task_budget: Hint = None
 
 
 class ContextEdit(Body):
@@ -133,7 +116,7 @@ class ContextManagement(Body):
     edits: list[ContextEdit] | None = None
 
 
-class CountRequest(Body):
+class CountRequest(Body, hints="cache_control speed billing_policy"):
     """Body of /v1/messages/count_tokens: what the prompt is made of."""
 
     model: Name
@@ -143,9 +126,6 @@ class CountRequest(Body):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Hint = None
-    speed: Hint = None
-    billing_policy: Hint = None
     mcp_servers: Hint = None
     context_management: ContextManagement | None = None
 
@@ -191,7 +171,13 @@ class CountRequest(Body):
             raise RequestError(f"mcp_servers: this server calls no other servers; {instead}", "mcp_servers")
 
 
-class MessagesRequest(CountRequest, ChatBody):
+class MessagesRequest(
+    CountRequest,
+    ChatBody,
+    hints="metadata service_tier fallbacks fallback_credit_token diagnostics",
+    not_built="compaction container inference_geo",
+    sampling="temperature top_p top_k seed",  # the last one as in the other APIs
+):
     """Body of /v1/messages."""
 
     source = "messages"
@@ -204,22 +190,7 @@ class MessagesRequest(CountRequest, ChatBody):
 
     max_tokens: Any = sampled("max_new_tokens", required=True)
     stop_sequences: Any = sampled("stop")
-    temperature: Any = sampled("temperature")
-    top_p: Any = sampled("top_p")
-    top_k: Any = sampled("top_k")
-    metadata: Hint = None
-    service_tier: Hint = None
-    fallbacks: Hint = None
-    fallback_credit_token: Hint = None
-    diagnostics: Hint = None
-
-    # Beyond Anthropic's, as in the other APIs.
-    seed: Any = sampled("seed")
-
     thread: Any = None  # Anthropic's tool runner sends it, and goes on without it when it is told by the code below
-    compaction: NotBuilt = None
-    container: NotBuilt = None
-    inference_geo: NotBuilt = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.max_tokens is None:
@@ -337,7 +308,7 @@ def _assistant(found: Conversation, content: list[Block], where: str) -> None:
             _only(block, ("id", "name", "input", "caller", "toolset_name"), here)
             if block.id is None or block.name is None or block.input is None:
                 raise RequestError(f"{here} must have id, name and input", here)
-            found.call(block.id, block.name, block.input)
+            found.call(block.id, block.name, block.input, f"{here}.input")
         else:
             found.answer(_text(block, here))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._most = most
         self._intake = intake or Intake()
+        self._cycles: deque[Any] = deque()  # requests that are not answered yet, the one that runs first
         self._coming = self._in_body = False  # whether a request, or its body, has begun and not ended
         self._no_body = 0  # bytes since the last ones of a body
         self._chunks = self._body = 0  # of the request: chunks, and bytes of its body
@@ -144,7 +146,11 @@ class LimitedConnection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         self._let_go()
+        self.pipeline.clear()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the last one that came, which need not be the one that runs
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._sent = memoryview(bytes(self._sent) + data if self._sent else data)
@@ -198,7 +204,10 @@ class LimitedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._no_body = 0
         self._await(self.body_seconds)
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self._cycles.append(self.cycle)
         self._in_body = True
 
     def on_chunk_header(self) -> None:
@@ -221,6 +230,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._waiting_since = time.monotonic()
+        self._cycles.popleft()
         super().on_response_complete()
 
     def _fail(self, wrong: str) -> None:

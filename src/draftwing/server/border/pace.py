@@ -93,7 +93,7 @@ class AnswerPace:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        free = self._free(scope["path"])
+        free = scope["method"] == "OPTIONS" or self._free(scope["path"])
         if free:
             closes = await self._wait(self._others.wait(""), FREE_SECONDS, False)
         await self._app(scope, receiving, paced)

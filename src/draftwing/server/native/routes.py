@@ -180,7 +180,7 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
             size = len(await request.body())
-            every = [await unless_disconnected(request, chats.ids(body.chat, "messages", size))]
+            every = [(await unless_disconnected(request, chats.ids(body.chat, "messages", size)))[0]]
         else:
             asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False, service.countable)
             every = await unless_disconnected(request, asked)

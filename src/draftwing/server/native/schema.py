@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema, model_validator
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import LogprobParams, logprob_params
-from draftwing.requests.sampling_params import HINTS, SamplingParams, field_schemas
+from draftwing.requests.sampling_params import HINTS, Budget, SamplingParams, field_schemas
 from draftwing.requests.stop_regex import MAX_TOGETHER, parts
 from draftwing.server.chat import Chat
 from draftwing.server.openai.schema import Message, conversation
@@ -18,9 +18,7 @@ from draftwing.server.schema import (
     MAX_PROMPTS,
     Asking,
     Body,
-    Hint,
     Name,
-    NotBuilt,
     TokenIds,
     asks_for_nothing,
     characters,
@@ -32,7 +30,16 @@ _Sampling = Annotated[
 ]
 
 
-class GenerateRequest(Asking):
+class GenerateRequest(
+    Asking,
+    hints="conversation_id custom_labels data_parallel_rank images_config log_metrics mm_processor_kwargs "
+    "routing_key use_audio_in_video video_config",
+    not_built="input_embeds image_data audio_data video_data return_hidden_states return_prompt_token_ids "
+    "return_entropy lora_path session_params session_id background bootstrap_host bootstrap_port "
+    "bootstrap_room modalities no_logs require_reasoning return_bytes return_flat_raw_output_top_logprobs "
+    "return_flat_raw_top_logprobs return_routed_experts return_sampling_mask routed_experts_start_len "
+    "watermark extra_key",
+):
     """Body of /generate: one of `text` and `input_ids`, single or batched."""
 
     text: str | list[str] | None = None
@@ -47,42 +54,7 @@ class GenerateRequest(Asking):
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
-    max_thinking_tokens: int | None = None  # another name of `thinking_budget`, of all prompts
-
-    input_embeds: NotBuilt = None
-    image_data: NotBuilt = None
-    audio_data: NotBuilt = None
-    video_data: NotBuilt = None
-    return_hidden_states: NotBuilt = None
-    return_prompt_token_ids: NotBuilt = None
-    return_entropy: NotBuilt = None
-    lora_path: NotBuilt = None
-    session_params: NotBuilt = None
-    session_id: NotBuilt = None
-    background: NotBuilt = None
-    bootstrap_host: NotBuilt = None
-    bootstrap_port: NotBuilt = None
-    bootstrap_room: NotBuilt = None
-    conversation_id: Hint = None
-    custom_labels: Hint = None
-    data_parallel_rank: Hint = None
-    images_config: Hint = None
-    log_metrics: Hint = None
-    mm_processor_kwargs: Hint = None
-    modalities: NotBuilt = None
-    no_logs: NotBuilt = None
-    require_reasoning: NotBuilt = None
-    return_bytes: NotBuilt = None
-    return_flat_raw_output_top_logprobs: NotBuilt = None
-    return_flat_raw_top_logprobs: NotBuilt = None
-    return_routed_experts: NotBuilt = None
-    return_sampling_mask: NotBuilt = None
-    routed_experts_start_len: NotBuilt = None
-    routing_key: Hint = None
-    use_audio_in_video: Hint = None
-    video_config: Hint = None
-    watermark: NotBuilt = None
-    extra_key: NotBuilt = None
+    max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
         """Checked parameters of each of the prompts, and whether they say how long the answer may be. Raises
@@ -115,14 +87,17 @@ class GenerateRequest(Asking):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
-        found = [name for name in HINTS if not all(asks_for_nothing(name, fields.get(name)) for fields in each)]
+        found = [name for name in HINTS if not all(asks_for_nothing(name, one.get(name)) for one in self._fields)]
         return (*super().ignored, *(f"sampling_params.{name}" for name in found))
 
     @property
     def expressions(self) -> int:
-        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
-        return sum(characters(fields.get("stop_regex")) for fields in each)
+        return sum(characters(fields.get("stop_regex")) for fields in self._fields)
+
+    @property
+    def _fields(self) -> list[dict[str, Any]]:
+        """`sampling_params` as a list."""
+        return self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
 
     def _checked(
         self, fields: dict[str, Any], where: str, processor: str | None, defaults: Mapping[str, Any]
@@ -153,7 +128,11 @@ class GenerateRequest(Asking):
         return value
 
     def renamed(self, error: RequestError) -> RequestError:
-        return error  # in the engine's words
+        # In the engine's words, but for the field that has another name here.
+        if self.max_thinking_tokens is None or any("thinking_budget" in fields for fields in self._fields):
+            return error
+        ours, name = "thinking_budget", "max_thinking_tokens"
+        return RequestError(str(error).replace(ours, name), name if error.param == ours else error.param, error.code)
 
     @property
     def length(self) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
 from draftwing.server.encoding import encode
@@ -17,22 +18,18 @@ from draftwing.server.http import asking, json_response, naming, read_body, resp
 from draftwing.server.ollama.rendering import OllamaAnswer, chat_content, head, text_content
 from draftwing.server.ollama.schema import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
 from draftwing.server.parsers.message import MessageStyle
-from draftwing.server.schema import Body, Hint, Name, NotBuilt
+from draftwing.server.schema import Body, Name, ignored_fields
 from draftwing.server.service import Generation, Service
 
 # The release of Ollama whose API this is: clients refuse servers that say they are older than what they need.
 VERSION = "0.12.6"
 
 
-class ShowRequest(Body):
+class ShowRequest(Body, hints="verbose options", not_built="system template"):
     """Body of /api/show."""
 
     model: Name | None = None
     name: Name | None = None  # as older clients call it
-    verbose: Hint = None
-    system: NotBuilt = None
-    template: NotBuilt = None
-    options: Hint = None
 
 
 def add_ollama_routes(app: FastAPI, service: Service, chats: Chats) -> None:
@@ -75,11 +72,15 @@ def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Resp
 
 
 async def _complete(service: Service, body: OllamaGenerateRequest) -> Generation:
+    """The answer to a raw prompt. Raises RequestError, as Ollama does, for what only a template could put into it."""
+    if body.system:
+        raise RequestError("system cannot be given with raw, whose prompt is used as it is", "system")
     params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
     service.check_room(params.n)
     await service.check_grammars([(params, body.grammar_field)])
     (ids,) = await service.tokenize([body.prompt or ""], "prompt")
-    return await service.submit([GenerationRequest("", ids, params, logprobs=body.wanted_logprobs())], body)
+    ignored = () if body.think is None else ("think",)
+    return await service.submit([GenerationRequest("", ids, params, logprobs=body.wanted_logprobs())], body, ignored)
 
 
 def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
@@ -117,11 +118,11 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
         return {"models": [{**card, "expires_at": far, "context_length": info.context_length}]}
 
     @app.post("/api/show", openapi_extra=schema(ShowRequest))
-    async def show(request: Request) -> dict[str, Any]:
-        await read_body(request, ShowRequest)
+    async def show(request: Request) -> Response:
+        body = await read_body(request, ShowRequest)
         tools = await service.lanes.run(0, lambda gone: chats.calls_tools)
         thinks = chats.harmony or chats.reasoning is not None
-        return {
+        told = {
             "modelfile": "",
             "parameters": "",
             "template": service.tokenizer.chat_source or "",
@@ -130,3 +131,4 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
             "capabilities": ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])],
             "modified_at": started,
         }
+        return naming(json_response(encode(told)), ignored_fields(body))

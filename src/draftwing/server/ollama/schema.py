@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from draftwing.errors import RequestError
-from draftwing.requests.request import MOST_OPENAI_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody, checked_functions
+from draftwing.server.chat import Chat, ChatLogprobs, checked_functions
 from draftwing.server.conversation import Conversation
 from draftwing.server.openai.tools import ChatTool
-from draftwing.server.schema import Body, Bookkeeping, Hint, Name, NotBuilt
+from draftwing.server.schema import Body, Hint, Name
 
 # Fields of `options`, and what each is called in `SamplingParams`.
 SAMPLED = {
@@ -36,8 +35,16 @@ Role = Annotated[
 ]
 
 
-class ModelOptions(Body):
-    """How to sample, and how to load a model, which this server did when it started."""
+class ModelOptions(
+    Body,
+    hints="draft_num_predict f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep num_thread "
+    "numa penalize_newline use_mlock use_mmap vocab_only mirostat_eta mirostat_tau",
+    not_built="mirostat tfs_z typical_p",
+):
+    """How to sample, and how to load a model, which this server did when it started.
+
+    Hints are of that, of the memory and the threads that it has, or without mirostat ask for nothing.
+    """
 
     seed: Any = None
     num_predict: Any = None
@@ -50,47 +57,22 @@ class ModelOptions(Body):
     frequency_penalty: Any = None
     stop: Any = None
 
-    # The server's own, or of the memory and the threads that it has.
-    draft_num_predict: Hint = None
-    f16_kv: Hint = None
-    logits_all: Hint = None
-    low_vram: Hint = None
-    main_gpu: Hint = None
-    num_batch: Hint = None
-    num_ctx: Hint = None
-    num_gpu: Hint = None
-    num_keep: Hint = None
-    num_thread: Hint = None
-    numa: Hint = None
-    penalize_newline: Hint = None
     repeat_last_n: Hint = None  # penalties look at the whole prompt and answer
-    use_mlock: Hint = None
-    use_mmap: Hint = None
-    vocab_only: Hint = None
-
-    mirostat: NotBuilt = None
-    mirostat_eta: Hint = None  # without mirostat they ask for nothing
-    mirostat_tau: Hint = None
-    tfs_z: NotBuilt = None
-    typical_p: NotBuilt = None
 
 
-class CalledFunction(Body):
+class CalledFunction(Body, bookkeeping="index description"):
     name: str
     arguments: Any = None
-    index: Bookkeeping = None
-    description: Bookkeeping = None
 
 
-class ToolCall(Body):
+class ToolCall(Body, bookkeeping="type"):
     """A call that an answer made, as it comes back in the conversation."""
 
     id: str | None = None
-    type: Bookkeeping = None
     function: CalledFunction
 
 
-class OllamaMessage(Body):
+class OllamaMessage(Body, not_built="images"):
     role: Role
     content: str | None = None
     thinking: str | None = None
@@ -98,10 +80,9 @@ class OllamaMessage(Body):
     tool_name: str | None = None
     tool_call_id: str | None = None
     name: str | None = None  # as `tool_name`, of older clients
-    images: NotBuilt = None
 
 
-class OllamaBody(ChatBody):
+class OllamaBody(ChatLogprobs, hints="shift"):
     """What both endpoints share. Responses are streams unless `stream` is false."""
 
     names: ClassVar = {
@@ -116,11 +97,8 @@ class OllamaBody(ChatBody):
     options: ModelOptions | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
     keep_alive: Hint = None  # the model stays loaded
     truncate: Hint = None  # a prompt that is too long is refused
-    shift: Hint = None
 
     @property
     def unloads(self) -> bool:
@@ -153,13 +131,6 @@ class OllamaBody(ChatBody):
             fields["response_format"] = {"type": "json_object"}
         return super().sampling(defaults, **fields)
 
-    def wanted_logprobs(self) -> LogprobParams | None:
-        if not self.logprobs:
-            if self.top_logprobs:
-                raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-            return None
-        return LogprobParams(self.top_logprobs or 0)
-
     def _chat(self, messages: list[dict[str, Any]], **more: Any) -> Chat:
         effort = self.think if isinstance(self.think, str) else None
         return Chat(messages, thinking=self.think if isinstance(self.think, bool) else None, effort=effort, **more)
@@ -182,7 +153,7 @@ class OllamaChatRequest(OllamaBody):
         return self._chat(_conversation(self.messages or []), functions=functions)
 
 
-class OllamaGenerateRequest(OllamaBody):
+class OllamaGenerateRequest(OllamaBody, not_built="context images suffix template"):
     """Body of /api/generate: a prompt that is put into the chat template, or with `raw` the whole prompt."""
 
     source = "prompt"
@@ -190,11 +161,6 @@ class OllamaGenerateRequest(OllamaBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-
-    context: NotBuilt = None
-    images: NotBuilt = None
-    suffix: NotBuilt = None
-    template: NotBuilt = None
 
     def chat(self) -> Chat:
         found = Conversation(self.system)
@@ -252,12 +218,12 @@ def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             found.answer(text, begin=True)
             if message.thinking:
                 found.think(message.thinking)
-            for given in message.tool_calls or []:
+            for j, given in enumerate(message.tool_calls or []):
                 # Clients need not give ids; some templates want nine letters and digits.
                 call = _Call(given.id or f"call{count % 100_000:05}", given.function.name)
                 count += 1
                 calls.add(call)
-                found.call(call.id, call.name, given.function.arguments)
+                found.call(call.id, call.name, given.function.arguments, f"{where}.tool_calls.{j}.function.arguments")
         elif message.role == "tool":
             call_id = calls.answered(message)
             found.result(call_id, text, f"{where}.{'tool_call_id' if message.tool_call_id else 'role'}", "tool call")

@@ -13,7 +13,7 @@ from draftwing.grammar.limits import MAX_REGEX_CHARS, whitespace_regex
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.schema import Asking, Body, Hint, Name, NotBuilt, sampled
+from draftwing.server.schema import Asking, Body, Hint, Name, sampled
 
 # vLLM's and llama.cpp's fields for a grammar, and what each is called here.
 GRAMMAR_FIELDS = {
@@ -27,7 +27,7 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$")  # of regular expressions
 MOST_CHOICES = 1000
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(Body, hints="disable_fallback", not_built="disable_additional_properties"):
     """vLLM's field for a grammar, of which it takes one."""
 
     model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
@@ -42,11 +42,20 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
 
-    disable_fallback: Hint = None
-    disable_additional_properties: NotBuilt = None
 
-
-class PeerFields(Asking):
+class PeerFields(
+    Asking,
+    hints="guided_decoding_backend mm_processor_kwargs stream_interval custom_labels data_parallel_rank "
+    "images_config cache_prompt id_slot return_progress timings_per_token",
+    not_built="ec_transfer_params kv_transfer_params logits_processors logprob_token_ids prompt_logprobs "
+    "repetition_detection return_token_offsets return_tokens_as_token_ids return_weight_versions "
+    "routed_experts_prompt_start truncate_prompt_tokens truncation_side use_beam_search vllm_xargs "
+    "watermarking bootstrap_host bootstrap_port bootstrap_room extra_key lora_path "
+    "return_cached_tokens_details return_hidden_states return_meta_info return_prompt_token_ids "
+    "return_routed_experts return_sampling_mask return_spec_tokens_details routed_experts_start_len "
+    "session_id session_params watermark",
+    sampling="thinking_budget",
+):
     """What chat and text completions of the peers know."""
 
     include_stop_str_in_output: Any = sampled("no_stop_trim")
@@ -56,7 +65,6 @@ class PeerFields(Asking):
     thinking_token_budget: Any = sampled("thinking_budget")
     reasoning_budget_tokens: Any = sampled("thinking_budget")
     thinking_budget_tokens: Any = sampled("thinking_budget")
-    thinking_budget: Any = sampled("thinking_budget")
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
@@ -66,53 +74,7 @@ class PeerFields(Asking):
     guided_whitespace_pattern: str | None = None
     grammar: Any = None
 
-    # vLLM's
-    ec_transfer_params: NotBuilt = None
-    guided_decoding_backend: Hint = None
-    kv_transfer_params: NotBuilt = None
     length_penalty: Hint = None  # of beam search alone, which is refused
-    logits_processors: NotBuilt = None
-    logprob_token_ids: NotBuilt = None
-    mm_processor_kwargs: Hint = None
-    prompt_logprobs: NotBuilt = None
-    repetition_detection: NotBuilt = None
-    return_token_offsets: NotBuilt = None
-    return_tokens_as_token_ids: NotBuilt = None
-    return_weight_versions: NotBuilt = None
-    routed_experts_prompt_start: NotBuilt = None
-    stream_interval: Hint = None
-    truncate_prompt_tokens: NotBuilt = None
-    truncation_side: NotBuilt = None
-    use_beam_search: NotBuilt = None
-    vllm_xargs: NotBuilt = None
-    watermarking: NotBuilt = None
-
-    # SGLang's
-    bootstrap_host: NotBuilt = None
-    bootstrap_port: NotBuilt = None
-    bootstrap_room: NotBuilt = None
-    custom_labels: Hint = None
-    data_parallel_rank: Hint = None
-    extra_key: NotBuilt = None
-    images_config: Hint = None
-    lora_path: NotBuilt = None
-    return_cached_tokens_details: NotBuilt = None
-    return_hidden_states: NotBuilt = None
-    return_meta_info: NotBuilt = None
-    return_prompt_token_ids: NotBuilt = None
-    return_routed_experts: NotBuilt = None
-    return_sampling_mask: NotBuilt = None
-    return_spec_tokens_details: NotBuilt = None
-    routed_experts_start_len: NotBuilt = None
-    session_id: NotBuilt = None
-    session_params: NotBuilt = None
-    watermark: NotBuilt = None
-
-    # llama.cpp's
-    cache_prompt: Hint = None
-    id_slot: Hint = None
-    return_progress: Hint = None
-    timings_per_token: Hint = None
 
     @property
     def asked_id(self) -> str | None:

@@ -11,24 +11,20 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.request import (
     MOST_COMPLETION_LOGPROBS,
-    MOST_OPENAI_LOGPROBS,
     LogprobParams,
     prediction_text,
 )
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import Chat, ChatBody
+from draftwing.server.chat import Chat, ChatLogprobs
 from draftwing.server.conversation import template_call
 from draftwing.server.openai.peers import PeerFields
 from draftwing.server.openai.tools import CalledCustom, CalledFunction, ChatTool, ChosenTool, check_kind, offered
 from draftwing.server.schema import (
     Body,
-    Bookkeeping,
     Effort,
     EffortTokens,
     Hint,
     Name,
-    NotBuilt,
-    OtherKind,
     Prediction,
     TokenIds,
     sampled,
@@ -36,42 +32,28 @@ from draftwing.server.schema import (
 )
 
 
-class TextPart(Body):
+class TextPart(
+    Body,
+    hints="cache_control prompt_cache_breakpoint",
+    other_kinds="image_url input_audio video_url file thinking",
+    bookkeeping="id annotations logprobs signature provider_specific_fields",
+):
     type: str
     text: str | None = None
-    # Other kinds of parts are known, to say that they are not built rather than that they are unknown.
-    image_url: OtherKind = None
-    input_audio: OtherKind = None
-    video_url: OtherKind = None
-    file: OtherKind = None
-    thinking: OtherKind = None
     refusal: str | None = None
-    cache_control: Hint = None
-    prompt_cache_breakpoint: Hint = None
-
-    # Of parts of answers
-    id: Bookkeeping = None
-    annotations: Bookkeeping = None
-    logprobs: Bookkeeping = None
-    signature: Bookkeeping = None
-    provider_specific_fields: Bookkeeping = None
 
     def said(self, answers: bool) -> str | None:
         """Its text; None where it has none. answers: whether it is of the assistant, who may refuse."""
         return {"text": self.text, "refusal": self.refusal if answers else None}.get(self.type)
 
 
-class ToolCall(Body):
+class ToolCall(Body, hints="cache_control", bookkeeping="index extra_content provider_specific_fields"):
     """A call that an answer made, as it comes back in the conversation."""
 
     id: str
     type: Literal["function", "custom"] = "function"
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
-    index: Bookkeeping = None
-    extra_content: Bookkeeping = None
-    provider_specific_fields: Bookkeeping = None
-    cache_control: Hint = None
 
     def plain(self, where: str) -> tuple[str, str, Any]:
         """Its id, and the name and arguments of the function that the model called. Raises RequestError."""
@@ -82,29 +64,21 @@ class ToolCall(Body):
         return self.id, self.function.name, self.function.arguments
 
 
-class Message(Body):
+class Message(
+    Body,
+    hints="cache_control",
+    not_built="audio function_call images",
+    bookkeeping="id refusal annotations citations logprobs parsed provider_specific_fields reasoning_details "
+    "thinking_blocks",
+):
+    # Clients, OpenRouter and LiteLLM among them, send answers back as they came.
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # as vLLM names it
-    cache_control: Hint = None
-    audio: NotBuilt = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: NotBuilt = None
-    images: NotBuilt = None
-
-    # Of answers: clients, OpenRouter and LiteLLM among them, send them back as they came.
-    id: Bookkeeping = None
-    refusal: Bookkeeping = None
-    annotations: Bookkeeping = None
-    citations: Bookkeeping = None
-    logprobs: Bookkeeping = None
-    parsed: Bookkeeping = None
-    provider_specific_fields: Bookkeeping = None
-    reasoning_details: Bookkeeping = None
-    thinking_blocks: Bookkeeping = None
 
     def plain(self, where: str) -> dict[str, Any]:
         """As chat templates want it: content is one string. `where` names the message in errors."""
@@ -125,8 +99,10 @@ class Message(Body):
             message["reasoning_content"] = thought
         # Templates ask whether the key is there.
         if self.tool_calls:
-            calls = [call.plain(f"{where}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)]
-            message["tool_calls"] = [template_call(*call) for call in calls]
+            calls = [(f"{where}.tool_calls.{i}", call) for i, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [
+                template_call(*call.plain(here), f"{here}.function.arguments") for here, call in calls
+            ]
         return message
 
     def _text(self, where: str) -> str:
@@ -160,13 +136,19 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
     return plain
 
 
-class StreamOptions(Body):
+class StreamOptions(Body, hints="include_obfuscation"):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Hint = None
 
 
-class OpenAIBody(PeerFields):
+class OpenAIBody(
+    PeerFields,
+    hints="user metadata store safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention",
+    sampling="temperature top_p top_k min_p seed sampling_seed stop stop_token_ids stop_regex ignore_eos n "
+    "skip_special_tokens spaces_between_special_tokens no_stop_trim frequency_penalty presence_penalty "
+    "repetition_penalty logit_bias allowed_token_ids bad_words custom_logit_processor custom_params "
+    "response_format json_schema regex ebnf structural_tag",
+):
     """What chat and text completions share. `default_length` is max_tokens where it is not given."""
 
     default_length: ClassVar[int | None]
@@ -176,47 +158,10 @@ class OpenAIBody(PeerFields):
 
     max_tokens: Any = sampled("max_new_tokens")
     min_tokens: Any = sampled("min_new_tokens")
-    temperature: Any = sampled("temperature")
-    top_p: Any = sampled("top_p")
-    top_k: Any = sampled("top_k")
-    min_p: Any = sampled("min_p")
-    seed: Any = sampled("seed")
-    sampling_seed: Any = sampled("sampling_seed")
-    stop: Any = sampled("stop")
-    stop_token_ids: Any = sampled("stop_token_ids")
-    stop_regex: Any = sampled("stop_regex")
-    ignore_eos: Any = sampled("ignore_eos")
-    n: Any = sampled("n")
-    skip_special_tokens: Any = sampled("skip_special_tokens")
-    spaces_between_special_tokens: Any = sampled("spaces_between_special_tokens")
-    no_stop_trim: Any = sampled("no_stop_trim")
 
-    frequency_penalty: Any = sampled("frequency_penalty")
-    presence_penalty: Any = sampled("presence_penalty")
-    repetition_penalty: Any = sampled("repetition_penalty")
-    logit_bias: Any = sampled("logit_bias")
-    allowed_token_ids: Any = sampled("allowed_token_ids")
-    bad_words: Any = sampled("bad_words")
-    custom_logit_processor: Any = sampled("custom_logit_processor")
-    custom_params: Any = sampled("custom_params")
-
-    response_format: Any = sampled("response_format")
-    json_schema: Any = sampled("json_schema")
-    regex: Any = sampled("regex")
-    ebnf: Any = sampled("ebnf")
-    structural_tag: Any = sampled("structural_tag")
-
+    service_tier: Hint = None
     prediction: Prediction | None = None
     speculative_trace: bool | None = None
-
-    user: Hint = None
-    metadata: Hint = None
-    store: Hint = None
-    service_tier: Hint = None
-    safety_identifier: Hint = None
-    prompt_cache_key: Hint = None
-    prompt_cache_options: Hint = None
-    prompt_cache_retention: Hint = None
 
     return_token_ids: bool | None = None
 
@@ -244,16 +189,21 @@ class OpenAIBody(PeerFields):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class ReasoningConfig(Body):
+class ReasoningConfig(Body, not_built="exclude"):
     """OpenRouter's field for what `reasoning_effort` and `thinking_budget` say."""
 
     effort: Effort | EffortTokens | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=10**9)] | None = None
     enabled: bool | None = None
-    exclude: NotBuilt = None
 
 
-class ChatRequest(OpenAIBody, ChatBody):
+class ChatRequest(
+    OpenAIBody,
+    ChatLogprobs,
+    hints="verbosity media_io_kwargs use_audio_in_video video_config",
+    not_built="functions function_call modalities moderation audio web_search_options add_special_tokens "
+    "chat_template echo include_reasoning input_ids task",
+):
     """Body of /v1/chat/completions. Without max_tokens an answer runs to the context limit."""
 
     default_length = None
@@ -272,28 +222,8 @@ class ChatRequest(OpenAIBody, ChatBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | EffortTokens | None = None
     reasoning: ReasoningConfig | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
 
-    functions: NotBuilt = None
-    function_call: NotBuilt = None
-    modalities: NotBuilt = None
-    moderation: NotBuilt = None
-    audio: NotBuilt = None
-    web_search_options: NotBuilt = None
-    verbosity: Hint = None
-
-    # SGLang's and vLLM's
-    add_special_tokens: NotBuilt = None
-    chat_template: NotBuilt = None
     documents: list[dict[str, Any]] | None = None
-    echo: NotBuilt = None
-    include_reasoning: NotBuilt = None
-    input_ids: NotBuilt = None
-    media_io_kwargs: Hint = None
-    task: NotBuilt = None
-    use_audio_in_video: Hint = None
-    video_config: Hint = None
 
     _customs: frozenset[str] = PrivateAttr(default=frozenset())
 
@@ -342,16 +272,8 @@ class ChatRequest(OpenAIBody, ChatBody):
     def thinking_field(self) -> str:
         return "reasoning" if self.reasoning is not None and self.reasoning_effort is None else "reasoning_effort"
 
-    def wanted_logprobs(self) -> LogprobParams | None:
-        top = self.top_logprobs or 0
-        if not self.logprobs:
-            if top:
-                raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-            return None
-        return LogprobParams(top)
 
-
-class CompletionRequest(OpenAIBody):
+class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
     """Body of /v1/completions."""
 
     default_length = 16
@@ -363,9 +285,7 @@ class CompletionRequest(OpenAIBody):
     logprobs: Annotated[int, Field(ge=0, le=MOST_COMPLETION_LOGPROBS)] | None = None
     best_of: int | None = None
 
-    suffix: NotBuilt = None
     add_special_tokens: bool | None = None
-    prompt_embeds: NotBuilt = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         params = super().sampling(defaults, **fields)

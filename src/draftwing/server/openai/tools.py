@@ -14,7 +14,7 @@ from draftwing.server.parsers.custom import InputReader, custom_function
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.parsers.message import Call
 from draftwing.server.parsers.tools import CallPiece
-from draftwing.server.schema import Body, Bookkeeping, Hint
+from draftwing.server.schema import Body
 
 
 class ChatFunction(Body):
@@ -40,11 +40,10 @@ class ChatCustom(Body):
     format: CustomFormat | None = None
 
 
-class ChatTool(Body):
+class ChatTool(Body, hints="cache_control"):
     type: Literal["function", "custom"]
     function: ChatFunction | None = None
     custom: ChatCustom | None = None
-    cache_control: Hint = None
 
     @property
     def definition(self) -> int:
@@ -68,11 +67,9 @@ class ChatTool(Body):
         return made, f"{where}.custom"
 
 
-class CalledFunction(Body):
+class CalledFunction(Body, bookkeeping="parsed_arguments provider_specific_fields"):
     name: str
     arguments: str | dict[str, Any] | None = None
-    parsed_arguments: Bookkeeping = None
-    provider_specific_fields: Bookkeeping = None
 
 
 class CalledCustom(Body):

@@ -12,7 +12,8 @@ from draftwing.grammar.quoted import quoted
 from draftwing.requests.refusals import check_text, show
 from draftwing.server.parsers.grammars import Function
 
-_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_BEGIN = '{"input":"'
+_KEY = range(2, 8)  # places in it before which no blank may stand
 _HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # of a character, the first
 _ESCAPE = re.compile(rf"{_HALF}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
 _PARTIAL = re.compile(rf"(?:{_HALF})?\\(?:u[0-9a-fA-F]{{0,3}})?|{_HALF}")
@@ -48,24 +49,19 @@ class InputReader:
     model that was not held to them, are the input as they are."""
 
     def __init__(self) -> None:
+        self._held: list[str] = []  # all of the beginning
+        self._begun = 0  # characters of `_BEGIN` that were found
         self._rest = ""  # what the next piece may change
         self._state = "begin"  # then "text", and "end" or "raw"
 
     def push(self, arguments: str) -> str:
         """Returns the text that the next piece of the arguments adds."""
+        if self._state == "begin":
+            arguments = self._begin(arguments)
+        if self._state != "text":
+            return arguments if self._state == "raw" else ""
         text = self._rest + arguments
         self._rest = ""
-        if self._state == "begin":
-            begin = _BEGIN.match(text)
-            if begin is not None:
-                self._state, text = "text", text[begin.end() :]
-            elif '{"input":"'.startswith("".join(text.split())):
-                self._rest = text
-                return ""
-            else:
-                self._state = "raw"
-        if self._state != "text":
-            return text if self._state == "raw" else ""
         out, at = list[str](), 0
         while at < len(text):
             stop = next((i for i in range(at, len(text)) if text[i] in '"\\'), len(text))
@@ -84,9 +80,23 @@ class InputReader:
                 at = escape.end()
         return "".join(out)
 
+    def _begin(self, arguments: str) -> str:
+        """Takes a piece of the beginning. Returns what of it, or of all until now, is for the state that follows."""
+        self._held.append(arguments)
+        for i, char in enumerate(arguments):
+            if char == _BEGIN[self._begun]:
+                self._begun += 1
+                if self._begun == len(_BEGIN):
+                    self._state = "text"
+                    return arguments[i + 1 :]
+            elif self._begun in _KEY or not char.isspace():
+                self._state = "raw"
+                return "".join(self._held)
+        return ""
+
     def finish(self) -> str:
         """Returns the text that was held back: of arguments that are none."""
-        return self._rest if self._state == "begin" else ""
+        return "".join(self._held) if self._state == "begin" else ""
 
 
 def _character(escape: str) -> str:

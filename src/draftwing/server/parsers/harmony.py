@@ -11,7 +11,9 @@ takes from the net and checks; here it is text, as with all formats, so that a c
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftwing.server.parsers.call import CallReader
@@ -225,25 +227,25 @@ def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """Messages as the chat template of gpt-oss wants them: reasoning is called `thinking`, a message makes one call,
     whose result follows it, and says nothing beside."""
     out: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []  # messages of calls whose turn has not come
+    waiting: dict[str | None, deque[dict[str, Any]]] = {}  # messages of calls whose turn has not come, by their id
     for given in messages:
         message = dict(given)
         thinking = message.pop("reasoning_content", None)
         if message.get("role") == "tool":
-            mine = [one for one in waiting if one["tool_calls"][0].get("id") == message.get("tool_call_id")]
-            out += mine[:1]
-            waiting = [one for one in waiting if one not in mine]
+            mine = waiting.get(message.get("tool_call_id"))
+            if mine:
+                out.append(mine.popleft())
         else:
-            out += waiting
-            waiting = []
+            out += chain.from_iterable(waiting.values())
+            waiting.clear()
         calls = message.get("tool_calls") or []
         if calls:
             why = [text for text in (thinking, message.get("content")) if text]
             more = {"thinking": _JOINT.join(why)} if why else {}
-            waiting = [{**message, "content": "", "tool_calls": [call]} for call in calls]
-            waiting[0] |= more
-            out += waiting[:1]
-            waiting = waiting[1:]
+            first, *others = ({**message, "content": "", "tool_calls": [call]} for call in calls)
+            out.append(first | more)
+            for other in others:
+                waiting.setdefault(other["tool_calls"][0].get("id"), deque()).append(other)
             continue
         out.append(message | ({"thinking": thinking} if thinking else {}))
-    return out + waiting
+    return [*out, *chain.from_iterable(waiting.values())]

@@ -15,6 +15,8 @@ from scripted import ScriptedEngine, serving
 
 from draftwing.server.border import bodies
 
+SCRIPTED = dict(reasoning="qwen3", tools="hermes")
+
 TOOLS: list[Any] = [
     {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}, "strict": False}
 ]
@@ -23,21 +25,10 @@ KEYS = '[alice]\nkey = "sk-alice"\n[bob]\nkey = "sk-bob"\n'
 
 
 @contextlib.contextmanager
-def served(engine: ScriptedEngine, **options: Any) -> Iterator[str]:
-    shown = dataclasses.replace(engine.info.options, **options)
-    engine.info = dataclasses.replace(engine.info, options=shown)
-    with serving(engine) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reasoning="qwen3", tools="hermes")
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine) as url:
+def served(scripted: ScriptedEngine, **options: Any) -> Iterator[str]:
+    shown = dataclasses.replace(scripted.info.options, **options)
+    scripted.info = dataclasses.replace(scripted.info, options=shown)
+    with serving(scripted) as url:
         yield url
 
 
@@ -58,23 +49,23 @@ def ask(client: openai.OpenAI, stream: bool, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_loop_by_previous_response(client: openai.OpenAI, engine: ScriptedEngine, stream: bool) -> None:
-    engine.script = CALL
+def test_a_tool_loop_by_previous_response(client: openai.OpenAI, scripted: ScriptedEngine, stream: bool) -> None:
+    scripted.script = CALL
     first = ask(client, stream, input="time?", instructions="Be brief.", tools=TOOLS)
     assert first.store is True and first.previous_response_id is None
     call = first.output[-1]
-    engine.script = "Noon."
+    scripted.script = "Noon."
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
     second = ask(client, stream, input=[result], previous_response_id=first.id, tools=TOOLS)
     expected = (
         f'<user>time?</user>\n<assistant>[hm]Let me see.<call {call.call_id}>now {{"zone": "é"}}</assistant>\n'
         f"<tool>12:00 by now for {call.call_id}</tool>\n"
     )
-    assert engine.prompt.split("</tools>\n")[1] == f"{expected}<assistant>"  # without the instructions
+    assert scripted.prompt.split("</tools>\n")[1] == f"{expected}<assistant>"  # without the instructions
     assert second.previous_response_id == first.id
     third = ask(client, stream, input="thanks", instructions="Now long.", previous_response_id=second.id)
     said = f"<system>Now long.</system>\n{expected}<assistant>Noon.</assistant>\n<user>thanks</user>\n<assistant>"
-    assert engine.prompt == said
+    assert scripted.prompt == said
     # Its input is listed with all before it, the newest first.
     items = list(client.responses.input_items.list(third.id, limit=3))
     kinds = ["message", "message", "function_call_output", "function_call", "message", "reasoning", "message"]
@@ -86,30 +77,32 @@ def test_a_tool_loop_by_previous_response(client: openai.OpenAI, engine: Scripte
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("typed", [True, False])
-def test_a_tool_loop_by_references(client: openai.OpenAI, engine: ScriptedEngine, stream: bool, typed: bool) -> None:
-    engine.script = CALL
+def test_a_tool_loop_by_references(client: openai.OpenAI, scripted: ScriptedEngine, stream: bool, typed: bool) -> None:
+    scripted.script = CALL
     user = {"role": "user", "content": [{"type": "input_text", "text": "time?"}]}
     first = ask(client, stream, input=[user], tools=TOOLS)
     named: list[Any] = [{"id": item.id} | ({"type": "item_reference"} if typed else {}) for item in first.output]
     result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "12:00"}
-    engine.script = "Noon."
+    scripted.script = "Noon."
     second = ask(client, stream, input=[user, *named, result], tools=TOOLS)
     call = first.output[-1].call_id
     expected = (
         f'<user>time?</user>\n<assistant>[hm]Let me see.<call {call}>now {{"zone": "é"}}</assistant>\n<tool>12:00'
     )
-    assert expected in engine.prompt
+    assert expected in scripted.prompt
     client.responses.delete(first.id)  # the second one has copies
     named.append({"type": "item_reference", "id": second.output[0].id})
     ask(client, stream, input=[user, *named[:-1], result, named[-1], {"role": "user", "content": "and?"}])
-    assert expected in engine.prompt and engine.prompt.endswith(
+    assert expected in scripted.prompt and scripted.prompt.endswith(
         "<assistant>Noon.</assistant>\n<user>and?</user>\n<assistant>"
     )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_stored_is_what_was_sent(client: openai.OpenAI, engine: ScriptedEngine, url: str, stream: bool) -> None:
-    engine.script = "Hello, wörld!"
+def test_what_is_stored_is_what_was_sent(
+    client: openai.OpenAI, scripted: ScriptedEngine, url: str, stream: bool
+) -> None:
+    scripted.script = "Hello, wörld!"
     sent = ask(client, stream, input="hi", metadata={"a": "b"}, temperature=0.5)
     shown = sent.to_dict()
     shown["output"][0]["content"][0].pop("parsed", None)  # the client's own
@@ -127,8 +120,8 @@ def test_what_is_stored_is_what_was_sent(client: openai.OpenAI, engine: Scripted
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_kept_without_store(client: openai.OpenAI, engine: ScriptedEngine, stream: bool) -> None:
-    engine.script = "Hello."
+def test_nothing_is_kept_without_store(client: openai.OpenAI, scripted: ScriptedEngine, stream: bool) -> None:
+    scripted.script = "Hello."
     sent = ask(client, stream, input="hi", store=False)
     assert sent.store is False
     with pytest.raises(openai.NotFoundError):
@@ -166,16 +159,16 @@ def test_keys_do_not_see_each_others(tmp_path: Path) -> None:
         assert alice.responses.create(model="m", input="x", previous_response_id=sent.id).output_text == "Hello."
 
 
-def test_an_answer_that_was_cut_by_its_length_goes_on(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "one two three"
+def test_an_answer_that_was_cut_by_its_length_goes_on(client: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "one two three"
     cut = client.responses.create(model="m", input="count", max_output_tokens=3)
     assert cut.status == "incomplete"
     client.responses.create(model="m", input="go on", previous_response_id=cut.id)
-    assert engine.prompt == "<user>count</user>\n<assistant>one</assistant>\n<user>go on</user>\n<assistant>"
+    assert scripted.prompt == "<user>count</user>\n<assistant>one</assistant>\n<user>go on</user>\n<assistant>"
 
 
-def test_answers_that_do_not_finish_are_not_kept(client: openai.OpenAI, engine: ScriptedEngine, url: str) -> None:
-    engine.script, engine.pause = "x" * 1500, 0.02
+def test_answers_that_do_not_finish_are_not_kept(client: openai.OpenAI, scripted: ScriptedEngine, url: str) -> None:
+    scripted.script, scripted.pause = "x" * 1500, 0.02
     try:
         ids = []
         for leave in (True, False):
@@ -188,7 +181,7 @@ def test_answers_that_do_not_finish_are_not_kept(client: openai.OpenAI, engine: 
                     if i == 8:
                         httpx.post(f"{url}/abort_request", json={"rid": f"r{leave}"})
     finally:
-        engine.pause = 0.0005
+        scripted.pause = 0.0005
     for id in ids:
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(id)
@@ -210,16 +203,16 @@ def test_refusals(url: str, status: int, body: dict[str, Any], param: str) -> No
     assert (response.status_code, response.json()["param"]) == (status, param)
 
 
-def test_an_item_is_named_once(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "Hello."
+def test_an_item_is_named_once(client: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "Hello."
     named: Any = {"type": "item_reference", "id": client.responses.create(model="m", input="hi").output[0].id}
     with pytest.raises(openai.BadRequestError, match="twice") as error:
         client.responses.create(model="m", input=[named, named])
     assert error.value.param == "input.1.id"
 
 
-def test_queries_are_checked(client: openai.OpenAI, engine: ScriptedEngine, url: str) -> None:
-    engine.script = "Hello."
+def test_queries_are_checked(client: openai.OpenAI, scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = "Hello."
     sent = client.responses.create(model="m", input="hi")
     path = f"{url}/v1/responses/{sent.id}"
     for query, name in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=no", "after")):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine
+
+SCRIPTED = dict(tools="hermes")
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
@@ -27,39 +28,18 @@ DAY: dict[str, Any] = {
 }
 SAY: dict[str, Any] = {"type": "custom", "name": "say"}
 AGENTS: dict[str, Any] = {
-    "type": "namespace",
-    "name": "agents",
-    "description": "Other agents.",
+    "type": "namespace", "name": "agents", "description": "Other agents.",
     "tools": [
         {
-            "type": "function",
-            "name": "spawn",
-            "description": "Starts one.",
-            "strict": False,
+            "type": "function", "name": "spawn", "description": "Starts one.", "strict": False,
             "parameters": {"type": "object"},
         },
         {"type": "function", "name": "weather", "strict": False, "parameters": {"type": "object"}},
         {"type": "custom", "name": "tell", "description": "Tells one."},
     ],
-}
+}  # fmt: skip
 ALL = [WEATHER, EDIT, DAY, SAY, AGENTS]
 TEXT = '*** Begin\n+a "b" \\ é 😀\n-\t\n*** End\n'
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(tools="hermes")
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def written(*calls: tuple[str, dict[str, Any]]) -> str:
@@ -69,16 +49,16 @@ def written(*calls: tuple[str, dict[str, Any]]) -> str:
     )
 
 
-def offered(engine: ScriptedEngine) -> dict[str, Any]:
+def offered(scripted: ScriptedEngine) -> dict[str, Any]:
     """The functions that the model was told of."""
-    tools = json.loads(engine.prompt.split("<tools>")[1].split("</tools>")[0])
+    tools = json.loads(scripted.prompt.split("<tools>")[1].split("</tools>")[0])
     return {tool["function"]["name"]: tool["function"] for tool in tools}
 
 
-def test_the_model_is_told_of_all(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "Fine."
-    response = client.responses.create(model="m", input="hi", tools=ALL)
-    told = offered(engine)
+def test_the_model_is_told_of_all(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "Fine."
+    response = api.responses.create(model="m", input="hi", tools=ALL)
+    told = offered(scripted)
     assert list(told) == ["weather", "edit", "day", "say", "agents.spawn", "agents.weather", "agents.tell"]
     assert told["agents.spawn"]["description"] == "agents: Other agents.\n\nStarts one."
     assert "description" not in told["agents.weather"] and told["agents.tell"]["description"] == "Tells one."
@@ -90,15 +70,15 @@ def test_the_model_is_told_of_all(client: openai.OpenAI, engine: ScriptedEngine)
     assert shown[1] == EDIT and shown[3]["format"] == {"type": "text"} and len(shown[4]["tools"]) == 3
 
 
-def test_calls_come_back_as_their_clients_dispatch_them(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = written(
+def test_calls_come_back_as_their_clients_dispatch_them(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = written(
         ("weather", {"city": "Paris"}),
         ("agents.weather", {}),
         ("edit", {"input": TEXT}),
         ("agents.tell", {"input": ""}),
     )
-    whole = client.responses.create(model="m", input="hi", tools=ALL)
-    with client.responses.stream(model="m", input="hi", tools=ALL) as stream:
+    whole = api.responses.create(model="m", input="hi", tools=ALL)
+    with api.responses.stream(model="m", input="hi", tools=ALL) as stream:
         events = list(stream)
         streamed = stream.get_final_response()
     for response in (whole, streamed):
@@ -119,9 +99,9 @@ def test_calls_come_back_as_their_clients_dispatch_them(client: openai.OpenAI, e
     assert [item | parsed for item in ended] == [item.to_dict() | parsed for item in streamed.output]
 
 
-def test_calls_and_results_go_back_to_the_model(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = written(("agents.spawn", {"a": 1}), ("edit", {"input": TEXT}))
-    first = client.responses.create(model="m", input="hi", tools=ALL)
+def test_calls_and_results_go_back_to_the_model(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = written(("agents.spawn", {"a": 1}), ("edit", {"input": TEXT}))
+    first = api.responses.create(model="m", input="hi", tools=ALL)
     one, two = first.output
     results: list[Any] = [
         {
@@ -133,7 +113,7 @@ def test_calls_and_results_go_back_to_the_model(client: openai.OpenAI, engine: S
         },
         {"type": "custom_tool_call_output", "call_id": two.call_id, "output": [{"type": "input_text", "text": "done"}]},
     ]
-    engine.script = "Well."
+    scripted.script = "Well."
     expected = (
         f'<call {one.call_id}>agents.spawn {{"a": 1}}<call {two.call_id}>'
         f"edit {json.dumps({'input': TEXT}, ensure_ascii=False)}</assistant>\n"
@@ -143,33 +123,31 @@ def test_calls_and_results_go_back_to_the_model(client: openai.OpenAI, engine: S
         [item.to_dict() for item in first.output],
         [{"type": "item_reference", "id": i.id} for i in first.output],
     ):
-        client.responses.create(model="m", input=[{"role": "user", "content": "hi"}, *items, *results])
-        assert expected in engine.prompt
-    client.responses.create(model="m", input=results, previous_response_id=first.id)
-    assert expected in engine.prompt
+        api.responses.create(model="m", input=[{"role": "user", "content": "hi"}, *items, *results])
+        assert expected in scripted.prompt
+    api.responses.create(model="m", input=results, previous_response_id=first.id)
+    assert expected in scripted.prompt
 
 
-def test_formats_hold_by_a_grammar(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_formats_hold_by_a_grammar(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
     """The scripted engine is not held to it; that the grammar is right, tests/server/parsers/test_custom.py shows."""
-    engine.script = "Fine."
-    client.responses.create(model="m", input="hi", tools=[WEATHER, DAY])
-    grammar = engine.requests[-1].params.grammar
+    scripted.script = "Fine."
+    api.responses.create(model="m", input="hi", tools=[WEATHER, DAY])
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "triggered_tags" in grammar.text
-    client.responses.create(
-        model="m", input="hi", tools=[WEATHER, EDIT], tool_choice={"type": "custom", "name": "edit"}
-    )
-    grammar = engine.requests[-1].params.grammar
+    api.responses.create(model="m", input="hi", tools=[WEATHER, EDIT], tool_choice={"type": "custom", "name": "edit"})
+    grammar = scripted.requests[-1].params.grammar
     assert grammar is not None and "*** Begin" in grammar.text and "weather" not in grammar.text
-    client.responses.create(model="m", input="hi", tools=[WEATHER])
-    assert engine.requests[-1].params.grammar is None
+    api.responses.create(model="m", input="hi", tools=[WEATHER])
+    assert scripted.requests[-1].params.grammar is None
 
 
-def test_input_that_is_none_is_given_as_it_is(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = written(("say", {"text": "x"}))
-    (item,) = client.responses.create(model="m", input="hi", tools=[SAY]).output
+def test_input_that_is_none_is_given_as_it_is(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = written(("say", {"text": "x"}))
+    (item,) = api.responses.create(model="m", input="hi", tools=[SAY]).output
     assert item.type == "custom_tool_call" and json.loads(item.input) == {"text": "x"}
-    engine.script = engine.script.replace('"text": "x"', '"input": "x\\n')
-    cut = client.responses.create(model="m", input="hi", tools=[SAY], max_output_tokens=len(engine.script) - 15)
+    scripted.script = scripted.script.replace('"text": "x"', '"input": "x\\n')
+    cut = api.responses.create(model="m", input="hi", tools=[SAY], max_output_tokens=len(scripted.script) - 15)
     assert cut.status == "incomplete" and cut.output[0].input == "x\n"  # type: ignore[union-attr]
 
 
@@ -195,9 +173,9 @@ HOSTED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("tool", HOSTED, ids=lambda tool: tool["type"])
-def test_hosted_tools(url: str, engine: ScriptedEngine, tool: dict[str, Any]) -> None:
-    engine.script, kind = "Fine.", tool["type"]
-    assert ignored(url, tools=[tool, WEATHER, tool]) == [f"tools.{kind}"] and list(offered(engine)) == ["weather"]
+def test_hosted_tools(url: str, scripted: ScriptedEngine, tool: dict[str, Any]) -> None:
+    scripted.script, kind = "Fine.", tool["type"]
+    assert ignored(url, tools=[tool, WEATHER, tool]) == [f"tools.{kind}"] and list(offered(scripted)) == ["weather"]
     body = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": "hi", "tools": [WEATHER, tool]}).json()
     assert [one["type"] for one in body["tools"]] == ["function"]
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -216,8 +194,8 @@ def test_hosted_tools(url: str, engine: ScriptedEngine, tool: dict[str, Any]) ->
         assert (response.status_code, response.json()["param"]) == (400, param)
 
 
-def test_allowed_tools(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = "Fine."
+def test_allowed_tools(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "Fine."
     for mode, forced in (("auto", False), ("required", True)):
         for named, names in (
             ([{"type": "function", "name": "weather"}], ["weather"]),
@@ -225,23 +203,23 @@ def test_allowed_tools(client: openai.OpenAI, engine: ScriptedEngine) -> None:
             ([{"type": "function", "name": "spawn", "namespace": "agents"}, SAY], ["say", "agents.spawn"]),
         ):
             choice: Any = {"type": "allowed_tools", "mode": mode, "tools": named}
-            response = client.responses.create(model="m", input="hi", tools=ALL, tool_choice=choice)
-            assert list(offered(engine)) == names
+            response = api.responses.create(model="m", input="hi", tools=ALL, tool_choice=choice)
+            assert list(offered(scripted)) == names
             assert response.tool_choice.to_dict() == choice  # type: ignore[union-attr]
-            grammar = engine.requests[-1].params.grammar
+            grammar = scripted.requests[-1].params.grammar
             assert (grammar is not None and "triggered_tags" not in grammar.text) == forced
 
 
-def test_tools_that_come_with_the_input(client: openai.OpenAI, engine: ScriptedEngine, url: str) -> None:
-    engine.script = written(("agents.tell", {"input": "x"}))
+def test_tools_that_come_with_the_input(api: openai.OpenAI, scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = written(("agents.tell", {"input": "x"}))
     added: Any = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, {"type": "web_search"}, WEATHER]}
-    first = client.responses.create(model="m", input=[added, {"role": "user", "content": "hi"}], tools=[SAY])
-    assert list(offered(engine)) == ["say", "agents.spawn", "agents.weather", "agents.tell", "weather"]
+    first = api.responses.create(model="m", input=[added, {"role": "user", "content": "hi"}], tools=[SAY])
+    assert list(offered(scripted)) == ["say", "agents.spawn", "agents.weather", "agents.tell", "weather"]
     assert (first.output[0].name, first.output[0].namespace) == ("tell", "agents")  # type: ignore[union-attr]
-    engine.script = "Fine."
+    scripted.script = "Fine."
     later = {**added, "tools": [WEATHER | {"description": "Newer."}]}
-    client.responses.create(model="m", input=[later, {"role": "user", "content": "x"}], previous_response_id=first.id)
-    assert "agents.spawn" in offered(engine) and offered(engine)["weather"]["description"] == "Newer."
+    api.responses.create(model="m", input=[later, {"role": "user", "content": "x"}], previous_response_id=first.id)
+    assert "agents.spawn" in offered(scripted) and offered(scripted)["weather"]["description"] == "Newer."
     assert ignored(url, input=[added, {"role": "user", "content": "hi"}]) == ["tools.web_search"]
 
 
@@ -322,13 +300,13 @@ HINTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("body, name", HINTS)
-def test_hints_are_accepted_and_named(url: str, engine: ScriptedEngine, body: dict[str, Any], name: str) -> None:
-    engine.script = "Fine."
+def test_hints_are_accepted_and_named(url: str, scripted: ScriptedEngine, body: dict[str, Any], name: str) -> None:
+    scripted.script = "Fine."
     assert ignored(url, **body) == ([name] if name else [])
 
 
-def test_what_comes_back_in_a_history_asks_for_nothing(url: str, engine: ScriptedEngine) -> None:
-    engine.script = "Fine."
+def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: ScriptedEngine) -> None:
+    scripted.script = "Fine."
     hidden = {"encrypted_content": "gAAA", "status": "completed"}
     summary = [{"type": "summary_text", "text": text} for text in "SU"]
     said = [
@@ -354,7 +332,7 @@ def test_what_comes_back_in_a_history_asks_for_nothing(url: str, engine: Scripte
         {"role": "user", "content": "d"},
     ]
     assert ignored(url, input=items) == []
-    assert engine.prompt == (
+    assert scripted.prompt == (
         "<user>a</user>\n<assistant>[TS\n\nU]b no<call c>f {}</assistant>\n<tool>r by f for c</tool>\n<user>d</user>\n"
         "<assistant>"
     )
@@ -376,18 +354,3 @@ def test_large_grammars_are_read_in_a_thread(url: str) -> None:
     wrong["format"] |= {"definition": wrong["format"]["definition"] + " @"}
     response = httpx.post(f"{url}/v1/responses", json=asked | {"tools": [WEATHER, wrong]})
     assert (response.status_code, response.json()["param"]) == (400, "tools.1.format.definition")
-
-
-def test_reasoning_of_another_server_alone(url: str, engine: ScriptedEngine) -> None:
-    engine.script = "Fine."
-    assert (
-        ignored(
-            url,
-            input=[
-                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
-                {"role": "user", "content": "d"},
-            ],
-        )
-        == []
-    )
-    assert engine.prompt == "<user>d</user>\n<assistant>"

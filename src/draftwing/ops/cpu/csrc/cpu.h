@@ -345,7 +345,7 @@ HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t giv
 HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
-/* A node's mark and grade, and what is known of grades: as in core.py and ops/torch/assign.py. */
+/* A node's mark and grade, and what is known of grades: as in core.py and ops/drafts.py. */
 #define MARK_DEPTH 0xFF
 #define MARK_VERIFIED (1 << 8)
 #define MARK_SOURCE 9

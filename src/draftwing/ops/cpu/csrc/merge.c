@@ -1,5 +1,5 @@
-/* Two drafters' trees of a row become one (ops/torch/merge.py). One thread, with the GIL; arrays are contiguous int64,
-   `alive` bytes, what is calibrated float32. */
+/* Two drafters' trees of a row become one (ops/reference/merge.py). One thread, with the GIL; arrays are contiguous
+   int64, `alive` bytes, what is calibrated float32. */
 
 #include "cpu.h"
 

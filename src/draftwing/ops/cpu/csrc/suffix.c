@@ -1,5 +1,5 @@
-/* The suffix drafter on the CPU: insert, grow, emit. The reference is ops/torch/suffix.py, whose tensors these functions
-   share and whose terms they use.
+/* The suffix drafter on the CPU: insert, grow, emit. The reference is ops/reference/suffix.py, whose tensors these
+   functions share and whose terms they use.
 
    One thread, and the GIL is kept: a row takes microseconds. What takes time is the memory of the table, so buckets are
    fetched before they are needed. */

@@ -2,7 +2,7 @@
 
    All of it is small: a few hundred integers. As torch operations it is a hundred calls of some microseconds each, here
    it is one call for each place where Python has to come in between. One thread, with the GIL. Arrays are contiguous
-   int64 (alive: bytes, scores: float32) unless stated otherwise. The references are ops/torch/tree.py and
+   int64 (alive: bytes, scores: float32) unless stated otherwise. The references are ops/reference/tree.py and
    ops/torch/expansion.py. */
 
 #include "cpu.h"

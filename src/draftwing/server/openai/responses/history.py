@@ -84,11 +84,12 @@ def listed(line: Sequence[Stored]) -> list[dict[str, Any]]:
 
 
 def stored(body: ResponsesRequest, response: dict[str, Any]) -> Stored:
-    """A finished response as it is stored."""
+    """A finished response as it is stored; made in a thread where it is large."""
     items = [_shown(item) for item in body.items]
     ids = frozenset(item["id"] for item in (*items, *response["output"]))
-    head = encode({name: value for name, value in response.items() if name != "output"})
-    return Stored(response["id"], head, encode(items), encode(response["output"]), ids, body.previous_response_id)
+    others = {name: value for name, value in response.items() if name != "output"}
+    head, given, output = (encode(part, True) for part in (others, items, response["output"]))
+    return Stored(response["id"], head, given, output, ids, body.previous_response_id)
 
 
 def _shown(item: Item) -> dict[str, Any]:

@@ -99,10 +99,11 @@ class ResponseObject:
         reader: MessageReader,
         body: ResponsesRequest,
         model: str,
+        size: int,
         keep: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """keep: stores the response, when it is finished."""
-        self._keep = keep
+        """size: bytes of the request, which the response repeats.  keep: stores the response, when it is finished."""
+        self._size, self._keep = size, keep
         self.generation, self._body, self._model = generation, body, model
         self._items = _Items(reader, body.toolbox)
         self._answer = generation.answers[0]
@@ -115,28 +116,36 @@ class ResponseObject:
 
     async def events(self) -> AsyncIterator[str]:
         for name in ("response.created", "response.in_progress"):
-            yield self._numbered(name, {"response": self._now()})
+            yield await self._whole(name)
         try:
             async for answer, text in self.generation:
                 for event in await self._items.read(self.generation, text, answer):
                     yield self._numbered(*event)
         except EngineDead as error:
-            yield self._numbered("response.failed", {"response": self._now(str(error))})
+            yield await self._whole("response.failed", str(error))
             return
-        response = self._now()
-        if self._keep is not None:  # before the client hears of it, who may go on at once
-            size = self.generation.prompt_tokens + len(self._answer.text)
-            await self.generation.render(size, lambda _: self._stored(response))
-        yield self._numbered(f"response.{response['status']}", {"response": response})
+        yield await self._whole()
+
+    async def _whole(self, name: str | None = None, lost: str | None = None) -> str:
+        """An event that holds the response. name: None where it has ended, and is stored before the client hears of it,
+        who may go on at once.  lost: see `_now`."""
+
+        def made(large: bool) -> str:
+            response = self._now(lost)
+            if name is None:
+                self._stored(response)
+            return self._numbered(name or f"response.{response['status']}", {"response": response}, large)
+
+        return await self.generation.render(self._size + len(self._answer.text), made)
 
     def _stored(self, response: dict[str, Any]) -> dict[str, Any]:
         if self._keep is not None and response["status"] in ("completed", "incomplete"):
             self._keep(response)
         return response
 
-    def _numbered(self, name: str, data: dict[str, Any]) -> str:
+    def _numbered(self, name: str, data: dict[str, Any], large: bool = False) -> str:
         self._number += 1
-        return named_event(name, {"sequence_number": self._number, **data})
+        return named_event(name, {"sequence_number": self._number, **data}, large)
 
     def _now(self, lost: str | None = None) -> dict[str, Any]:
         """The response as far as it is. lost: why there will be no more of the answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Query, Request
@@ -54,8 +55,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
             if keeps:
                 store.watch()
             reader, model = chats.reader(style), service.name_for(body.model)
-            response = ResponseObject(generation, reader, body, model, keep if keeps else None)
-        return await respond(request, response, body.stream)
+            response = ResponseObject(generation, reader, body, model, size, keep if keeps else None)
+        return await respond(request, response, body.stream, size)
 
     @app.get("/responses/{id}", include_in_schema=False)
     @app.get("/v1/responses/{id}")
@@ -85,7 +86,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         if found is None:
             return _missing(request, id)
         line = store.conversation(client_name(), id) or [found]
-        items = await _read(request, service, sum(one.items_size for one in line), lambda: listed(line))
+        size = sum(one.items_size for one in line)
+        items = await _read(request, service, size, lambda: listed(line))
         items = items if order == "asc" else items[::-1]
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
@@ -93,7 +95,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         begin = 0 if after is None else ids.index(after) + 1
         page, shown = items[begin : begin + limit], ids[begin : begin + limit]
         ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
-        return json_response(encode({"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}))
+        told = {"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}
+        return json_response(await service.lanes.render(size, partial(encode, told)))
 
 
 async def _read(request: Request, service: Service, size: int, work: Callable[[], T]) -> T:

@@ -15,13 +15,10 @@ from draftwing.server.conversation import Conversation, only
 from draftwing.server.openai.responses.tools import ChosenTool, ResponsesTool, Toolbox, flat_name
 from draftwing.server.schema import (
     Body,
-    Bookkeeping,
     Effort,
     EffortTokens,
     Hint,
     Name,
-    NotBuilt,
-    OtherKind,
     sampled,
     split_effort,
 )
@@ -42,28 +39,20 @@ INCLUDED = (
 _TOLD = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
 
 
-class Content(Body):
+class Content(
+    Body,
+    hints="prompt_cache_breakpoint",
+    other_kinds="image_url file_id file_data file_url filename detail input_audio",
+    bookkeeping="annotations logprobs parsed",
+):
     """A part of an item: input_text, output_text, refusal, reasoning_text or summary_text."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    annotations: Bookkeeping = None
-    logprobs: Bookkeeping = None
-    parsed: Bookkeeping = None
-    prompt_cache_breakpoint: Hint = None
-
-    # Of other kinds of parts, to say that they are not built rather than that they are unknown.
-    image_url: OtherKind = None
-    file_id: OtherKind = None
-    file_data: OtherKind = None
-    file_url: OtherKind = None
-    filename: OtherKind = None
-    detail: OtherKind = None
-    input_audio: OtherKind = None
 
 
-class Item(Body):
+class Item(Body, bookkeeping="status phase caller async_ created_by parsed_arguments"):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
 
     model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
@@ -81,13 +70,6 @@ class Item(Body):
     tools: list[ResponsesTool] | None = None
     encrypted_content: str | None = None
     id: str | None = None
-
-    status: Bookkeeping = None
-    phase: Bookkeeping = None
-    caller: Bookkeeping = None
-    async_: Bookkeeping = None
-    created_by: Bookkeeping = None
-    parsed_arguments: Bookkeeping = None
 
     @property
     def kind(self) -> str:
@@ -108,24 +90,27 @@ class TextFormat(Body):
     strict: bool | None = None
 
 
-class TextConfig(Body):
+class TextConfig(Body, hints="verbosity"):
     format: TextFormat | None = None
-    verbosity: Hint = None
 
 
-class Reasoning(Body):
+class Reasoning(Body, hints="generate_summary mode"):
     effort: Effort | EffortTokens | None = None
     summary: Hint = None  # reasoning comes as it is
-    generate_summary: Hint = None
     context: Hint = None  # the chat template decides which reasoning it shows
-    mode: Hint = None
 
 
-class StreamOptions(Body):
-    include_obfuscation: Hint = None
+class StreamOptions(Body, hints="include_obfuscation"):
+    """How a stream comes."""
 
 
-class ResponsesRequest(ChatBody):
+class ResponsesRequest(
+    ChatBody,
+    hints="client_metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier",
+    not_built="access_programs background context_management conversation image moderation prompt top_logprobs",
+    sampling="temperature top_p seed top_k min_p stop stop_token_ids ignore_eos skip_special_tokens "
+    "frequency_penalty presence_penalty repetition_penalty logit_bias thinking_budget",
+):
     """Body of /v1/responses. Without max_output_tokens an answer runs to the context limit."""
 
     source = "input"
@@ -139,28 +124,12 @@ class ResponsesRequest(ChatBody):
     input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: Any = sampled("max_new_tokens")
-    temperature: Any = sampled("temperature")
-    top_p: Any = sampled("top_p")
     tools: list[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     stream_options: StreamOptions | None = None
-
-    # Beyond OpenAI's, as in the other APIs.
-    seed: Any = sampled("seed")
-    top_k: Any = sampled("top_k")
-    min_p: Any = sampled("min_p")
-    stop: Any = sampled("stop")
-    stop_token_ids: Any = sampled("stop_token_ids")
-    ignore_eos: Any = sampled("ignore_eos")
-    skip_special_tokens: Any = sampled("skip_special_tokens")
-    frequency_penalty: Any = sampled("frequency_penalty")
-    presence_penalty: Any = sampled("presence_penalty")
-    repetition_penalty: Any = sampled("repetition_penalty")
-    logit_bias: Any = sampled("logit_bias")
-    thinking_budget: Any = sampled("thinking_budget")
     chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None
@@ -170,22 +139,7 @@ class ResponsesRequest(ChatBody):
     user: str | None = None
     max_tool_calls: int | None = None  # of tools that a server runs: there are none
 
-    client_metadata: Hint = None
-    prompt_cache_key: Hint = None
-    prompt_cache_options: Hint = None
-    prompt_cache_retention: Hint = None
-    safety_identifier: Hint = None
-    service_tier: Hint = None
     truncation: Hint = None  # what does not fit is refused
-
-    access_programs: NotBuilt = None
-    background: NotBuilt = None
-    context_management: NotBuilt = None
-    conversation: NotBuilt = None
-    image: NotBuilt = None
-    moderation: NotBuilt = None
-    prompt: NotBuilt = None
-    top_logprobs: NotBuilt = None
 
     _toolbox: Toolbox = PrivateAttr(default_factory=Toolbox)
     _earlier: list[Item] = PrivateAttr(default_factory=list)
@@ -284,7 +238,7 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         if item.call_id is None or item.name is None or (custom and item.input is None):
             raise RequestError(f"{where} must have call_id, name and {'input' if custom else 'arguments'}", where)
         arguments = {"input": item.input} if custom else item.arguments
-        found.call(item.call_id, flat_name(item.name, item.namespace), arguments)
+        found.call(item.call_id, flat_name(item.name, item.namespace), arguments, f"{where}.arguments")
     elif kind in ("function_call_output", "custom_tool_call_output"):
         _only(item, ("call_id", "name", "namespace", "output"), where)
         output = _text(item.output, f"{where}.output", "input_text")

@@ -32,7 +32,7 @@ class CustomFormat(Body):
     definition: str | None = None
 
 
-class OneTool(Body):
+class OneTool(Body, hints="output_schema"):
     """A tool; which fields it has depends on its type. Those of `HOSTED` are not looked at."""
 
     model_config = ConfigDict(extra="allow")
@@ -45,7 +45,6 @@ class OneTool(Body):
     format: CustomFormat | None = None
     defer_loading: Hint = None  # of a tool that is there from the start
     allowed_callers: Hint = None
-    output_schema: Hint = None
 
     @property
     def definition(self) -> int:

@@ -1,4 +1,4 @@
-"""Pinned buffers for copies in flight: which one a copy gets, and when it is free again."""
+"""Pinned buffers for copies in flight: which one a copy gets, and when it is free again. The links between GPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.engine import device
-from draftwing.engine.device import Staging
+from draftwing.engine.devices import cuda
+from draftwing.engine.devices.cuda import Staging, links_of
 
 
 class Event:
@@ -38,8 +38,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         buffers.append(empty(*args, **kwargs))
         return buffers[-1]
 
-    monkeypatch.setattr(device.torch, "empty", unpinned)
-    monkeypatch.setattr(device.torch.cuda, "Event", Event)
+    monkeypatch.setattr(cuda.torch, "empty", unpinned)
+    monkeypatch.setattr(cuda.torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "recorded", [])
     return buffers
 
@@ -72,11 +72,20 @@ def test_a_buffer_is_used_again_when_its_copy_has_happened(made: list[Tensor]) -
     assert staging.take(10) is second and len(made) == 4
 
 
-def test_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes over the seconds of the fastest read; 0 where they find no room."""
-    cpu = device.Device(torch.device("cpu"))
-    monkeypatch.setattr(device, "READ_CPU", 4000)
-    monkeypatch.setattr(cpu, "timed", lambda fn, times: [0.5, 0.25, 0.4])
-    assert cpu.read_rate() == 16_000
-    monkeypatch.setattr(device, "READ_CPU", 1 << 60)
-    assert cpu.read_rate() == 0
+# Of nvidia-smi.
+TABLE = """
+\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-31
+GPU1\tNV18\t X \tNV4\t0-31
+GPU2\tPIX\tNV4\t X \t0-31
+
+Legend:
+
+  X    = Self
+"""
+
+
+def test_links_are_those_of_the_ranks() -> None:
+    assert links_of(TABLE, range(2)) == "NV18" and links_of(TABLE, [1, 2]) == "NV4"
+    assert links_of(TABLE, range(3)) == "NV18, NV4, PIX"
+    assert links_of(TABLE, [0, 3]) == "unknown" and links_of("", [0, 1]) == "unknown"

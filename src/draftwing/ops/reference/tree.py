@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TOKEN
-from draftwing.ops.torch.assign import learn
+from draftwing.ops.reference.assign import learn
 from draftwing.ops.torch.noise import position_words
 from draftwing.ops.types import AcceptedPath, Calibration, Committed, Draft, RowTensors, TargetInputs, Tree
 
@@ -102,13 +102,6 @@ class TreeOps:
         # Children with the first and with the last id of a vocabulary are not worth a third case: one draft too many.
         beside = torch.where(above < vocab, above, torch.where(below >= 0, below, last))
         return altered.scatter(1, leaf, torch.where(hit, beside, last))[:, :nodes]
-
-
-def roots_alone(table: RowTensors, rows: Tensor, nodes: int) -> Draft:
-    """Trees of so many nodes, all of them dead but the roots."""
-    tokens = table.last.index_select(0, rows).unsqueeze(1).expand(-1, nodes)
-    parent = torch.zeros_like(tokens)
-    return Draft(tokens, parent, (torch.arange(nodes, device=rows.device) == 0).expand_as(parent))
 
 
 def powers_of(chance: int, count: int) -> list[int]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
-from draftwing.ops.torch.ngram_memory import CANDIDATES, NGramMemory
-from draftwing.ops.torch.ngram_tree import TreeBuilder
-from draftwing.ops.torch.tree import roots_alone
+from draftwing.ops.drafts import roots_alone
+from draftwing.ops.reference.ngram_memory import CANDIDATES, NGramMemory
+from draftwing.ops.reference.ngram_tree import TreeBuilder
 from draftwing.ops.types import Draft, RowTensors
 
 OWN: Final = 8  # matches kept from the row's own history

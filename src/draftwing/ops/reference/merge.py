@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
-from draftwing.ops.torch.assign import DEPTHS, LEVELS, SURE
+from draftwing.ops.drafts import DEPTHS, LEVELS, SURE, graded
 from draftwing.ops.types import Calibration, Draft
 
 
@@ -52,11 +52,6 @@ class MergeOps:
     def raise_confidence(self, confidence: Tensor) -> Tensor:
         """confidence [B] int64 of any stride, in place: one more, for there is another drafter."""
         return confidence.add_(1).clamp_(max=MAX_CONFIDENCE)
-
-
-def graded(draft: Draft) -> Draft:
-    """With grades; of a drafter that does not say, those of nobody."""
-    return draft if draft.grade is not None else draft._replace(grade=torch.zeros_like(draft.parent))
 
 
 def _agree(first: Draft, second: Draft, depth: int) -> Tensor:

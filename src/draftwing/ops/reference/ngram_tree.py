@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import LOOKUP
-from draftwing.ops.torch.assign import LEVELS
+from draftwing.ops.drafts import LEVELS
 from draftwing.ops.types import Draft
 
 _TIE = 1e-9  # far below the smallest difference of scores that matters, and below the smallest score

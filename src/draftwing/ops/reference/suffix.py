@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE, TreeShape
-from draftwing.ops.torch.assign import LEVELS, MIDDLE, SLOPE
-from draftwing.ops.torch.tree import roots_alone
+from draftwing.ops.drafts import LEVELS, MIDDLE, SLOPE, roots_alone
 from draftwing.ops.types import Draft, RowTensors
 
 LENGTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of contexts, up to the longest that is asked for
@@ -69,7 +68,7 @@ SCORE_BITS: Final = 12  # of a probability's fraction, where they are summed
 
 
 def level_starts() -> Tensor:
-    """[LEVELS - 1] float32: the least probability of level 1, 2, ... of `ops.torch.assign.level_of`."""
+    """[LEVELS - 1] float32: the least probability of level 1, 2, ... of `ops.drafts.level_of`."""
     return torch.sigmoid((torch.arange(1, LEVELS, dtype=torch.float64) - 0.5 - MIDDLE) / SLOPE).float()
 
 

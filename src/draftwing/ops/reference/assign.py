@@ -1,8 +1,8 @@
 """Which drafted nodes are worth verifying: what is expected of each, and the best of a whole batch.
 
-A drafter grades its nodes; how often a grade was right at each depth is counted (`Calibration`). The product of these
-shares along a node's path is its survival, the expected number of tokens that verifying it gives. Survival never grows
-along a path, so the best nodes of a batch are closed under parents.
+A drafter grades its nodes (`ops.drafts`); how often a grade was right at each depth is counted (`Calibration`). The
+product of these shares along a node's path is its survival, the expected number of tokens that verifying it gives.
+Survival never grows along a path, so the best nodes of a batch are closed under parents.
 
 Nothing here can change a text: what is committed are the target's own draws, whichever nodes it was asked about.
 """
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED, SOURCES
+from draftwing.core import MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED
 from draftwing.ops.attention import Ragged
+from draftwing.ops.drafts import DEPTHS, LEVELS, SURE
 from draftwing.ops.types import (
     COUNT,
     HEAD,
@@ -27,40 +28,6 @@ from draftwing.ops.types import (
     TargetInputs,
     Tree,
 )
-
-LEVELS = 16  # of a grade; also in the kernels
-GRADES, DEPTHS = LEVELS * len(SOURCES), 16
-SLOPE, MIDDLE = 1.25, 7.0  # of a level: round(SLOPE * logit + MIDDLE)
-PRIOR_WEIGHT = 4.0  # nodes that the first guess counts for
-SURE = 0.995  # no estimate is higher, so that a child is expected less than its parent
-MEMORY = 256.0  # nodes of a grade and depth that are remembered
-
-
-def level_of(logp: Tensor) -> Tensor:
-    """Log probabilities of any shape -> the levels of grades, int64: the log odds in steps of 1 / SLOPE."""
-    p = logp.float().exp().nan_to_num(0.0).clamp(1e-6, 1 - 1e-6)  # of nothing, if what it follows is impossible
-    return level_of_odds(torch.logit(p))
-
-
-def level_of_odds(odds: Tensor) -> Tensor:
-    """Log odds of any shape -> the levels of grades, int64."""
-    return (SLOPE * odds + MIDDLE).round().clamp_(0, LEVELS - 1).long()
-
-
-def new_calibration(device: torch.device) -> Calibration:
-    """Nothing is known yet but what the grades themselves say: these are the first guesses, counted as nodes."""
-    level = torch.arange(LEVELS, dtype=torch.float32)
-    guess = torch.sigmoid((level - MIDDLE) / SLOPE).clamp_(0.02, 0.95).repeat(len(SOURCES))
-    guess[0] = 0.5  # a drafter that does not say
-    seen = torch.full((GRADES, DEPTHS), PRIOR_WEIGHT, dtype=torch.float32)
-    return Calibration(seen.to(device), (seen * guess[:, None]).to(device))
-
-
-def forget(calibration: Calibration) -> None:
-    """Old nodes count for less: to be called every few steps."""
-    keep = (MEMORY / calibration.seen).clamp_(max=1.0)
-    calibration.seen.mul_(keep)
-    calibration.accepted.mul_(keep)
 
 
 class AssignOps:

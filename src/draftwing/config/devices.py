@@ -1,0 +1,61 @@
+"""The devices that `--device` names. Nothing else knows their names.
+
+No torch: a device's class is named here as `module:Class` and imported when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple
+
+from draftwing.errors import ConfigError
+from draftwing.plugins import import_attribute
+
+AUTO = "auto"
+DEVICES = {  # `auto` takes the first that is there
+    "cuda": "draftwing.engine.devices.cuda:CudaDevice",
+    "cpu": "draftwing.engine.devices.cpu:CpuDevice",
+}
+ENTRY_POINTS = "draftwing.devices"  # the group in which installed packages name further ones
+_OPTION = "device"
+
+
+class Defaults(NamedTuple):
+    """What options have on a device where they are not given."""
+
+    max_running_requests: int
+    chunked_prefill_size: int
+    overlap: bool = False  # whether a step is planned while the one before runs
+    graph_size: int = 0  # largest batch that graphs are captured of; 0: the device has none
+
+
+def check_device(asked: str | type[Any]) -> None:
+    """Raises ConfigError for a name that no device has. Imports nothing of the device."""
+    if isinstance(asked, str) and asked != AUTO and ":" not in asked:
+        _path_of(asked)
+
+
+def find_device(asked: str | type[Any]) -> type[Any]:
+    """Returns the class of the device of this name, not `auto`, or the user's own: `module:Class`, or the class itself.
+
+    Raises ConfigError for a name that no device has, for what cannot be imported, and for a class that is no device.
+    """
+    found: Any = asked
+    if isinstance(asked, str):
+        found = import_attribute(asked if ":" in asked else _path_of(asked), _OPTION)
+    if not (isinstance(found, type) and hasattr(found, "download") and hasattr(found, "defaults")):
+        what = f"the class {found.__name__}, which is not" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ConfigError(f"{_OPTION} {asked}: expected a class derived from draftwing.Device, found {what}")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{_OPTION} {asked}: the class has to define {' and '.join(missing)}")
+    return found
+
+
+def _path_of(name: str) -> str:
+    further = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    known = further | DEVICES
+    if name not in known:
+        names = ", ".join((AUTO, *reversed(DEVICES), *sorted(further.keys() - DEVICES)))
+        raise ConfigError(f"{_OPTION} must be one of {names}, or module:Class of a device of your own; found {name!r}")
+    return known[name]

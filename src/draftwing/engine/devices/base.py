@@ -1,0 +1,170 @@
+"""What a device is: one compute stream, one packed upload and one packed download per step, and its memory.
+
+What is computed there is asked of `Device.ops`. Both know the device; whoever has a `Device` need not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftwing.config.devices import Defaults
+from draftwing.core import IntArray
+from draftwing.engine.stats import StepTimes
+from draftwing.ops import make_ops
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.parallel.group import Collectives
+
+T = TypeVar("T")
+
+
+class Download(NamedTuple):
+    """A tensor on its way to the host. wait: blocks until it is there; once. done: when that is, see `Device.mark`."""
+
+    wait: Callable[[], IntArray]
+    done: Any
+
+
+class Device(ABC):
+    """A device with its operations. One from outside is a class derived from this one, or from `CpuDevice`."""
+
+    kind: ClassVar[str]  # what torch calls such devices
+    has_own_memory: bool = False  # whether it has memory of its own, which this process may fill and torch counts
+    collectives: Collectives = "gloo"
+    read_bytes = 256 << 20  # that tell how fast memory is read: more than most caches hold
+    out_of_memory: type[Exception] = torch.OutOfMemoryError  # what torch raises where there is no room
+
+    def __init__(self, rank: int = 0, ops: TorchOps | None = None) -> None:
+        """rank: which of several devices of this kind; ops: other operations than the device's own, for tests."""
+        self.device = torch.device(self.kind, rank) if rank else torch.device(self.kind)
+        self.ops = self.make_ops() if ops is None else ops
+
+    @classmethod
+    def missing(cls) -> str:
+        """Says why this machine has no such device; empty where it has one."""
+        return ""
+
+    def make_ops(self) -> TorchOps:
+        """Makes the operations of `device`; `TorchOps` serves wherever torch runs."""
+        return make_ops(self.device)
+
+    @property
+    def name(self) -> str:
+        """Returns what its maker calls it. Prices of steps are kept by this name."""
+        return type(self).__qualname__
+
+    @property
+    @abstractmethod
+    def defaults(self) -> Defaults:
+        """What options have here where they are not given."""
+
+    def default_dtype(self, checkpoint: torch.dtype | None) -> torch.dtype:
+        """Returns the type that `--dtype auto` computes in. checkpoint: what the weights were saved in."""
+        return torch.float32
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def upload(self, host: IntArray) -> Tensor:
+        """Copies [n] int64 to the device; nobody waits for the copy, and `host` stays as it is."""
+
+    def upload_into(self, out: Tensor, host: IntArray) -> None:
+        """Copies [n] int64 into a tensor [n] of the device; the host may change `host` afterwards."""
+        out.copy_(torch.from_numpy(host))
+
+    @abstractmethod
+    def download(self, tensor: Tensor) -> Download:
+        """Starts the copy of a [B, W] int64 to the host, in order with the compute stream."""
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """Returns a point of time in what the device does, which `seconds` knows when it is past."""
+
+    @abstractmethod
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Returns the seconds between two marks, both past."""
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Waits until the device has done all that it was given."""
+
+    def step_times(self) -> StepTimes:
+        """Returns what times the stages of steps; of some steps only where that takes marks on the device."""
+        return StepTimes()
+
+    def timed(self, fn: Callable[[], object], times: int) -> list[float]:
+        """Returns the seconds that the device takes for each of so many calls, one right after the other."""
+        marks = [self.mark()]
+        for _ in range(times):
+            fn()
+            marks.append(self.mark())
+        self.synchronize()
+        return [self.seconds(begin, end) for begin, end in pairwise(marks)]
+
+    def read_rate(self) -> float:
+        """Measures how many bytes a second the device reads of its memory: the fastest of a few sums. 0 where there is
+        no room for what they read."""
+        try:
+            data = torch.ones(self.read_bytes // 4, device=self.device)
+        except self.out_of_memory:
+            return 0.0
+        rate = data.nbytes / min(self.timed(data.sum, 8))
+        del data
+        self.trim()
+        return rate
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Returns the bytes that could be allocated now."""
+
+    @abstractmethod
+    def total_memory(self) -> int:
+        """Returns the bytes that the device has, whoever uses them now."""
+
+    def trim(self) -> None:  # noqa: B027
+        """Gives memory that torch keeps for later back to the device."""
+
+    def peak(self, fn: Callable[[], object]) -> int:
+        """Returns the bytes that are allocated at most while `fn` runs, beyond those that were before. Only asked of
+        devices with `has_own_memory`."""
+        raise NotImplementedError
+
+    # -- what some devices have -------------------------------------------------------------------------------------
+
+    def record(self, fn: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Captures what `fn` puts on the device: how to run it, and its tensors, empty as long as it has not run. Only
+        asked of devices whose defaults have a `graph_size`.
+
+        `fn` is called before, too, which makes what is made once: compiled kernels, workspaces, constants. All graphs
+        share one memory pool: a tensor that is no longer referenced may be overwritten by graphs captured later.
+        """
+        raise NotImplementedError
+
+    @property
+    def count(self) -> int:
+        """How many devices of this kind there are for ranks."""
+        return 1
+
+    def names(self, count: int) -> list[str]:
+        """Returns what makers call the devices of so many ranks."""
+        return [self.name] * count
+
+    def links(self, count: int) -> str:
+        """Says what is between the devices of so many ranks."""
+        return "unknown"
+
+    @property
+    def threads(self) -> int:
+        """How many threads compute, where the host does."""
+        return torch.get_num_threads()
+
+    def set_threads(self, count: int) -> None:  # noqa: B027
+        """Sets how many threads compute, where the host does."""

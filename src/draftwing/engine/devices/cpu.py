@@ -1,0 +1,87 @@
+"""The host's own processor: what it is given is done before the call returns, and its memory is the host's."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+import torch
+from torch import Tensor
+
+from draftwing.config.devices import Defaults
+from draftwing.core import IntArray
+from draftwing.engine.devices.base import Device, Download
+from draftwing.ops.torch.ops import TorchOps
+
+UNKNOWN_MEMORY = 8 << 30  # bytes taken for free on systems without /proc; --max-total-tokens overrules what follows
+
+
+class CpuDevice(Device):
+    kind = "cpu"
+    out_of_memory = RuntimeError  # torch has no type of its own for it
+
+    def __init__(self, rank: int = 0, ops: TorchOps | None = None) -> None:
+        super().__init__(0, ops)  # all ranks are on the one that there is
+
+    @property
+    def name(self) -> str:
+        try:
+            with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+                for line in lines:
+                    if line.startswith("model name"):
+                        return line.partition(":")[2].strip()
+        except OSError:
+            pass
+        return platform.processor() or platform.machine()
+
+    @property
+    def defaults(self) -> Defaults:
+        return Defaults(max_running_requests=64, chunked_prefill_size=512)
+
+    def default_dtype(self, checkpoint: torch.dtype | None) -> torch.dtype:
+        return torch.bfloat16 if has_native_bfloat16() else torch.float32
+
+    def upload(self, host: IntArray) -> Tensor:
+        """Returns [n] int64 that shares the array's memory."""
+        return torch.from_numpy(host)
+
+    def download(self, tensor: Tensor) -> Download:
+        host = tensor.numpy().copy()  # the next step may use the tensor's memory
+        return Download(lambda: host, self.mark())
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def free_memory(self) -> int:
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return UNKNOWN_MEMORY
+
+    def total_memory(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    @property
+    def count(self) -> int:
+        """Any number of ranks."""
+        return 1 << 30
+
+    def links(self, count: int) -> str:
+        return "this machine's memory, by its loopback interface"
+
+    def set_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX or Arm BF16)."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
+    return any(getattr(torch.cpu, probe)() for probe in probes if hasattr(torch.cpu, probe))

@@ -1,0 +1,204 @@
+"""An NVIDIA GPU: copies in flight from and to page-locked memory, events as marks, CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import subprocess
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftwing.config.devices import Defaults
+from draftwing.core import IntArray
+from draftwing.engine.devices.base import Device, Download
+from draftwing.engine.stats import StepTimes
+from draftwing.ops.torch.ops import TorchOps
+
+T = TypeVar("T")
+
+# (bytes of memory at least, most requests, prompt tokens of a step, largest batch with graphs)
+SIZES = ((60e9, 256, 8192, 128), (20e9, 128, 4096, 64), (0, 64, 2048, 32))
+TIMED_EVERY = 8  # steps, of which the stages of one are timed
+
+
+class Staging:
+    """Pinned host buffers for copies in flight, each used again when its copy has happened. Making one is slow."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._busy: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # in the order of the stream
+
+    def take(self, size: int) -> Tensor:
+        """Returns the smallest free buffer of int64, at least [size]; give it back by `give` or `give_after`."""
+        while self._busy and self._busy[0][0].query():
+            self._free.append(self._busy.popleft()[1])
+        fitting = [(buffer.numel(), i) for i, buffer in enumerate(self._free) if buffer.numel() >= size]
+        if fitting:
+            return self._free.pop(min(fitting)[1])
+        return torch.empty(max(1 << size.bit_length(), 4096), dtype=torch.int64, pin_memory=True)
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+    def give_after(self, buffer: Tensor) -> None:
+        """Frees the buffer when what was put on the current stream so far has happened."""
+        done = torch.cuda.Event()
+        done.record()
+        self._busy.append((done, buffer))
+
+
+class CudaDevice(Device):
+    kind = "cuda"
+    has_own_memory = True
+    collectives = "NCCL"
+    read_bytes = 1 << 30
+
+    def __init__(self, rank: int = 0, ops: TorchOps | None = None) -> None:
+        if rank:
+            torch.cuda.set_device(rank)  # for other threads, too
+        super().__init__(rank, ops)
+        self._up, self._down = Staging(), Staging()
+        self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
+        self._pool: Any = None  # that they share
+
+    @classmethod
+    def missing(cls) -> str:
+        return "" if torch.cuda.is_available() else "torch finds no CUDA device here"
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def defaults(self) -> Defaults:
+        return defaults_for(self.total_memory())
+
+    def default_dtype(self, checkpoint: torch.dtype | None) -> torch.dtype:
+        """Returns the checkpoint's half type, bfloat16 where it has none."""
+        return checkpoint if checkpoint in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+    def upload(self, host: IntArray) -> Tensor:
+        out = torch.empty(len(host), dtype=torch.int64, device=self.device)
+        self.upload_into(out, host)
+        return out
+
+    def upload_into(self, out: Tensor, host: IntArray) -> None:
+        buffer = self._up.take(len(host))
+        buffer.numpy()[: len(host)] = host
+        out.copy_(buffer[: len(host)], non_blocking=True)
+        self._up.give_after(buffer)
+
+    def download(self, tensor: Tensor) -> Download:
+        buffer = self._down.take(tensor.numel())
+        pinned = buffer[: tensor.numel()].view(tensor.shape)
+        pinned.copy_(tensor, non_blocking=True)
+        arrived = self.mark()
+
+        def fetch() -> IntArray:
+            arrived.synchronize()
+            host = pinned.numpy().copy()
+            self._down.give(buffer)
+            return host
+
+        return Download(fetch, arrived)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(begin.elapsed_time(end) / 1e3)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def step_times(self) -> StepTimes:
+        return StepTimes(TIMED_EVERY, self.mark, self.seconds, lambda event: event.query())
+
+    def free_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def total_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]
+
+    def trim(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def peak(self, fn: Callable[[], object]) -> int:
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        fn()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def record(self, fn: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            fn()
+            collects = gc.isenabled()
+            gc.disable()  # what a collection lets go of may be something that CUDA cannot free while it captures
+            try:
+                # Other threads of the process may use CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    out = fn()
+                finally:
+                    graph.capture_end()
+            finally:
+                if collects:
+                    gc.enable()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return graph.replay, out
+
+    @property
+    def count(self) -> int:
+        return torch.cuda.device_count()
+
+    def names(self, count: int) -> list[str]:
+        return [torch.cuda.get_device_name(i) for i in range(count)] if count > 1 else [self.name]
+
+    def links(self, count: int) -> str:
+        return nvlink(count)
+
+
+def defaults_for(memory: int) -> Defaults:
+    """Returns the defaults of a GPU with so many bytes of memory."""
+    rows, chunk, graphs = next(sizes for least, *sizes in SIZES if memory >= least)
+    return Defaults(rows, chunk, overlap=True, graph_size=graphs)
+
+
+def nvlink(size: int) -> str:
+    """The links between the ranks' GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without it."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return "unknown"
+    try:
+        done = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return links_of(done.stdout, range(size))
+    numbers = visible.split(",")[:size]
+    return links_of(done.stdout, list(map(int, numbers))) if all(map(str.isdecimal, numbers)) else "unknown"
+
+
+def links_of(table: str, gpus: Sequence[int]) -> str:
+    """table: of `nvidia-smi topo -m`.  gpus: as it counts them."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", table).splitlines()]
+    rows = {line[0]: line[1:] for line in lines if line and "X" in line}  # "X" is what a GPU has with itself
+    known = [gpu for gpu in gpus if f"GPU{gpu}" in rows]
+    kinds = {rows[f"GPU{one}"][other] for one in known for other in known if one != other}
+    return ", ".join(sorted(kinds)) or "unknown"

@@ -1,0 +1,101 @@
+"""What a decoder layer knows of its mixer: the part in which a token reads of those before it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.kv.pool import SlotSpec
+from draftwing.layers.linear import Linear
+from draftwing.ops.attention import Attend
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import Ranks
+
+if TYPE_CHECKING:  # `LayerConfig` has a mixer
+    from draftwing.layers.config import LayerConfig
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix of a checkpoint, which is some outputs of a `Linear`. Names are below the layer, and below the mixer."""
+
+    theirs: str
+    ours: str
+    first: int  # output
+    rows: int
+    bias: bool
+    cut: Cut  # what of it this rank reads
+
+
+class StoredVector(NamedTuple):
+    """Any other tensor of a checkpoint, which is a parameter. Names are below the layer, and below the mixer."""
+
+    theirs: str
+    ours: str
+    rows: int
+    cut: Cut | None = None  # None: all of it
+    is_norm: bool = False  # `NormConfig.offset` is added
+
+
+class Mixer(nn.Module):
+    """The part of a layer in which a token reads of those before it, by the injected `Attend`."""
+
+    # Whether prompts must come as the host's `Batch.chunks`, which they do not in the graphs of `PrefillGraphs`.
+    needs_chunks = True
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        """x [M, in_size]; cos, sin [M, 1, head_dim] of the rotary embedding that the config names; residual [M, hidden]
+        is added -> [M, hidden]"""
+        raise NotImplementedError
+
+    def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        """Leaves in the pool what `forward` leaves there, for queries whose results nobody wants."""
+        self.forward(x, cos, sin, attend)
+
+    def linears(self) -> list[Linear]:
+        """Returns its matrices in the order of their calls."""
+        raise NotImplementedError
+
+
+class MixerConfig(ABC):
+    """What a mixer is built from: a frozen dataclass, one for each kind of mixer.
+
+    rotates: which of `ModelConfig.ropes` turns its heads, and their size; None where positions turn nothing.  kv_from:
+    the layer whose entries in the pool it reads instead of writing its own, None: it has its own.
+    """
+
+    kv_from: int | None = None
+
+    @property
+    def rotates(self) -> tuple[int, int] | None:
+        return None
+
+    @abstractmethod
+    def keeps(self) -> SlotSpec | None:
+        """Returns what it keeps in the pool of each token, None: nothing."""
+
+    @abstractmethod
+    def weights(self, hidden: int) -> int:
+        """Returns the number of values in its matrices."""
+
+    @abstractmethod
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        """Returns which tensors of a checkpoint fill it on this rank; called of the config of the whole model."""
+
+    @abstractmethod
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> Mixer:
+        """Makes the mixer, its weights not filled. layer: whose mixer this is.  pool_layer: where it finds its entries,
+        counted from the model's first.  in_size: of its input."""
+
+    def check(self) -> None:  # noqa: B027 (most have nothing to check)
+        """Raises CheckpointError for sizes that cannot be."""
+
+    def spread(self, ranks: Ranks) -> MixerConfig:
+        """Returns the sizes of one of several ranks. Raises ConfigError where it cannot be spread over so many."""
+        raise ConfigError(f"--tp-size {ranks.size}: the model has layers that cannot be spread; expected 1")

@@ -1,0 +1,66 @@
+"""Architectures and values of config keys that have no code here, to be refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MLA, _LINEAR = "latent attention (MLA)", "layers of linear attention (Gated DeltaNet)"
+_SHARED = "experts that all tokens share"
+# Relatives that people ask for: model_type, and what they have that has no code here.
+UNSERVED = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2", _MLA),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", _MLA),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", "sparse latent attention (DSA)"),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", _MLA),
+    "Glm4MoeForCausalLM": ("glm4_moe", f"a sigmoid router and {_SHARED}"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", _MLA),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "sparse latent attention (DSA)"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", _SHARED),
+    "Qwen3NextForCausalLM": ("qwen3_next", _LINEAR),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", _LINEAR),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", _LINEAR),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", _LINEAR),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", _LINEAR),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "a sigmoid router and norms of whole projections"),
+    "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "attention of two kinds of heads and a sigmoid router"),
+    "Llama4ForConditionalGeneration": ("llama4", "attention in chunks"),
+    "Llama4ForCausalLM": ("llama4_text", "attention in chunks"),
+    "NemotronHForCausalLM": ("nemotron_h", "state-space layers (Mamba)"),
+}
+
+# Keys that change the arithmetic, with the values (besides null) at which they do not.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "alibi": (False,),
+    "attention_chunk_size": (),
+    "attention_k_eq_v": (False,),
+    "attention_multiplier": (),
+    "attention_sinks": (False,),
+    "attn_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "compression_config": (),
+    "dual_chunk_attention_config": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (0,),
+    "is_causal": (True,),
+    "kv_lora_rank": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "n_routed_experts": (0,),
+    "no_rope_layers": ([],),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "parallel_attn": (False,),
+    "partial_rotary_factor": (1,),
+    "q_lora_rank": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "rotary_pct": (1,),
+    "scale_depth": (),
+    "scale_emb": (1,),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
+    "use_parallel_residual": (False,),
+    "use_qk_norm": (False,),
+}

@@ -1,0 +1,42 @@
+"""What a CPU says of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftwing.engine.devices.cpu import CpuDevice
+
+
+def test_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes over the seconds of the fastest read; 0 where they find no room."""
+    cpu = CpuDevice()
+    cpu.read_bytes = 4000
+    monkeypatch.setattr(cpu, "timed", lambda fn, times: [0.5, 0.25, 0.4])
+    assert cpu.read_rate() == 16_000
+    cpu.read_bytes = 1 << 60
+    assert cpu.read_rate() == 0
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is installed, and of it what is free now; not the same number."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    cpu = CpuDevice()
+    assert cpu.total_memory() == pytest.approx(kilobytes["MemTotal"] * 1024, rel=0.01)
+    assert 0 < cpu.free_memory() < cpu.total_memory()
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda device: 64 << 20)
+    assert cpu.total_memory() > 64 << 20, "what is installed does not depend on what is free"
+
+
+def test_all_ranks_are_on_the_one_cpu() -> None:
+    assert CpuDevice(3).device == torch.device("cpu") and CpuDevice().count >= 64
+
+
+def test_nothing_is_copied_up_and_what_goes_down_is_a_copy() -> None:
+    cpu = CpuDevice()
+    tensor = torch.arange(6).view(2, 3)
+    assert cpu.upload(tensor.flatten().numpy()).data_ptr() == tensor.data_ptr()
+    download = cpu.download(tensor)
+    tensor.zero_()
+    assert download.wait().tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -1,0 +1,218 @@
+"""Models whose layers differ, and kinds of layers that are not in the package: a recurrence, whose state after each
+token lies in the pool, and a convolution, whose inputs do. Beside each what it computes in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.kv.pool import StateSpec
+from draftwing.layers.attention import Attention, AttentionConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.linear import Linear
+from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.rope import RopeConfig, rope_table
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.ops.attention import Attend
+from draftwing.ops.torch.state import ancestor_slots, scan
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import Ranks, Share
+
+HIDDEN, VOCAB = 64, 48
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig(MixerConfig):
+    """h_t = a_t * h_{t-1} + x_t. width: of the state, a multiple of 32, for bits that do not depend on the batch."""
+
+    width: int
+
+    def keeps(self) -> StateSpec:
+        return StateSpec((self.width,), torch.float32)
+
+    def weights(self, hidden: int) -> int:
+        return 3 * hidden * self.width
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        made = Cut(0, Share(0, 2 * self.width, 2 * self.width))
+        return [
+            StoredMatrix("recurrence.in_proj", "into", 0, 2 * self.width, False, made),
+            StoredMatrix("recurrence.out_proj", "out", 0, hidden, False, Cut(1, Share(0, self.width, self.width))),
+        ]
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> Recurrence:
+        return Recurrence(self, layer, pool_layer, dtype, device, in_size)
+
+
+class Recurrence(Mixer):
+    def __init__(
+        self,
+        config: RecurrenceConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
+    ) -> None:
+        super().__init__()
+        self.pool_layer = pool_layer
+        self.into = Linear(in_size, 2 * config.width, False, dtype, device, layer.weight_format)
+        self.out = Linear(config.width, layer.hidden, False, dtype, device, layer.weight_format)
+
+    def linears(self) -> list[Linear]:
+        return [self.into, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        gate, value = (part.contiguous() for part in self.into(x).float().chunk(2, -1))
+        keep = gate.sigmoid()
+        batch, kept = attend.state(self.pool_layer)
+        states = scan(batch, kept, lambda before, queries: keep[queries] * before + value[queries])
+        return self.out(states.to(x.dtype), residual)
+
+    __call__ = forward
+
+
+@dataclass(frozen=True)
+class ConvolutionConfig(MixerConfig):
+    """y_t = w_0 * u_t + w_1 * u_{t-1} + w_2 * u_{t-2}. width: of u."""
+
+    width: int
+
+    def keeps(self) -> StateSpec:
+        return StateSpec((self.width,), torch.float32)
+
+    def weights(self, hidden: int) -> int:
+        return (2 * hidden + 3) * self.width
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        share = Share(0, self.width, self.width)
+        return [
+            StoredMatrix("conv.in_proj", "into", 0, self.width, False, Cut(0, share)),
+            StoredMatrix("conv.out_proj", "out", 0, hidden, False, Cut(1, share)),
+            StoredVector("conv.taps", "taps", 3),
+        ]
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> Convolution:
+        return Convolution(self, layer, pool_layer, dtype, device, in_size)
+
+
+class Convolution(Mixer):
+    def __init__(
+        self,
+        config: ConvolutionConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
+    ) -> None:
+        super().__init__()
+        self.pool_layer = pool_layer
+        self.into = Linear(in_size, config.width, False, dtype, device, layer.weight_format)
+        self.out = Linear(config.width, layer.hidden, False, dtype, device, layer.weight_format)
+        self.taps = nn.Parameter(torch.zeros(3, config.width, dtype=dtype, device=device))
+
+    def linears(self) -> list[Linear]:
+        return [self.into, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        own, (batch, kept) = self.into(x).float(), attend.state(self.pool_layer)
+        kept.index_copy_(0, batch.write_slots, own)
+        slots = ancestor_slots(batch, 2)
+        one, two = torch.where(slots.unsqueeze(2) > 0, kept[slots], 0).unbind(1)
+        return self.out(self.taps[0] * own + self.taps[1] * one + self.taps[2] * two, residual)
+
+    __call__ = forward
+
+
+ATTENTION = AttentionConfig(4, 2, 16)
+# As many heads of queries in all of the first three, and other keys and values in each; the fourth has fewer heads.
+MIXED = (
+    ATTENTION,
+    AttentionConfig(4, 4, 32, rope=1, window=6),
+    AttentionConfig(4, 1, 16, qk_norm=True),
+    AttentionConfig(2, 1, 32, rope=1),
+)
+READS_0, READS_1 = AttentionConfig(4, 2, 16, kv_from=0, qk_norm=True), AttentionConfig(4, 4, 32, rope=1, kv_from=1)
+SHARED = (ATTENTION, MIXED[1], READS_0, MIXED[3], READS_1)
+RECURRENT = (RecurrenceConfig(64), ATTENTION, ConvolutionConfig(96), RecurrenceConfig(32))
+KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": RECURRENT}
+
+
+def config_of(mixers: Sequence[MixerConfig], positions: int = 128) -> ModelConfig:
+    layers = tuple(LayerConfig(HIDDEN, mixer, 96) for mixer in mixers)
+    return ModelConfig("LlamaForCausalLM", HIDDEN, VOCAB, positions, layers, (RopeConfig(), RopeConfig(100.0)))
+
+
+def dense_logits(model: DecoderModel, ids: Sequence[int]) -> Tensor:
+    """[len(ids), vocab] float64, by loops over tokens; nothing of the package but its weights and rotary tables."""
+    weights = {name: value.detach().double() for name, value in model.named_parameters()}
+    x = weights["embed.table.weight"][list(ids)]
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    for i, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        own = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
+        normed = _norm(x, own["attn_norm.weight"])
+        mixer = model.config.layers[i].mixer
+        if isinstance(mixer, AttentionConfig):
+            kept[i] = _keys(model, mixer, own, normed) if mixer.kv_from is None else kept[mixer.kv_from]
+            x = x + _attention(model, mixer, own, normed, *kept[i])
+        elif isinstance(mixer, ConvolutionConfig):
+            u, taps = normed @ own["mixer.into.weight"].T, own["mixer.taps"]
+            made = [sum(taps[j] * u[t - j] for j in range(min(3, t + 1))) for t in range(len(u))]
+            x = x + torch.stack(made) @ own["mixer.out.weight"].T  # type: ignore[arg-type]
+        else:
+            gate, value = (normed @ own["mixer.into.weight"].T).chunk(2, -1)
+            state, states = torch.zeros_like(value[0]), []
+            for a, u in zip(gate.sigmoid(), value, strict=True):
+                state = a * state + u
+                states.append(state)
+            x = x + torch.stack(states) @ own["mixer.out.weight"].T
+        gate, up = (_norm(x, own["mlp_norm.weight"]) @ own["mlp.gate_up.weight"].T).chunk(2, -1)
+        x = x + (gate * gate.sigmoid() * up) @ own["mlp.down.weight"].T
+    return _norm(x, weights["norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def _turned(model: DecoderModel, mixer: AttentionConfig, x: Tensor) -> Tensor:
+    """x [T, heads, head_dim]"""
+    table = rope_table(model.config.ropes[mixer.rope], mixer.head_dim, len(x), torch.float64, "cpu")
+    return x * table[:, None, 0] + x.roll(mixer.head_dim // 2, -1) * table[:, None, 1]
+
+
+def _keys(model: DecoderModel, mixer: AttentionConfig, own: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = own["mixer.qkv.weight"][mixer.heads * mixer.head_dim :]
+    k, v = (x @ rows.T).view(len(x), 2, mixer.kv_heads, mixer.head_dim).unbind(1)
+    return _turned(model, mixer, _norm(k, own["mixer.k_norm.weight"]) if mixer.qk_norm else k), v
+
+
+def _attention(
+    model: DecoderModel, mixer: AttentionConfig, own: dict[str, Tensor], x: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    rows = own["mixer.qkv.weight"][: mixer.heads * mixer.head_dim]
+    q = (x @ rows.T).view(len(x), mixer.heads, mixer.head_dim)
+    q = _turned(model, mixer, _norm(q, own["mixer.q_norm.weight"]) if mixer.qk_norm else q)
+    out = torch.zeros_like(q)
+    for t in range(len(x)):
+        first = max(0, t + 1 - mixer.window) if mixer.window else 0
+        for head in range(mixer.heads):
+            theirs = head * mixer.kv_heads // mixer.heads
+            scores = k[first : t + 1, theirs] @ q[t, head] / mixer.head_dim**0.5
+            out[t, head] = scores.softmax(0) @ v[first : t + 1, theirs]
+    return out.flatten(1) @ own["mixer.o.weight"].T
+
+
+def shapes(model: DecoderModel) -> list[Any]:
+    return [layer.mixer.shape for layer in model.layers if isinstance(layer.mixer, Attention)]

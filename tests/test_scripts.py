@@ -1,0 +1,107 @@
+"""Measuring scripts of benchmarks/ and tools/: each can be imported, and those that a small machine can run do run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from reference.learnable import ENGINE, prompts, write_target
+from tiny_checkpoint import write_checkpoint
+
+from draftwing import LLM
+from draftwing.models.heads.block_config import BlockConfig
+from draftwing.models.loader import load_model
+from draftwing.train.checkpoint import save_head
+from draftwing.train.heads import new_block_head
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(
+    path for folder in ("benchmarks", "benchmarks/gpu_kernels", "tools") for path in (ROOT / folder).glob("*.py")
+)
+SMALL = ("num_threads=1", "max_total_tokens=4000")
+# The smallest work that goes through all of a script; engines draft with a lookup, so that there is no head to write.
+RUNS = {
+    "load_change": ["--drafter=NGRAM", "--requests=1,3", "--texts=code,chat", "--steps=25", "--prompt=40",
+                    "--tokens=12"],
+    "never_slower": ["--drafters=NGRAM", "--all-drafters=NGRAM", "--requests=1,2", "--prompts=50", "--temperatures=0.7",
+                     "--texts=copy", "--cells=2", "--seconds=0.01", "--tokens=8", "--repeats=1", "--fixed"],
+    "off_is_free": ["--drafters=NGRAM", "--batches=1", "--pairs=2", "--tokens=8"],
+    "open_loop": ["--drafters=NGRAM", "--rates=50", "--seconds=0.1", "--tokens=6", "--repeats=1"],
+}  # fmt: skip
+
+
+def script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"script_{path.parent.name}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for themselves
+    with pytest.MonkeyPatch.context() as patch:  # scripts of one folder import each other
+        patch.syspath_prepend(str(path.parents[1]))
+        patch.syspath_prepend(str(path.parent))
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_it_can_be_imported(path: Path) -> None:
+    script(path)
+
+
+def test_shell_scripts_can_be_read() -> None:
+    for path in (ROOT / "tools").glob("*.sh"):
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_runs(name: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = script(ROOT / "benchmarks" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [name, "--model", model, *RUNS[name], *SMALL])
+    run.main()
+    assert capsys.readouterr().out.strip()
+
+
+def test_waves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against no server: what it asks for. None of the prompts that count was cached by those before."""
+    waves, asked = script(ROOT / "benchmarks" / "waves.py"), list[tuple[int, ...]]()
+    monkeypatch.setattr(waves, "ask", lambda url, ids, tokens, temperature: asked.append(tuple(ids)) or tokens)
+    words = ["--url", "u", "--vocab", "5000", "--waves", "1", "4@0.5", "--prompt=6", "--tokens=9", "--rounds=2"]
+    monkeypatch.setattr(sys, "argv", ["waves", *words])
+    waves.main()
+    assert len(set(asked)) == len(asked) >= 2 * (1 + 4)
+    assert [json.loads(line)["wave"] for line in capsys.readouterr().out.splitlines()[:2]] == ["1", "4 at 0.5"]
+
+
+def test_an_inflated_pair_writes_the_same_text(tmp_path: Path) -> None:
+    inflate = script(ROOT / "tools" / "inflate.py")
+    shape = {"hidden_size": 80, "intermediate_size": 200, "num_hidden_layers": 8, "num_attention_heads": 12,
+             "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 300}  # fmt: skip
+    small, large = write_target(tmp_path / "small"), tmp_path / "large"
+    inflate.inflate_target(small, large, {**inflate.LLAMA_8B, **shape}, torch.float32, "cpu")
+    block = BlockConfig((1, 3, 5), 4, 255, True, (), (), tied=True, markov="vanilla", rank=8, confidence="markov")
+    target = load_model(small, torch.float32, "cpu")
+    stored = save_head(new_block_head(target, block, torch.arange(0, 250, 2), layers=2, seed=3), tmp_path / "head",
+                       torch.float32)  # fmt: skip
+    head = tmp_path / "large_head"
+    inflate.main(["head", str(stored), str(head), "--target", str(small), "--dtype", "float32", "--rank", "16",
+                  "--shape", json.dumps(shape)])  # fmt: skip
+    answers = []
+    for folder, draft in ((small, stored), (large, head)):
+        options = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(draft),
+                   "speculative_fixed_shape": True}  # fmt: skip
+        with LLM(str(folder), **ENGINE, **options) as llm:
+            (answer,) = llm.generate(prompts(1, 5), {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True})
+        answers.append((answer.token_ids, answer.meta_info["spec_num_correct_drafts"]))
+    assert answers[0] == answers[1]
