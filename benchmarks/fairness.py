@@ -113,14 +113,14 @@ KINDS = {
     "stranger": Kind(small, 8, key="no-key-of-the-file"),
 }  # fmt: skip
 CLIENTS = ("watched", "peer", "heavy")
-MOST_CLIENTS = 16
+MAX_CLIENTS = 16
 
 
 def key_file(folder: Path) -> Path:
     """A key for every client; a client's key is its name."""
     file = folder / "keys.toml"
     file.touch(0o600)
-    file.write_text("".join(f'[{name}{i}]\nkey = "{name}{i}"\n' for name in CLIENTS for i in range(MOST_CLIENTS)))
+    file.write_text("".join(f'[{name}{i}]\nkey = "{name}{i}"\n' for name in CLIENTS for i in range(MAX_CLIENTS)))
     return file
 
 
@@ -277,8 +277,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="of a server that runs, without keys; without it one is started")
     parser.add_argument("--out", type=Path, help="write the JSON to a file, too")
     args = parser.parse_args()
-    if max(args.peers, args.heavy) > MOST_CLIENTS:
-        parser.error(f"--peers and --heavy are at most {MOST_CLIENTS}")
+    if max(args.peers, args.heavy) > MAX_CLIENTS:
+        parser.error(f"--peers and --heavy are at most {MAX_CLIENTS}")
     server, port, folder = None, args.port, tempfile.TemporaryDirectory()
     if port is None:
         command = f"python -m draftwing.launch_server --model {shlex.quote(args.model)} --log-level warning"

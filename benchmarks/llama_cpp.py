@@ -99,7 +99,7 @@ def long_prompts(tokenizer: Tokenizer) -> Iterator[Messages]:
             yield messages
 
 
-def in_turn(
+def fair_order(
     setting: Setting, contenders: Sequence[Contender], work: Callable[[Server, list[Messages]], Round],
     prompts: Iterator[Messages], each: int,
 ) -> dict[str, list[Round]]:  # fmt: skip
@@ -159,7 +159,7 @@ def one(setting: Setting) -> dict[str, list[Round]]:
         setting.ours("draftwing none", SLOT, "--speculative-algorithm", "none"),
         setting.ours("draftwing", SLOT),
     ]
-    return in_turn(setting, contenders, one_by_one(setting.tokens), questions(), setting.prompts)
+    return fair_order(setting, contenders, one_by_one(setting.tokens), questions(), setting.prompts)
 
 
 def drafts(setting: Setting) -> dict[str, list[Round]]:
@@ -174,7 +174,7 @@ def drafts(setting: Setting) -> dict[str, list[Round]]:
         setting.ours("draftwing", SLOT),
         setting.ours("draftwing NGRAM", SLOT, "--speculative-algorithm", "NGRAM"),
     ]
-    return in_turn(setting, contenders, one_by_one(setting.tokens), questions(), setting.prompts)
+    return fair_order(setting, contenders, one_by_one(setting.tokens), questions(), setting.prompts)
 
 
 def batch(setting: Setting) -> dict[str, list[Round]]:
@@ -184,7 +184,7 @@ def batch(setting: Setting) -> dict[str, list[Round]]:
         setting.ours("draftwing none", context, "--speculative-algorithm", "none", *running),
         setting.ours("draftwing", context, *running),
     ]
-    return in_turn(setting, contenders, at_once(setting.tokens), questions(), BATCH)
+    return fair_order(setting, contenders, at_once(setting.tokens), questions(), BATCH)
 
 
 def prompt(setting: Setting) -> dict[str, list[Round]]:
@@ -193,7 +193,7 @@ def prompt(setting: Setting) -> dict[str, list[Round]]:
         setting.ours("draftwing none", SLOT, "--speculative-algorithm", "none"),
         setting.ours("draftwing", SLOT),
     ]
-    return in_turn(setting, contenders, first_token, long_prompts(load_tokenizer(setting.file)), 1)
+    return fair_order(setting, contenders, first_token, long_prompts(load_tokenizer(setting.file)), 1)
 
 
 def start(setting: Setting) -> dict[str, list[Round]]:

@@ -57,7 +57,7 @@ WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or sh
 SETTLING = (
     32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to that
 )
-MOST_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
+MAX_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 
 class Cell(NamedTuple):
@@ -155,7 +155,7 @@ def possible(cell: Cell, engine: Any, costs: Costs) -> bool:
         and cell.requests <= options.max_running_requests
         and longest <= info.context_length
         and cell.requests * (cell.prompt + ANSWER[0] * 2) <= 0.95 * info.max_total_tokens
-        and costs.prompt * cell.prompt * cell.requests <= MOST_PROMPT_SECONDS
+        and costs.prompt * cell.prompt * cell.requests <= MAX_PROMPT_SECONDS
     )
 
 

@@ -17,8 +17,8 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 from draftwing import LLM, CheckpointError, ConfigError
 from draftwing.cli.main import serve_options
 from draftwing.config.options import Options
+from draftwing.engine.benchmark import Local, measure
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.measure import Local, measure
 from draftwing.engine.stats import Reporter
 from draftwing.server.app import create_app
 

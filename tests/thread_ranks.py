@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.engine.mirror import Follower, Told
+from draftwing.engine.rank_broadcast import Follower, RemoteBroadcast
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
@@ -67,11 +67,11 @@ class Recorder(Follower):
         super().__init__(executor, receive)
         self.landings: list[Any] = []
 
-    def landed(self, flying: Any) -> None:
+    def on_result(self, flying: Any) -> None:
         self.landings.append(flying.wait())
 
 
-class Threads(Told):
+class Threads(RemoteBroadcast):
     """The other ranks of a rig, each turned by a thread."""
 
     def __init__(self, executors: list[Any]) -> None:
@@ -117,7 +117,7 @@ def _turn(follower: Any, failed: list[BaseException]) -> None:
 
 def lead(rig: Any, others: list[Any]) -> Any:
     """Has the executors of other ranks' rigs do what that of `rig` does. `rig.agree()` compares all results so far."""
-    threads = rig.executor.mirror = Threads([other.executor for other in others])
+    threads = rig.executor.broadcast = Threads([other.executor for other in others])
     own: list[Any] = []
     commit = rig.executor.commit
 

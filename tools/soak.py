@@ -67,7 +67,7 @@ TELL = 60.0  # seconds between lines that tell how it goes
 BUGS = ("Traceback", "Exception", "never awaited", "leak", "stopped by an exception")
 MINUTE = timedelta(seconds=60)  # of the log that is printed before a bug
 AFTER = timedelta(seconds=5)
-MOST_MINUTES = 3  # that are printed
+MAX_MINUTES = 3  # that are printed
 EVENTS = ("killed", "stopped for a moment", "stopped")
 GRAMMARS = {"regex", "ebnf", "json_schema"}
 PROMPTS = ("messages", "prompt", "text", "input", "prediction")
@@ -249,7 +249,7 @@ def bugs(log: str) -> tuple[list[str], list[str]]:
     every, minutes, told = records(log), list[str](), datetime.min
     found = [(at, text) for at, text in every if any(bug in text for bug in BUGS)]
     for at, _ in found:
-        if at > told and len(minutes) < MOST_MINUTES:
+        if at > told and len(minutes) < MAX_MINUTES:
             begin, told = max(at - MINUTE, told) if at > datetime.min + MINUTE else told, at + AFTER
             minutes.append("\n".join(text for when, text in every if begin < when <= told))
     return [text for _, text in found], minutes

@@ -45,8 +45,8 @@ def steps(executor: Executor, sizes: list[int]) -> None:
     keys = sorted({key for stage, key in executor.graphs._graphs if stage == "verify"}, key=lambda key: key.size)
     for key in keys:
         if key.size in sizes:
-            executor.everywhere(Executor.replay, key)
-            seconds = executor.device.timed(partial(executor.everywhere, Executor.replay, key), REPLAYS)
+            executor.run_on_all_ranks(Executor.replay, key)
+            seconds = executor.device.timed(partial(executor.run_on_all_ranks, Executor.replay, key), REPLAYS)
             print(f"{statistics.median(seconds) * 1e6:9.1f} us  step {tuple(key.shape)} x {key.size}", flush=True)
 
 
@@ -54,7 +54,7 @@ def sums(executor: Executor) -> None:
     import ranks  # this module, as the other ranks know it
 
     for rows in ROWS:
-        seconds = executor.everywhere(ranks.time_sums, rows)
+        seconds = executor.run_on_all_ranks(ranks.time_sums, rows)
         print(f"{seconds * 1e6:9.1f} us  sum of {rows} rows of {executor.model.config.hidden_size}", flush=True)
 
 

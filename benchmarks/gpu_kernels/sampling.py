@@ -39,7 +39,7 @@ def make_table(rows: int, kind: str) -> Table:
 def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     """Microseconds of one `draw`; the logits are read from memory where they are more than the cache holds."""
     from draftwing.ops import make_ops
-    from draftwing.ops.types import Drawing, Rescoring
+    from draftwing.ops.types import Rescoring, SamplingGroups
 
     torch.manual_seed(0)
     hidden = torch.randn(rows, nodes, HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -50,7 +50,7 @@ def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     order = torch.arange(rows, device="cuda")
     filtered = kind.startswith("top")
 
-    ops, nobody = make_ops(torch.device("cuda")), Drawing(order[:0], order[:0], order[:0])
+    ops, nobody = make_ops(torch.device("cuda")), SamplingGroups(order[:0], order[:0], order[:0])
     rescoring = Rescoring(hidden, weight, lambda states, ids: ops.exact_logits(states, weight, ids))
 
     def once() -> None:

@@ -45,7 +45,7 @@ MARKOV = {
 }  # fmt: skip
 READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 REPLAYS = 20
-MOST_SHOWN = 60  # kernels of a layer
+MAX_SHOWN = 60  # kernels of a layer
 
 
 def build(
@@ -164,15 +164,15 @@ def timeline(kernels: list[tuple[float, float, str]]) -> None:
     gaps = [0.0] + [kernels[i][0] - ends[i - 1] for i in range(1, len(kernels))]
     origin = kernels[shown][0]
     print(f"   layer {times // 2 + 1} of {times}: {period} kernels; start, duration [mean], gap before it [mean]")
-    for i in range(shown, min(shown + period, shown + MOST_SHOWN)):
+    for i in range(shown, min(shown + period, shown + MAX_SHOWN)):
         begin, end, name = kernels[i]
         same = range(first + i - shown, first + times * period, period)
         duration = sum(kernels[j][1] - kernels[j][0] for j in same) / times
         gap = sum(gaps[j] for j in same) / times
         times_of_it = f"{begin - origin:9.2f} {end - begin:8.2f} [{duration:7.2f}] {gaps[i]:7.2f} [{gap:6.2f}]"
         print(f"{times_of_it}  {name[:64]}")
-    if period > MOST_SHOWN:
-        print(f"   and {period - MOST_SHOWN} more")
+    if period > MAX_SHOWN:
+        print(f"   and {period - MAX_SHOWN} more")
     if times > 1 and shown + period < len(kernels):
         print(f"{kernels[shown + period][0] - origin:9.2f} the next one's start")
 

@@ -24,7 +24,7 @@ from draftwing.errors import CheckpointError
 DECODE_ELEMENTS = 1 << 18  # decoded at once; temporaries fit the cache
 
 MAGIC, STRING, ARRAY = b"GGUF", 8, 9
-MOST_DIMS = 4
+MAX_DIMS = 4
 SCALARS: dict[int, np.dtype[Any]] = {
     kind: np.dtype(code)
     for kind, code in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
@@ -183,8 +183,8 @@ class _Cursor:
 def _tensor_info(cursor: _Cursor, path: Path, name: str) -> TensorInfo:
     """Of the tensor whose name was read last."""
     count = cursor.u32()
-    if not 1 <= count <= MOST_DIMS:
-        raise CheckpointError(f"{path}: {name}: expected 1 to {MOST_DIMS} dimensions, found {count}")
+    if not 1 <= count <= MAX_DIMS:
+        raise CheckpointError(f"{path}: {name}: expected 1 to {MAX_DIMS} dimensions, found {count}")
     shape = tuple(cursor.u64() for _ in range(count))[::-1]
     if min(shape) < 1:
         raise CheckpointError(f"{path}: {name}: expected dimensions of at least 1, found {list(shape)}")

@@ -22,7 +22,7 @@ from draftwing.cli.client import Client, ServerError
 from draftwing.cli.main import main
 from draftwing.cli.sweep import Grid, flags, points
 from draftwing.config.options import Options
-from draftwing.engine.measure import Local, measure
+from draftwing.engine.benchmark import Local, measure
 from draftwing.errors import ConfigError
 from draftwing.server.app import create_app
 from draftwing.server.run import bind

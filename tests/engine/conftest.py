@@ -15,8 +15,8 @@ from thread_ranks import lead, shares_of
 
 from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
 from draftwing.engine.devices import pick_device
+from draftwing.engine.draft_kv_backlog import ROOM, DraftKVBacklog
 from draftwing.engine.executor import Executor
-from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import RowTable
@@ -216,7 +216,7 @@ class Rig:
             drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, secret=1)  # one on all ranks
         self.drafter = drafter
         if deferral is None:
-            deferral = AT_ONCE if dev.has_own_memory or fake_device else Lag.deferral(drafter, dev, chunk)
+            deferral = AT_ONCE if dev.has_own_memory or fake_device else DraftKVBacklog.deferral(drafter, dev, chunk)
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)
         backend = attn(self.pool)

@@ -11,7 +11,7 @@ from made_up_prices import OnMadeUpMachine
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
-from draftwing.ops.types import Drawing
+from draftwing.ops.types import SamplingGroups
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
@@ -69,7 +69,9 @@ def draw_by_row(rig, monkeypatch):
 
     def drawn(logits, positions, depth, depth_max, table, rows, drawing, *rest):
         every = torch.arange(len(rows), device=rows.device)
-        return draw(logits, positions, depth, depth_max, table, rows, Drawing(every, every[:0], every[:0]), *rest)
+        return draw(
+            logits, positions, depth, depth_max, table, rows, SamplingGroups(every, every[:0], every[:0]), *rest
+        )
 
     def assigned(*args):
         steps.append(1)

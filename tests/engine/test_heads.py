@@ -211,7 +211,7 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
     rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=7, lag=1)
     prefills, commit = rig.executor.prefills, rig.executor.commit
 
-    def spoil():
+    def quarantine():
         for _, outputs in prefills._graphs.values():
             for output in outputs:
                 output.fill_(torch.nan)
@@ -219,7 +219,7 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
     @torch.inference_mode()
     def committed(pending):
         done = commit(pending)
-        spoil()
+        quarantine()
         return done
 
     rig.executor.commit = committed

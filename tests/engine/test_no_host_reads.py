@@ -18,7 +18,7 @@ from toy_grammar import ToyGrammar
 from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Deferral, Deferred, Plan, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Download
-from draftwing.engine.row_options import SpecialRows
+from draftwing.engine.request_features import RequestFeatures
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -222,13 +222,13 @@ def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, draft
     h, watch = harness, Watch()
     device = pick_device("cpu") if own else pick_device("cpu", ops=TorchOps(torch.device("cpu")))
     device.upload = watch.around_upload(device.upload)
-    processed = SpecialRows._processed
+    processed = RequestFeatures._processed
 
     def unwatched(*args):
         with _disable_current_modes():
             return processed(*args)
 
-    monkeypatch.setattr(SpecialRows, "_processed", unwatched)
+    monkeypatch.setattr(RequestFeatures, "_processed", unwatched)
     book, shape = torch.zeros(h.VOCAB, h.CONTEXT + 64, dtype=torch.int64), TreeShape(4, 3, 11)
     name, _, lookup = (drafter or "").partition("+")
     if name == "STANDALONE":

@@ -17,7 +17,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.engine import Engine
 from draftwing.errors import CheckpointError
 from draftwing.requests.request import LogprobParams
-from draftwing.sched.scheduler import SPOILT
+from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
 
 CHAIN = TreeShape(3, 1, 4)
 
@@ -36,7 +36,7 @@ def test_damaged_weights_are_found_at_the_start(tmp_path: Path, name: str, value
             Engine(options)
 
 
-def spoil(rig: Any, req: Any) -> None:
+def quarantine(rig: Any, req: Any) -> None:
     """Some of the KV of a running request."""
     for layer in rig.pool.kv:
         layer[torch.from_numpy(req.slots[: req.covered].copy())] = math.nan
@@ -69,10 +69,10 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
 
     def between(turn: int) -> None:
         if turn == 8:
-            spoil(rig, reqs[2])
+            quarantine(rig, reqs[2])
 
     got = rig.run(between=between)
-    assert got.final["2"].finish_reason == {"type": "abort", "message": SPOILT, "status_code": 500}
+    assert got.final["2"].finish_reason == {"type": "abort", "message": NOT_FINITE_MESSAGE, "status_code": 500}
     assert got.tokens["2"] == alone.tokens["2"][: len(got.tokens["2"])] and len(got.tokens["2"]) < 40
     for uid in "013":
         assert got.tokens[uid] == alone.tokens[uid]
@@ -111,7 +111,7 @@ def test_an_answer_ends_before_what_would_spoil_it(harness: Any, lag: int, by: s
         assert got.tokens["x"] == text[: at + 1]
         assert got.final["x"].finish_reason["type"] == ("stop" if ends else "length")
         rig.submit("on", prompts[i], h.greedy(at + 9))
-        assert rig.run().final["on"].finish_reason["message"] == SPOILT
+        assert rig.run().final["on"].finish_reason["message"] == NOT_FINITE_MESSAGE
         met += 1
     assert met > 1
 
@@ -128,9 +128,9 @@ def test_rows_that_ask_for_more(harness: Any) -> None:
 
     def between(turn: int) -> None:
         if turn == 8:
-            spoil(rig, edited)
-            spoil(rig, told)
+            quarantine(rig, edited)
+            quarantine(rig, told)
 
     got = rig.run(between=between)
-    assert [got.final[uid].finish_reason["message"] for uid in ("edited", "told")] == [SPOILT] * 2
+    assert [got.final[uid].finish_reason["message"] for uid in ("edited", "told")] == [NOT_FINITE_MESSAGE] * 2
     assert got.final["allowed"].finish_reason["type"] == "length" and set(got.tokens["allowed"]) <= {5, 6}

@@ -125,8 +125,8 @@ def meet(executor: Any) -> None:
 
 def test_steps_before_the_first_request_leave_ranks_alike(case: Case) -> None:
     rig = case.h.Rig(case.target, shapes=(TREE,), drafter=case.drafter, rows=5)
-    (other,) = rig.executor.mirror.others
+    (other,) = rig.executor.broadcast.others
     try_prompts(rig.executor, (TREE, PLAIN))
-    rig.executor.everywhere(meet)
+    rig.executor.run_on_all_ranks(meet)
     kept = zip(rig.executor.calibration, other.executor.calibration, strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in kept)

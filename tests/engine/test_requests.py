@@ -15,7 +15,7 @@ from toy_grammar import ToyGrammar
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import RequestError
 from draftwing.requests.request import LogprobParams, SpecLimits
-from draftwing.sched import foresight
+from draftwing.sched import async_mask
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -469,7 +469,7 @@ def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
 
     def ask(slow):
         made.clear()
-        monkeypatch.setattr(foresight, "SLOW", 0.0 if slow else 100.0)
+        monkeypatch.setattr(async_mask, "SLOW", 0.0 if slow else 100.0)
         rig = h.Rig(model, shapes=(TreeShape(3, 2, 7),), drafter="ngram", lag=lag)
         for i in range(3):
             params = h.seeded(30, seed=i) if i else h.greedy(30)
@@ -484,7 +484,7 @@ def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
 
 
 def test_a_grammar_that_takes_too_long_ends_its_request_alone(harness, monkeypatch):
-    monkeypatch.setattr(foresight, "TOTAL", -1.0)
+    monkeypatch.setattr(async_mask, "TOTAL", -1.0)
     h = harness
     rig = h.Rig(h.tiny_model(seed=4))
     rig.submit("bad", [1, 2, 3], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))

@@ -13,7 +13,7 @@ from draftwing.ops.cuda.gemm_experts import DENSE, MOST, Cut, Layout, Stream, cu
 from draftwing.ops.expert_rows import FP8, INT4, MX
 
 FORMATS = [Layout(), Layout(MX, 4), Layout(FP8, 0), Layout(FP8, 1), Layout(INT4, 1), Layout(INT4, 4, True)]
-MOST_SHARED = 232_448  # bytes that a block can have on an H100 or H200: CUDA's cudaDevAttrMaxSharedMemoryPerBlockOptin
+MAX_SHARED = 232_448  # bytes that a block can have on an H100 or H200: CUDA's cudaDevAttrMaxSharedMemoryPerBlockOptin
 
 
 def dense(rows: int, columns: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_streams_fit(layout: Layout) -> None:
             itertools.product(gemm_experts.KINDS, (8, MOST))
         )
         for (_, tile), cut in cuts.items():
-            assert cut.shared_bytes(tile) <= MOST_SHARED
+            assert cut.shared_bytes(tile) <= MAX_SHARED
             assert isinstance(cut, Cut) or cut.stages > 1
 
 

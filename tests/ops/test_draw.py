@@ -17,7 +17,7 @@ from draftwing.core import NOT_FINITE, TOKEN
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.torch.sampling import CANDIDATES
-from draftwing.ops.types import Drawing, Rescoring, SamplingRows
+from draftwing.ops.types import Rescoring, SamplingGroups, SamplingRows
 
 CUDA = torch.cuda.is_available()
 BANS = 4
@@ -118,12 +118,12 @@ class Case(NamedTuple):
             return int(best[np.argmax(z[best] - x[best] + true)])
         return int(np.argmax(z))
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> SamplingGroups:
         """What the host knows of the rows."""
         params = self.table.sampling(self.rows)
         noisy = params.temperature > 0
         filtered = noisy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
-        return Drawing(*(which.nonzero().flatten() for which in (noisy, filtered, params.ban_until > 0)))
+        return SamplingGroups(*(which.nonzero().flatten() for which in (noisy, filtered, params.ban_until > 0)))
 
     def drawn(self, ops: TorchOps, rescored: bool, filtered: bool, apart: bool = False) -> Tensor:
         """apart: the weight is not where the logits are drawn from."""
@@ -134,7 +134,7 @@ class Case(NamedTuple):
 
         return ops.draw(
             case.logits, case.positions, case.depth, int(self.depth.max()), case.table, case.rows,
-            Drawing(*(which.to(ops.device) for which in self.drawing())), filtered,
+            SamplingGroups(*(which.to(ops.device) for which in self.drawing())), filtered,
             Rescoring(case.hidden, None if apart else case.weight, logits) if rescored else None,
         ).cpu()  # fmt: skip
 

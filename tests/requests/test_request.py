@@ -8,7 +8,7 @@ import pytest
 
 from draftwing.errors import RequestError
 from draftwing.requests.request import (
-    MOST_LOGPROBS,
+    MAX_LOGPROBS,
     LogprobParams,
     SpecLimits,
     logprob_params,
@@ -26,9 +26,9 @@ def test_log_probabilities() -> None:
     for values, name in (
         ((False, -1, 1), "top_logprobs_num"),
         ((None, -1, 0, [1]), "token_ids_logprob"),
-        ((True, -2), "logprob_start_len"), ((True, -1, MOST_LOGPROBS + 1), "top_logprobs_num"),
+        ((True, -2), "logprob_start_len"), ((True, -1, MAX_LOGPROBS + 1), "top_logprobs_num"),
         ((True, -1, True), "top_logprobs_num"), ((True, -1, 0, [1.5]), "token_ids_logprob"),
-        ((True, -1, 0, "ab"), "token_ids_logprob"), ((True, -1, 0, [0] * (MOST_LOGPROBS + 1)), "token_ids_logprob"),
+        ((True, -1, 0, "ab"), "token_ids_logprob"), ((True, -1, 0, [0] * (MAX_LOGPROBS + 1)), "token_ids_logprob"),
     ):  # fmt: skip
         with pytest.raises(RequestError) as info:
             logprob_params(*values)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.sched.corrections import MOST, MOST_SHARED, Corrections
+from draftwing.sched.corrections import MAX_SHARED, MOST, Corrections
 
 TREE, CHAIN = TreeShape(5, 4, 16), TreeShape(4, 1, 5)
 
@@ -105,10 +105,10 @@ def test_they_have_limits() -> None:
     corrections = Corrections()
     for _ in range(2000):
         corrections.learn(TREE, 3, 1e6)
-    assert corrections.factor(TREE, 3) == pytest.approx(MOST * MOST_SHARED)
+    assert corrections.factor(TREE, 3) == pytest.approx(MOST * MAX_SHARED)
     for _ in range(4000):
         corrections.learn(TREE, 3, 1e-6)
-    assert corrections.factor(TREE, 3) == pytest.approx(1 / MOST / MOST_SHARED)
+    assert corrections.factor(TREE, 3) == pytest.approx(1 / MOST / MAX_SHARED)
 
 
 def test_they_are_restored() -> None:

@@ -8,8 +8,8 @@ import pytest
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched import making
+from draftwing.sched.inflight_prefixes import MIN_SHARED_TOKENS
 from draftwing.sched.kv_manager import KVManager
-from draftwing.sched.making import WORTH
 from draftwing.sched.req import Req, ReqState
 
 SLOTS, ROWS, ROOM = 64, 3, 4
@@ -56,44 +56,52 @@ def test_all_comes_back() -> None:
 def test_equal_prompts_wait_for_the_first() -> None:
     kv, tokens = manager(), np.arange(10)
     first, second = request("a", tokens.tolist()), request("b", tokens.tolist())
-    assert not kv.on_its_way(first, tokens) and admit(kv, first)
-    assert kv.on_its_way(second, tokens)
+    assert not kv.prefix_being_computed(first, tokens) and admit(kv, first)
+    assert kv.prefix_being_computed(second, tokens)
     prefill(kv, first)
-    assert not kv.on_its_way(second, tokens) and admit(kv, second)
+    assert not kv.prefix_being_computed(second, tokens) and admit(kv, second)
     assert second.kv == second.cached_tokens == 9 and kv.pool.available == SLOTS - 10
     assert np.array_equal(first.slots[:9], second.slots[:9])
     alone = manager(cache=False)
-    assert admit(alone, request("a", tokens.tolist())) and not alone.on_its_way(second, tokens)
+    assert admit(alone, request("a", tokens.tolist())) and not alone.prefix_being_computed(second, tokens)
 
 
 def test_an_equal_prompt_is_found_among_many_that_begin_like_it() -> None:
     kv = KVManager(5000, 32, lookahead=0, cache=True, room=ROOM)
     for number in range(20):
-        assert admit(kv, request(f"other {number}", [*range(WORTH), *[3000 + number] * 200]))
-    same = [*range(WORTH), *range(4000, 4200)]
+        assert admit(kv, request(f"other {number}", [*range(MIN_SHARED_TOKENS), *[3000 + number] * 200]))
+    same = [*range(MIN_SHARED_TOKENS), *range(4000, 4200)]
     tokens, first = np.array(same), request("first", same)
-    assert not kv.on_its_way(first, tokens) and admit(kv, first)
-    assert kv.on_its_way(request("b", same), tokens) and not kv.on_its_way(request("b", same), tokens, held={first})
+    assert not kv.prefix_being_computed(first, tokens) and admit(kv, first)
+    assert kv.prefix_being_computed(request("b", same), tokens) and not kv.prefix_being_computed(
+        request("b", same), tokens, held={first}
+    )
     for change, waits in ({"priority": 1}, False), ({"client": "other"}, False), ({"priority": -1}, True):
         asked = GenerationRequest("c", same, SamplingParams(max_new_tokens=8), **change)
-        assert kv.on_its_way(Req(asked, 0, len(same) + 8, frozenset()), tokens) == waits, change
+        assert kv.prefix_being_computed(Req(asked, 0, len(same) + 8, frozenset()), tokens) == waits, change
     kv.release(first)
-    assert not kv.on_its_way(request("b", same), tokens)
+    assert not kv.prefix_being_computed(request("b", same), tokens)
 
 
 @pytest.mark.parametrize(
     "common, own, waits",
-    [(WORTH, 4, True), (WORTH - 1, 4, False), (WORTH, WORTH, True), (WORTH, WORTH + 1, False), (200, 150, True)],
+    [
+        (MIN_SHARED_TOKENS, 4, True),
+        (MIN_SHARED_TOKENS - 1, 4, False),
+        (MIN_SHARED_TOKENS, MIN_SHARED_TOKENS, True),
+        (MIN_SHARED_TOKENS, MIN_SHARED_TOKENS + 1, False),
+        (200, 150, True),
+    ],
 )
 def test_who_begins_like_a_prompt_in_the_making_waits_where_it_is_worth_it(common: int, own: int, waits: bool) -> None:
     """Until all of it is there; not for one of which more than twice as much is left as is saved."""
     kv = KVManager(1000, ROWS, lookahead=0, cache=True, room=ROOM)
     tokens = np.array([*range(common), 2000, 2001])
     first, second = request("a", [*range(common), *range(3000, 3000 + own)]), request("b", tokens.tolist())
-    assert admit(kv, first) and kv.on_its_way(second, tokens) == waits
-    assert not kv.on_its_way(second, tokens, held={first})
+    assert admit(kv, first) and kv.prefix_being_computed(second, tokens) == waits
+    assert not kv.prefix_being_computed(second, tokens, held={first})
     prefill(kv, first)
-    assert not kv.on_its_way(second, tokens) and admit(kv, second) and second.kv == common
+    assert not kv.prefix_being_computed(second, tokens) and admit(kv, second) and second.kv == common
     kv.check_integrity()
 
 
@@ -108,8 +116,8 @@ def test_others_prompts_do_not_hide_one_s_own() -> None:
     for number in range(9):
         assert admit(kv, asked(f"a{number}", 9000 + number, "a"))
     first, second = asked("b0", 8000, "b"), asked("b1", 8001, "b")
-    assert not kv.on_its_way(first, first.array) and admit(kv, first)
-    assert kv.on_its_way(second, second.array)
+    assert not kv.prefix_being_computed(first, first.array) and admit(kv, first)
+    assert kv.prefix_being_computed(second, second.array)
 
 
 def test_nobody_waits_for_what_is_cached_nor_for_others_who_may_get_less_time() -> None:
@@ -118,14 +126,14 @@ def test_nobody_waits_for_what_is_cached_nor_for_others_who_may_get_less_time() 
     assert admit(kv, cached)
     prefill(kv, cached)
     assert admit(kv, request("a", [*range(95), 3000]))  # five tokens more would be saved
-    assert not kv.on_its_way(request("b", tokens.tolist()), tokens)
+    assert not kv.prefix_being_computed(request("b", tokens.tolist()), tokens)
     kv, first = KVManager(1000, ROWS, lookahead=0, cache=True, room=ROOM), request("a", [*range(95), 3000])
     assert admit(kv, first)
     for change, waits in ({}, True), ({"priority": 1}, False), ({"priority": -1}, True), ({"client": "other"}, False):
         asked = GenerationRequest("b", tokens.tolist(), SamplingParams(max_new_tokens=8), **change)
-        assert kv.on_its_way(Req(asked, 0, 108, frozenset()), tokens) == waits, change
+        assert kv.prefix_being_computed(Req(asked, 0, 108, frozenset()), tokens) == waits, change
     kv.release(first)
-    assert not kv.on_its_way(request("b", tokens.tolist()), tokens)
+    assert not kv.prefix_being_computed(request("b", tokens.tolist()), tokens)
 
 
 def test_who_does_not_fit_changes_nothing() -> None:
@@ -157,29 +165,31 @@ def test_what_is_spoilt_is_not_cached() -> None:
     kv, req = manager(), request("a", list(range(10)))
     assert admit(kv, req) and kv.cover(req, 10)
     slots = set(req.slots[:10].tolist())
-    kv.spoil(req)
+    kv.quarantine(req)
     kv.release(req)
-    kv.spoil_cache()
-    spoilt = kv.take_spoilt()
-    assert spoilt is not None and slots <= set(spoilt.tolist()) and kv.take_spoilt() is None
+    kv.quarantine_cache()
+    spoilt = kv.take_quarantined()
+    assert spoilt is not None and slots <= set(spoilt.tolist()) and kv.take_quarantined() is None
     assert kv.radix.size == 0
     kv.check_idle()
 
 
 def test_who_waits_is_not_compared_again_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.arange(4 * WORTH)
-    kv = KVManager(8 * WORTH, ROWS, lookahead=0, cache=True, room=ROOM)
+    tokens = np.arange(4 * MIN_SHARED_TOKENS)
+    kv = KVManager(8 * MIN_SHARED_TOKENS, ROWS, lookahead=0, cache=True, room=ROOM)
     compared = []
-    own = making.InTheMaking.most_in_common
-    monkeypatch.setattr(making.InTheMaking, "most_in_common", lambda *args: compared.append(1) or own(*args))
+    own = making.InflightPrefixes.common_prefixes
+    monkeypatch.setattr(making.InflightPrefixes, "common_prefixes", lambda *args: compared.append(1) or own(*args))
     first, second = request("a", tokens.tolist()), request("b", [*tokens[:-1].tolist(), 0])
     other = np.asarray(second.tokens)
-    assert not kv.on_its_way(first, tokens) and admit(kv, first)
-    assert kv.on_its_way(second, other, {first}) is False, "whoever does not go on now is not waited for"
+    assert not kv.prefix_being_computed(first, tokens) and admit(kv, first)
+    assert kv.prefix_being_computed(second, other, {first}) is False, "whoever does not go on now is not waited for"
     compared.clear()
     for _ in range(5):
-        assert kv.on_its_way(second, other)
+        assert kv.prefix_being_computed(second, other)
     assert len(compared) == 1
-    assert not kv.on_its_way(second, other, {first})
+    assert not kv.prefix_being_computed(second, other, {first})
     prefill(kv, first)
-    assert not kv.on_its_way(second, other) and len(compared) == 3, "what it waited for is cached: it is looked at anew"
+    assert not kv.prefix_being_computed(second, other) and len(compared) == 3, (
+        "what it waited for is cached: it is looked at anew"
+    )

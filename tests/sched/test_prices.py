@@ -11,7 +11,7 @@ import pytest
 from timed import least_seconds
 
 from draftwing.core import PLAIN, Plan, TreeShape
-from draftwing.sched.corrections import MOST, MOST_SHARED
+from draftwing.sched.corrections import MAX_SHARED, MOST
 from draftwing.sched.prices import FIRST, PricedSteps, Prices
 
 TREE, CHAIN, SHORT = TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(2, 1, 3)
@@ -120,9 +120,9 @@ def test_a_stall_says_little_and_corrections_end() -> None:
     assert prices.seconds(TREE, 1, 0) < 1.03 * true
     for _ in range(3000):
         prices.record(TREE, 1, 0, 1000 * true)
-    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * MOST_SHARED * true)
+    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * MAX_SHARED * true)
     prices.record(TREE, 1, 0, 0.0)
-    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * MOST_SHARED * true)
+    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * MAX_SHARED * true)
 
 
 def test_a_machine_that_was_busy_when_it_was_measured() -> None:

@@ -18,7 +18,7 @@ def req(uid: str, client: str, priority: int = 0) -> Req:
 def served(queue: FairQueue, count: int = 1000) -> list[str]:
     found = []
     while len(queue) and len(found) < count:
-        one = next(queue.in_turn(lambda client: False))
+        one = next(queue.fair_order(lambda client: False))
         queue.admit(one)
         found.append(one.uid)
     return found
@@ -60,7 +60,7 @@ def test_whoever_comes_back_has_its_old_place() -> None:
     for one in ones:
         queue.join(one)
     assert served(queue, 4) == ["0", "1", "2", "3"]
-    queue.rejoin(ones[2])
+    queue.requeue(ones[2])
     queue.join(req("new", "c"))
     assert served(queue) == ["2", "new", "4", "5"]
     with pytest.raises(KeyError):
@@ -91,13 +91,13 @@ def test_the_order_is_that_of_a_sort() -> None:
             queue.admit(gone[-1])
         else:
             waiting.append(gone.pop(rng.randrange(len(gone))))
-            queue.rejoin(waiting[-1])
+            queue.requeue(waiting[-1])
         if i % 50 == 0:
             served = set(rng.sample("abc", 1))
             lines = {c: sorted((r for r in waiting if r.request.client == c), key=lambda r: r.rank) for c in "abc"}
             seen = [r for line in lines.values() for r in line[:LOOKED_AT]]
             expected = sorted(seen, key=lambda r: (r.rank[0], r.request.client in served, r.rank))
-            assert list(queue.in_turn(served.__contains__)) == expected
+            assert list(queue.fair_order(served.__contains__)) == expected
             assert len(queue) == len(waiting) and set(queue) == set(waiting)
 
 
@@ -124,8 +124,8 @@ def test_who_is_not_in_turn_is_not_looked_at() -> None:
     queue, looks = FairQueue(), []
     for i in range(1000):
         queue.join(req(str(i), f"client {i}"))
-    in_turn = queue.in_turn(lambda client: bool(looks.append(client)))
-    assert [next(in_turn).uid for _ in range(3)] == ["0", "1", "2"] and len(looks) < 10
+    fair_order = queue.fair_order(lambda client: bool(looks.append(client)))
+    assert [next(fair_order).uid for _ in range(3)] == ["0", "1", "2"] and len(looks) < 10
 
 
 def test_places_are_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,17 +154,17 @@ def test_rows_are_shared() -> None:
         queue.admit(one)
     bob, high = req("b", "b"), req("c", "c", priority=1)
     shares = RowShares(8, running, queue)
-    assert not shares.served("b") and shares.who_yields(running, bob) is None, "alone a client may have all"
+    assert not shares.served("b") and shares.preemption_victim(running, bob) is None, "alone a client may have all"
     queue.join(bob)
     queue.join(high)
     shares = RowShares(8, running, queue)  # two each
-    assert shares.who_yields(running, bob) is running[6], "the newest, but not of a higher priority"
-    assert shares.who_yields(running, high) is running[6]
+    assert shares.preemption_victim(running, bob) is running[6], "the newest, but not of a higher priority"
+    assert shares.preemption_victim(running, high) is running[6]
     for one in (bob, req("b2", "b")):
         shares.give(one)
-    assert shares.served("b") and shares.who_yields(running, bob) is None
+    assert shares.served("b") and shares.preemption_victim(running, bob) is None
     for one in running[:6]:
         shares.take(one)
-    assert shares.who_yields(running, high) is None, "nobody has more than its share"
+    assert shares.preemption_victim(running, high) is None, "nobody has more than its share"
     many = RowShares(2, [], queue)
     assert not many.served("b"), "at least one row is everybody's share"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.radix import RadixCache
+from draftwing.sched.slots import SlotAllocator
 
 
 def arr(tokens):

@@ -12,7 +12,7 @@ from draftwing.core import FORBIDDEN, MARK_SOURCE, NOT_FINITE, PLAIN, Chunk, Ste
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.pace import Pace
-from draftwing.sched.planning import divided, shared_step
+from draftwing.sched.planning import divided, fair_decode_batch
 from draftwing.sched.policy import FixedShape, Load
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
@@ -176,15 +176,15 @@ def test_a_step_is_shared_between_clients(row, expected):
 
 def test_a_client_alone_and_steps_of_unknown_cost_are_not_cut():
     reqs = [req(f"a{i}", client="a") for i in range(30)]
-    assert shared_step(reqs, reqs, lambda rows, context: float(rows)) is reqs
+    assert fair_decode_batch(reqs, reqs, lambda rows, context: float(rows)) is reqs
     both = [*reqs, req("b", client="b")]
-    assert shared_step(both, both, lambda rows, context: None) is both
-    assert len(shared_step(both, both, lambda rows, context: float(rows))) == 2
-    assert shared_step(reqs, both, lambda rows, context: float(rows)) is reqs, "nobody else is in this step"
+    assert fair_decode_batch(both, both, lambda rows, context: None) is both
+    assert len(fair_decode_batch(both, both, lambda rows, context: float(rows))) == 2
+    assert fair_decode_batch(reqs, both, lambda rows, context: float(rows)) is reqs, "nobody else is in this step"
     equal = [req(f"{client}{i}", client=client) for i in range(9) for client in "ab"]
-    assert shared_step(equal, equal, lambda rows, context: float(rows)) is equal
+    assert fair_decode_batch(equal, equal, lambda rows, context: float(rows)) is equal
     # Of the other client's rows, which take 1 s each, 5 are half of the 10 s that a step with them takes.
-    found = shared_step(both, both, lambda rows, context: 4.0 + rows)
+    found = fair_decode_batch(both, both, lambda rows, context: 4.0 + rows)
     assert [one.uid for one in found] == [*(f"a{i}" for i in range(5)), "b"]
 
 
@@ -193,7 +193,7 @@ def test_nobody_waits_for_who_has_a_lower_priority():
     low = [req(f"b{i}", client="b") for i in range(8)]
 
     def taking_part(ready: list[Req]) -> Counter[str]:
-        return Counter(one.request.client for one in shared_step(ready, ready, lambda rows, context: 5.0 + rows))
+        return Counter(one.request.client for one in fair_decode_batch(ready, ready, lambda rows, context: 5.0 + rows))
 
     assert taking_part([*high, low[0]]) == {"a": 16, "b": 1}
     # 24 rows take 29 s, of which each of two may have a half.
@@ -580,7 +580,7 @@ def test_what_is_not_finite_behind_where_guidance_failed_is_not_read_again():
     guidance = SimpleNamespace(until_failure=lambda i, new: ([], "why"))
     sched.commit(plan, spoilt, guidance)
     assert [out.finish_reason["message"] for out in sched.take_outputs() if out.finish_reason] == ["why"]
-    assert sched.kv.take_spoilt() is not None
+    assert sched.kv.take_quarantined() is not None
     sched.check_integrity()
 
 

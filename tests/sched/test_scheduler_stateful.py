@@ -28,7 +28,6 @@ from toy_device import VOCAB, ToyDevice, next_token, span
 from draftwing.core import AT_ONCE, PLAIN, Deferral, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.lag import CatchUps, FromSlots, FromStates, FromTokens
 from draftwing.sched.policy import Load, ShapePolicy
@@ -36,6 +35,7 @@ from draftwing.sched.prices import Prices
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.slots import SlotAllocator
 
 CONTEXT = 36
 CHAINS = (TreeShape(5, 1, 6), TreeShape(3, 1, 4), PLAIN)

@@ -73,8 +73,8 @@ def main(settings: dict[str, Any]) -> None:
     from fake_engine import FakeEngine, local
 
     from draftwing.config.options import Options
-    from draftwing.server.border.connections import LimitedConnection
-    from draftwing.server.listen import make_server
+    from draftwing.server.edge.connections import LimitedConnection
+    from draftwing.server.uvicorn_server import make_server
     from draftwing.text.tokenizer import Tokenizer
 
     for name, value in settings.get("limits", {}).items():

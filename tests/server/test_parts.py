@@ -12,7 +12,7 @@ from timed import least_seconds
 from draftwing.errors import RequestError
 from draftwing.server.openai.schema import Message, conversation
 from draftwing.server.parsers.call import read_arguments
-from draftwing.server.parts import MOST_IN_CALL, MOST_PARTS, check_parts
+from draftwing.server.parts import MAX_IN_CALL, MAX_PARTS, check_parts
 
 LONGEST = 2**19
 CPP = 'std::map<int, std::vector<int>> a[{{1: 2}, {3: 4}}]; // "quoted" \\ and \\" and \\\\\n'
@@ -29,8 +29,8 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("beside", [{}, {"tools": [{"a": [{}]}] * 100}], ids=["alone", "with tools"])
 def test_what_stands_in_texts_does_not_count(text: str, beside: dict[str, object]) -> None:
-    check_parts(json.dumps({"messages": [{"role": "user", "content": text}], **beside}).encode(), MOST_PARTS, LONGEST)
-    check_parts(json.dumps({"prompt": ["a", text, "b:"], **beside}, indent=1).encode(), MOST_PARTS, LONGEST)
+    check_parts(json.dumps({"messages": [{"role": "user", "content": text}], **beside}).encode(), MAX_PARTS, LONGEST)
+    check_parts(json.dumps({"prompt": ["a", text, "b:"], **beside}, indent=1).encode(), MAX_PARTS, LONGEST)
 
 
 @pytest.mark.parametrize("unit", ["[],", "{},", '{"a":1},', '"a",', '"[",[],', "[[]],"])
@@ -38,7 +38,7 @@ def test_what_stands_in_texts_does_not_count(text: str, beside: dict[str, object
 def test_what_stands_outside_does(unit: str, first: str) -> None:
     body = f'{{"text":{first},"metadata":[{unit * 700_000}1]}}'.encode()
     with pytest.raises(RequestError) as refused:
-        check_parts(body, MOST_PARTS, LONGEST)
+        check_parts(body, MAX_PARTS, LONGEST)
     assert refused.value.param == "body"
 
 
@@ -46,23 +46,23 @@ def test_a_long_list_beside_a_text_is_one() -> None:
     ids = ",".join(["1"] * (LONGEST + 2))
     for text in ("a", '\\"', "]" * 100):
         with pytest.raises(RequestError):
-            check_parts(f'{{"text":"{text}","ids":[{ids}]}}'.encode(), MOST_PARTS, LONGEST)
+            check_parts(f'{{"text":"{text}","ids":[{ids}]}}'.encode(), MAX_PARTS, LONGEST)
 
 
 def test_the_border_is_exact() -> None:
-    for count, fits in ((MOST_PARTS - 3, True), (MOST_PARTS - 2, False)):
+    for count, fits in ((MAX_PARTS - 3, True), (MAX_PARTS - 2, False)):
         body = f'{{"text":"[[[{{{{:","m":[{",".join(["[]"] * (count - 1))}]}}'.encode()
         assert json.loads(body)
         if fits:
-            check_parts(body, MOST_PARTS, LONGEST)
+            check_parts(body, MAX_PARTS, LONGEST)
         else:
             with pytest.raises(RequestError):
-                check_parts(body, MOST_PARTS, LONGEST)
+                check_parts(body, MAX_PARTS, LONGEST)
 
 
 def checked(body: bytes) -> None:
     with contextlib.suppress(RequestError):
-        check_parts(body, MOST_PARTS, LONGEST)
+        check_parts(body, MAX_PARTS, LONGEST)
 
 
 @pytest.mark.timing
@@ -102,7 +102,7 @@ def test_what_stands_in_a_text_of_arguments_does_not_count(text: str) -> None:
 
 
 def test_the_border_of_arguments_is_exact() -> None:
-    for count, fits in ((MOST_IN_CALL - 3, True), (MOST_IN_CALL - 2, False)):
+    for count, fits in ((MAX_IN_CALL - 3, True), (MAX_IN_CALL - 2, False)):
         text = f'{{"a":[{",".join(["[]"] * count)}]}}'
         if fits:
             assert called(text) == json.loads(text)

@@ -15,7 +15,7 @@ from draftwing.server.anthropic.schema import MessagesRequest
 from draftwing.server.native.schema import GenerateRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
 from draftwing.server.schema import HINT, NEUTRAL, NotBuilt
-from draftwing.server.service import MOST_COUNTED
+from draftwing.server.service import MAX_COUNTED
 from draftwing.text import rendering
 
 COMPLETION, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
@@ -459,7 +459,7 @@ def test_a_long_path_is_not_repeated(client: TestClient) -> None:
 )
 def test_lists_of_ids_that_fit_no_context_are_not_parsed(path: str, field: str, served: Any) -> None:
     """The parser would hold up everybody; lists that are short each are taken."""
-    longest = 2 * MOST_COUNTED
+    longest = 2 * MAX_COUNTED
     one, many = f"[{'1,' * (longest + 1)}1]", ",".join([f"[{'1,' * 3000}1]"] * 200)
     for ids, parsed in ((one, False), (f"[{many}]", True)):
         answer = served[1].post(path, content=f'{{"{field}":{ids}}}', headers={"content-type": "application/json"})

@@ -18,8 +18,8 @@ from draftwing.grammar.state import Vocabulary
 from draftwing.requests.grammar_field import Grammar
 from draftwing.server import service
 from draftwing.server.app import create_app
-from draftwing.server.lanes import SHORT
-from draftwing.server.service import MOST_COUNTED, Service
+from draftwing.server.service import MAX_COUNTED, Service
+from draftwing.server.worker_pools import MAX_SHORT_SIZE
 from draftwing.text.bounded import PIECE
 from draftwing.text.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ def test_tokenize_takes_its_texts_as_a_batch(client: TestClient, calls: list[tup
 
 def test_documents_longer_than_the_context_are_counted(client: TestClient, engine: FakeEngine) -> None:
     text = "a" * 100_000
-    assert engine.info.context_length < len(text) < MOST_COUNTED
+    assert engine.info.context_length < len(text) < MAX_COUNTED
     said = client.post("/tokenize", json={"prompt": text}).json()
     assert said["count"] == len(text)
     assert client.post("/detokenize", json={"tokens": said["tokens"]}).json()["text"] == text
@@ -91,18 +91,18 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
     hold = threading.Event()
 
     def render(self: Tokenizer, messages: list[dict[str, str]], **variables: object) -> str:
-        hold.wait(20 if len(str(variables)) > SHORT else 0)
+        hold.wait(20 if len(str(variables)) > MAX_SHORT_SIZE else 0)
         return messages[-1]["content"]
 
     def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None, text: str | None = None) -> None:
-        hold.wait(20 if len(grammar.text) > SHORT else 0)
+        hold.wait(20 if len(grammar.text) > MAX_SHORT_SIZE else 0)
 
     monkeypatch.setattr(Tokenizer, "render_chat", render)
     monkeypatch.setattr(GrammarCompiler, "compile", compile)
     engine = FakeEngine(Options(random_seed=7))
     app = create_app(local(engine), engine.tokenizer)
     small = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "regex": "a+"}
-    long = "d" * (SHORT + 1)
+    long = "d" * (MAX_SHORT_SIZE + 1)
     more = (
         {"chat_template_kwargs": {"about": long}}
         if large == "template"

@@ -23,15 +23,15 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
+from draftwing.engine.heartbeat import Heartbeat
 from draftwing.engine.process.link import Compile, EngineDead, Listener, Reply
-from draftwing.engine.progress import Progress
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import supervision
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.supervision import Deaths, Watchdog
+from draftwing.server.supervision import CrashHistory, Watchdog
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 SECONDS = 2.0  # of the watchdog of these tests
@@ -50,7 +50,7 @@ def test_the_watchdog_bites_a_silent_engine_and_a_long_step() -> None:
 
 
 def test_progress() -> None:
-    progress = Progress()
+    progress = Heartbeat()
     assert progress.now is None
     with progress.step():
         first = progress.now
@@ -67,7 +67,7 @@ def test_progress() -> None:
 
 
 def test_restarts_wait_longer_and_longer_and_end() -> None:
-    deaths = Deaths()
+    deaths = CrashHistory()
     assert [deaths.back_off(float(i)) for i in range(6)] == [0, 1, 2, 4, 8, None]
     assert deaths.back_off(supervision.WINDOW + 5.5) == 0, "what is long ago counts no more"
 
@@ -77,7 +77,7 @@ def asking(prompt: list[int], uid: str, **more: object) -> list[GenerationReques
 
 
 def test_a_request_that_was_alone_in_two_deaths_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    deaths = Deaths()
+    deaths = CrashHistory()
     with caplog.at_level(logging.ERROR):
         deaths.suspect(asking([1, 2, 3], "a", seed=1))
         deaths.check(asking([1, 2, 3], "b"))
@@ -118,7 +118,7 @@ class SilentLink:
 @asynccontextmanager
 async def silent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[AsyncEngine, Callable[[], Awaitable[None]]]]:
     """An engine that answers nothing, and what ends it and waits for the next one."""
-    monkeypatch.setattr(Deaths, "back_off", lambda self, now: 0.0)
+    monkeypatch.setattr(CrashHistory, "back_off", lambda self, now: 0.0)
     bridge = AsyncEngine(FakeEngine().info, SilentLink(), SilentLink)  # type: ignore[arg-type]
 
     async def die() -> None:

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
 from draftwing.server.app import create_app
-from draftwing.server.openai.figures import measured
+from draftwing.server.openai.timings import timings_and_metrics
 from draftwing.server.telemetry.observer import AnswerRecord
 from draftwing.text.answer import Answer
 
@@ -138,7 +138,7 @@ def test_acceptance_as_vllm_has_it() -> None:
     }  # fmt: skip
     answer: Answer = _Meta(meta, 15)  # type: ignore[assignment]
     record = AnswerRecord(None, 100.0, first=101.5, ended=103.5)  # type: ignore[arg-type]
-    found = measured(answer, record, speculates=True)
+    found = timings_and_metrics(answer, record, speculates=True)
     drafted = found["metrics"]["speculative_decoding"]
     histogram = drafted["acceptance_histogram"]
     assert sum(histogram) == drafted["num_spec_steps"] == 6
@@ -150,9 +150,9 @@ def test_acceptance_as_vllm_has_it() -> None:
     assert (timings["predicted_n"], timings["predicted_ms"], timings["predicted_per_second"]) == (15, 2000.0, 7.5)
     assert timings["predicted_per_token_ms"] == pytest.approx(2000 / 15)
     assert (timings["draft_n"], timings["draft_n_accepted"]) == (18, 9)
-    assert measured(answer, record, speculates=False).keys() == {"timings"}
+    assert timings_and_metrics(answer, record, speculates=False).keys() == {"timings"}
     never = AnswerRecord(None, 100.0, ended=101.0, reason="abort")  # type: ignore[arg-type]
-    assert measured(_Meta({}, 0), never, speculates=True) == {}  # type: ignore[arg-type]
+    assert timings_and_metrics(_Meta({}, 0), never, speculates=True) == {}  # type: ignore[arg-type]
 
 
 def test_a_service_tier_is_answered_by_the_one_there_is(client: TestClient) -> None:

@@ -18,8 +18,8 @@ from reference.checkpoints import Checkpoint
 
 from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
 from draftwing.engine.devices import pick_device
+from draftwing.engine.draft_kv_backlog import ROOM
 from draftwing.engine.executor import Executor
-from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, KVSpec

@@ -13,7 +13,7 @@ from tiny_checkpoint import write_tokenizer
 
 from draftwing.cli.main import main
 from draftwing.core import TreeShape
-from draftwing.engine.measure import Sample
+from draftwing.engine.benchmark import Sample
 from draftwing.errors import ConfigError
 from draftwing.train import evaluate as module
 from draftwing.train.evaluate import Trial, evaluate, fingerprint, positions, summary

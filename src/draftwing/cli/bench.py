@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.cli.client import Client
-from draftwing.engine.measure import Sample
+from draftwing.engine.benchmark import Sample
 from draftwing.errors import ConfigError
 
 PROMPTS = (

@@ -247,15 +247,15 @@ def run_bench(arguments: dict[str, Any]) -> None:
             _run(bench.Remote(client), prompts, params, own["concurrency"], emit)
         else:
             options = Options.from_kwargs(**arguments).resolve()
+            from draftwing.engine.benchmark import Local
             from draftwing.engine.engine import Engine
-            from draftwing.engine.measure import Local
 
             with contextlib.closing(Engine(options)) as engine:
                 _run(Local(engine), prompts, params, own["concurrency"], emit)
 
 
 def _run(target: Any, prompts: list[str], params: dict[str, Any], concurrency: list[int], emit: Any) -> None:
-    from draftwing.engine.measure import measure
+    from draftwing.engine.benchmark import measure
 
     ids = [target.encode(prompt) for prompt in prompts]
     target.run(ids[:1], params, 1)  # first use of everything

@@ -22,7 +22,7 @@ from draftwing.config.fields import flag
 from draftwing.config.options import Options
 from draftwing.config.trees import TREE
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.measure import Local, measure
+from draftwing.engine.benchmark import Local, measure
 from draftwing.errors import ConfigError
 from draftwing.sched.explain import table
 

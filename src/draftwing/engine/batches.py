@@ -17,7 +17,7 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import AcceptedPath, Calibration, Draft, Tree
 
 
-class Drafted(NamedTuple):
+class DraftBatch(NamedTuple):
     """A draft, and the target's batch for it."""
 
     draft: Draft  # alive: the nodes that are verified
@@ -47,7 +47,7 @@ class Batches:
             bound=plan.max_kv_len + tail,
         )
 
-    def last_tokens(self, rows: Tensor, max_kv_len: int) -> Drafted:
+    def last_tokens(self, rows: Tensor, max_kv_len: int) -> DraftBatch:
         """Plain decoding: trees of the rows' last tokens alone."""
         (parent, alive), tree = self.roots(rows.shape[0])
         ids, kv_len, write_slots = self._ops.plain_inputs(self._table, rows)
@@ -55,11 +55,11 @@ class Batches:
             rows, ids, kv_len, write_slots, self._table.page_table, kv_len, tree.path, tree.path_len,
             window=1, bound=max_kv_len + 1,
         )  # fmt: skip
-        return Drafted(Draft(ids.unsqueeze(1), parent, alive), batch, tree)
+        return DraftBatch(Draft(ids.unsqueeze(1), parent, alive), batch, tree)
 
     def trees(
         self, rows: Tensor, draft: Draft, shape: TreeShape, max_kv_len: int, calibration: Calibration, total: int
-    ) -> Drafted:
+    ) -> DraftBatch:
         """Drafts, of which the best `total` nodes of the batch are verified, all if it is 0. Node n of a row is written
         at page-table entry kv_len + n."""
         table = self._table
@@ -73,12 +73,12 @@ class Batches:
                 queries.prefix_len, queries.path, queries.path_len, window=shape.nodes, bound=bound,
                 ragged=done.trees,
             )  # fmt: skip
-            return Drafted(draft._replace(alive=done.alive), batch, tree, done.mark, done.place)
+            return DraftBatch(draft._replace(alive=done.alive), batch, tree, done.mark, done.place)
         batch = Batch(
             rows, draft.tokens.flatten(), inputs.positions, inputs.write_slots, self._table.page_table,
             inputs.prefix_len, tree.path, tree.path_len, window=shape.nodes, bound=max_kv_len + shape.nodes,
         )  # fmt: skip
-        return Drafted(draft, batch, tree, ranked.mark)
+        return DraftBatch(draft, batch, tree, ranked.mark)
 
     def accepted(self, rows: Tensor, before: Tensor, path: AcceptedPath | None, width: int, bound: int) -> Batch:
         """The accepted paths, chains of `width` tokens; before [B]: kv_len before the step; bound: of it now. Without

@@ -21,9 +21,9 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
-from draftwing.engine.mirror import NO_OTHERS, Mirror
 from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
+from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.capability import capability, in_words
 from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
@@ -84,7 +84,7 @@ class Parts:
                 measure_graphs(executor, self.pool, prices, keys, until)
             else:
                 measure_steps(executor, self.pool, prices, until, batches)
-        executor.everywhere(Executor.flush)
+        executor.run_on_all_ranks(Executor.flush)
 
     def keep_prices(self) -> None:
         """Writes them down for the next start."""
@@ -124,35 +124,35 @@ def build(
     if token_ids is not None:
         check_token_map(options, token_ids)
     ahead = None
-    mirror: Mirror = NO_OTHERS
+    broadcast: RankBroadcast = SINGLE_RANK
     ranks: Ranks = ALONE
     compute = device.ops.compute_capability
     if compute is not None:
         ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute))
     try:
         if options.tp_size > 1:
-            mirror = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device, rank_failed)
+            broadcast = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device, rank_failed)
             ranks = others.ranks
         found = capability(device, ranks)
         if ranks.size > 1:
             log.info("%s", in_words(found))
         model = load_with_progress(path, precision, device, options, ranks)
-        mirror.wait_loaded()
+        broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
         if ahead is not None:
             ahead.wait()
         file = None
         if drafter is not None and not options.speculative_fixed_shape:
             file = price_file(options, policy.menu, path, draft_path, precision, device)
-        parts = assemble(options, model, precision, device, drafter, policy, file, mirror)
-        parts.executor.everywhere(Executor.hurry)
-        mirror.watch()
+        parts = assemble(options, model, precision, device, drafter, policy, file, broadcast)
+        parts.executor.run_on_all_ranks(Executor.shorten_timeouts)
+        broadcast.watch()
         return replace(parts, capability=found | ({"sums": ranks.title} if ranks.size > 1 else {}))
     except BaseException as error:
         if ahead is not None:
             ahead.stop()
-        blamed = mirror.blame(error)
-        mirror.close()
+        blamed = broadcast.blame(error)
+        broadcast.close()
         if blamed is error:
             raise
         raise blamed from error
@@ -211,17 +211,17 @@ def assemble(
     drafter: Drafter | None,
     policy: ShapePolicy,
     file: PriceFile | None = None,
-    mirror: Mirror = NO_OTHERS,
+    broadcast: RankBroadcast = SINGLE_RANK,
 ) -> Parts:
-    """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept.  mirror: tells
+    """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept.  broadcast: tells
     the other ranks, which have made their executors, too."""
     rows, chunk = options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
     made = make_executor(options, model, precision, device, drafter, policy.menu)
     executor, pool, context, pool_tokens, spans, graph_size = made
-    executor.mirror = mirror
-    executor.landed = None if mirror.digest is None else mirror.digest.add
-    if options.deterministic and not device.ops.exact_by_design and not executor.everywhere(keeps_bits):
+    executor.broadcast = broadcast
+    executor.on_result = None if broadcast.digest is None else broadcast.digest.add
+    if options.deterministic and not device.ops.exact_by_design and not executor.run_on_all_ranks(keeps_bits):
         raise ConfigError(
             "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
@@ -269,14 +269,14 @@ def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
     with experts_at_random(executor):
-        captured = executor.everywhere(Executor.capture, menu)
+        captured = executor.run_on_all_ranks(Executor.capture, menu)
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
         log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
         if prices is not None:
             for key, seconds in captured.items():
                 prices.measured(key.shape, key.size, 0, seconds)
             measure_graphs(executor, pool, prices, captured, time.monotonic() + GRAPH_SECONDS)
-            executor.everywhere(Executor.flush)
+            executor.run_on_all_ranks(Executor.flush)
 
 
 def make_drafter(

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TOKEN, Plan
-from draftwing.engine.batches import Batches, Drafted
+from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.devices.base import Download
-from draftwing.engine.lag import Lag
-from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows
+from draftwing.engine.draft_kv_backlog import DraftKVBacklog
+from draftwing.engine.request_features import Logprobs, RequestFeatures, SampleInputs
 from draftwing.engine.row_table import RowTable, Upload
-from draftwing.engine.steps import Pending, TreeStep, Verified
+from draftwing.engine.step_state import Pending, TreeStep, Verified
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Drawing, Rescoring
+from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Rescoring, SamplingGroups
 from draftwing.spec.drafter import Drafter, SeenTokens
 from draftwing.spec.simulate import Simulation
 
@@ -28,16 +28,17 @@ class CommitStage:
 
     def __init__(
         self, model: DecoderModel, drafter: Drafter | None, table: RowTable, ops: TorchOps, batches: Batches,
-        special: SpecialRows, lag: Lag | None, calibration: Calibration, simulation: Simulation | None,
+        special: RequestFeatures, backlog: DraftKVBacklog | None, calibration: Calibration,
+        simulation: Simulation | None,
     ) -> None:  # fmt: skip
-        """lag: of a drafter with KV.  calibration: learns of drafts.  simulation: decides what is accepted."""
+        """backlog: of a drafter with KV.  calibration: learns of drafts.  simulation: decides what is accepted."""
         self._model, self._drafter, self._table, self._ops = model, drafter, table, ops
-        self._batches, self._special, self._lag = batches, special, lag
+        self._batches, self._features, self._backlog = batches, special, backlog
         self._calibration, self._simulation = calibration, simulation
         # The confidence of every row, where nobody needs to ask for it.
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
 
-    def tree(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
+    def tree(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> Tensor:
         """Of a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
         if drafted.place is None:
             target = self._sample(step.drawing, step.filtered, self._nodes(step, drafted, verified))
@@ -52,32 +53,32 @@ class CommitStage:
         assert step is not None and drafted is not None and verified is not None
         drawn = self._nodes(step, drafted, verified)
         target = self._sample(step.drawing, step.filtered, drawn)
-        target = self._special.draw(plan, drawn, target, pending.guidance)
+        target = self._features.draw(plan, drawn, target, pending.guidance)
         packed = self._accept(step, drafted, verified, target)
-        packed[:, CONFIDENCE] = self._special.confidence(plan, step.rows, packed[:, CONFIDENCE])
+        packed[:, CONFIDENCE] = self._features.confidence(plan, step.rows, packed[:, CONFIDENCE])
         width = step.shape.max_commit
         tokens, nodes = packed[:, HEAD : HEAD + width] & TOKEN, packed[:, HEAD + width : HEAD + 2 * width]
-        return packed, Logprobs(self._special.path_logprobs(plan, drawn, nodes, tokens), [])
+        return packed, Logprobs(self._features.path_logprobs(plan, drawn, nodes, tokens), [])
 
-    def _nodes(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Drawn:
+    def _nodes(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> SampleInputs:
         draft, batch, tree, *_ = drafted
         size = draft.tokens.shape
         hidden = verified.hidden.view(*size, -1)  # [B, N, H]
-        return Drawn(
+        return SampleInputs(
             step.rows, self._logits(hidden), hidden, batch.positions.view(size), tree.depth, step.shape.depth,
             draft.tokens, tree.path, tree.path_len,
         )  # fmt: skip
 
-    def _queries(self, drafted: Drafted, verified: Verified) -> Drawn:
+    def _queries(self, drafted: DraftBatch, verified: Verified) -> SampleInputs:
         """Nodes of several rows, each as a row of its own; these rows ask for nothing special."""
         batch, (_, tree) = drafted.batch, self._batches.roots(drafted.batch.ids.shape[0])
         hidden = verified.hidden.unsqueeze(1)  # [R, 1, H]
-        return Drawn(
+        return SampleInputs(
             batch.rows, self._logits(hidden), hidden, batch.positions.unsqueeze(1), tree.depth, 0,
             batch.ids.unsqueeze(1), tree.path, tree.path_len,
         )  # fmt: skip
 
-    def _accept(self, step: TreeStep, drafted: Drafted, verified: Verified, target: Tensor) -> Tensor:
+    def _accept(self, step: TreeStep, drafted: DraftBatch, verified: Verified, target: Tensor) -> Tensor:
         """target [B, N]: what was drawn at every node -> the packed result."""
         draft, batch, tree, mark, place = drafted
         trees = batch.ragged
@@ -87,13 +88,13 @@ class CommitStage:
         drafter, lags = self._drafter, self._drafter is not None and self._drafter.lags(step.shape)
         with_path = drafter is not None and bool(drafter.kv_layers or drafter.aux_layers)
         if lags:  # else it is the root alone, or lies with the slots
-            with_path &= step.shape.depth > 0 and self._lag is not None and not self._lag.by_slot
+            with_path &= step.shape.depth > 0 and self._backlog is not None and not self._backlog.by_slot
         done = self._ops.commit(
             self._table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
             None if mark is None else self._calibration,
         )  # fmt: skip
-        if self._lag is not None:
-            self._lag.keep_by_slot(batch.write_slots, verified.aux_hidden)
+        if self._backlog is not None:
+            self._backlog.keep_by_slot(batch.write_slots, verified.aux_hidden)
         if drafter is not None:
             self._show(drafter, lags, step, done, prefix_len, verified.aux_hidden, place)
         if drafter is not None and not drafter.fixed_confidence:
@@ -124,9 +125,9 @@ class CommitStage:
             if upload.final.numel() and not self._drafter.fixed_confidence:
                 confidence = self._drafter.confidence(table, rows, plan.max_kv_len)
         if plan.special:
-            confidence = self._special.confidence(plan, rows, confidence)
+            confidence = self._features.confidence(plan, rows, confidence)
             offsets = [chunk.offset for chunk in batch.chunks]
-            sent = Logprobs(logprobs, self._special.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
+            sent = Logprobs(logprobs, self._features.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
         return torch.stack((confidence, drawn, token, zero, zero), 1), sent
 
     def _show_chunks(
@@ -135,11 +136,11 @@ class CommitStage:
         """Shows the drafter the chunks that it is to see at once, and keeps the others. Of those that draw, and of
         those that do not, the former come first."""
         end, rows = 0, upload.rows
-        by_slot = self._lag is not None and self._lag.by_slot
-        if self._lag is not None:
-            self._lag.defer(plan.chunks, aux_hidden)
-            self._lag.keep_by_slot(batch.write_slots, aux_hidden)
-            self._lag.reset(rows)
+        by_slot = self._backlog is not None and self._backlog.by_slot
+        if self._backlog is not None:
+            self._backlog.defer(plan.chunks, aux_hidden)
+            self._backlog.keep_by_slot(batch.write_slots, aux_hidden)
+            self._backlog.reset(rows)
         for seen, run in groupby(chunk.kept is None for chunk in plan.chunks):
             first, end = end, end + sum(1 for _ in run)
             if not seen and not by_slot:
@@ -155,9 +156,9 @@ class CommitStage:
             if seen:
                 fed = None if aux_hidden is None else aux_hidden[here]
                 drafter.extend(SeenTokens(self._table, part, fed, next_ids, None, noisy))
-            elif self._lag is not None:
+            elif self._backlog is not None:
                 drafter.watch(SeenTokens(self._table, part, None, next_ids, None, noisy))
-                self._lag.reset(rows[first:end], 1)  # a pass over the row sees the newest position last
+                self._backlog.reset(rows[first:end], 1)  # a pass over the row sees the newest position last
 
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified
@@ -170,14 +171,14 @@ class CommitStage:
         _, tree = self._batches.roots(rows.shape[0])
         tokens = table.tokens[rows.unsqueeze(1), position]
         zero = torch.zeros_like(position)
-        nodes = Drawn(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
+        nodes = SampleInputs(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
         drawn = self._sample(upload.drawing, len(plan.filtered) > 0, nodes)  # [F, 1]
         logprobs = None
         if plan.special:
-            drawn = self._special.draw(plan, nodes, drawn, pending.guidance)
+            drawn = self._features.draw(plan, nodes, drawn, pending.guidance)
         picked = drawn & TOKEN
         if plan.special:
-            logprobs = self._special.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
+            logprobs = self._features.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
         table.last.index_copy_(0, rows, picked.squeeze(1))
         table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
         return drawn.squeeze(1), logprobs
@@ -188,7 +189,7 @@ class CommitStage:
         """hidden [B, N, H] -> [B, N, V]"""
         return self._model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
-    def _sample(self, drawing: Drawing, filtered: bool, drawn: Drawn) -> Tensor:
+    def _sample(self, drawing: SamplingGroups, filtered: bool, drawn: SampleInputs) -> Tensor:
         """A token for every node, [B, N]."""
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
@@ -207,8 +208,8 @@ class CommitStage:
         if nodes is not None and place is not None:
             nodes = self._ops.take_rows(place.view(-1, 1), nodes).flatten()
         if lags:
-            assert self._lag is not None
-            self._lag.keep(rows, before, done.count, aux_hidden, nodes)
+            assert self._backlog is not None
+            self._backlog.keep(rows, before, done.count, aux_hidden, nodes)
             path = None
         elif nodes is not None and aux_hidden is not None:
             aux_hidden = self._ops.take_rows(aux_hidden, nodes)  # [R, T] -> [B * (D + 1), T]

@@ -17,14 +17,14 @@ from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
+from draftwing.engine.cache_namespace import CacheNamespaces
 from draftwing.engine.executor import Executor
 from draftwing.engine.explain import Explainer
-from draftwing.engine.inbox import Inbox
+from draftwing.engine.heartbeat import Heartbeat
+from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
-from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
-from draftwing.engine.salts import Salts
 from draftwing.engine.stats import Reporter
 from draftwing.errors import CheckpointError
 from draftwing.grammar import GrammarCompiler
@@ -104,12 +104,12 @@ class Engine:
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
         self._page_table_check = PageTableCheck(parts.sched, parts.executor.table)
-        self._inbox = Inbox()
+        self._input = InputQueue()
         self._turning = threading.Lock()  # held while a step runs
-        self._progress = Progress()
-        self._progress.watch_compilers()
+        self._heartbeat = Heartbeat()
+        self._heartbeat.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
-        self._salts, self._searches = Salts(), Searches()
+        self._namespaces, self._searches = CacheNamespaces(), Searches()
 
     def measure_read_rate(self) -> None:
         """Fills `info.read_rate`. Not to be called while steps run."""
@@ -118,22 +118,22 @@ class Engine:
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request. Raises RequestError if it can never run, or has the uid of a live one: one whose last
         output `step` has not returned. One with `terms` was found fit before."""
-        self._inbox.put(self._admissible(request))
+        self._input.put(self._admissible(request))
 
     def abort(self, uid: str) -> None:
         """Ends a request; an unknown uid is ignored."""
-        self._inbox.end(uid)
+        self._input.end(uid)
 
     def wake(self) -> None:
         """Makes a blocked `step` return."""
-        self._inbox.wake()
+        self._input.wake()
 
     def flush_cache(self) -> bool:
         """Forgets cached prefixes and n-grams; False when requests are running."""
         with self._turning:
             if not self._loop.idle or not self.parts.sched.flush_cache():
                 return False
-            self.parts.executor.everywhere(Executor.flush)
+            self.parts.executor.run_on_all_ranks(Executor.flush)
             return True
 
     def measure_prices(self, batches: Sequence[int], seconds: float) -> None:
@@ -153,9 +153,9 @@ class Engine:
         waiting = sum(len(req.tokens) for req in list(sched.waiting))
         begun = sum(len(req.tokens) - req.sent for req in list(sched.running) if req.state is ReqState.PREFILL)
         return {
-            "progress": self._progress.now,
+            "progress": self._heartbeat.now,
             "running": len(sched.running),
-            "waiting": len(sched.waiting) + self._inbox.new,
+            "waiting": len(sched.waiting) + self._input.new,
             "waiting_tokens": waiting,
             "uncomputed_tokens": waiting + begun,  # of prompts; what is cached of those that wait is not yet known
             "free_tokens": sched.kv.pool.available,
@@ -169,13 +169,13 @@ class Engine:
         }
 
     def idle(self) -> bool:
-        return self._loop.idle and self._inbox.empty
+        return self._loop.idle and self._input.empty
 
     def step(self, block: bool = False) -> list[Output]:
         """One turn of the loop. block: with nothing to do, wait for a request first."""
         if block and self._loop.idle:
-            self._inbox.wait()
-        with self._turning, self._progress.step():
+            self._input.wait()
+        with self._turning, self._heartbeat.step():
             self._receive()
             if not self._loop.idle:
                 self._turn()
@@ -187,7 +187,7 @@ class Engine:
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
             outputs = self.parts.sched.take_outputs()
-            self._inbox.forget(output.uid for output in outputs if output.finish_reason is not None)
+            self._input.forget(output.uid for output in outputs if output.finish_reason is not None)
             return outputs
 
     def close(self) -> None:
@@ -208,9 +208,9 @@ class Engine:
             self._loop.turn()
             self._page_table_check.look()
             if self._loop.idle:
-                self.parts.executor.mirror.compare()
+                self.parts.executor.broadcast.compare()
         except (RuntimeError, OSError, EOFError) as error:
-            blamed = self.parts.executor.mirror.blame(error)
+            blamed = self.parts.executor.broadcast.blame(error)
             if blamed is error:
                 raise
             raise blamed from error
@@ -218,12 +218,12 @@ class Engine:
     def _receive(self) -> None:
         """What could run at once is taken at once, of all else a part."""
         sched = self.parts.sched
-        for one in self._inbox.take_ended(ENDED):
+        for one in self._input.take_ended(ENDED):
             if isinstance(one, Req):
                 sched.refuse(one)
             else:
                 sched.abort(one)
-        for req in self._inbox.take_new(max(sched.config.max_rows - len(sched.waiting), RECEIVED)):
+        for req in self._input.take_new(max(sched.config.max_rows - len(sched.waiting), RECEIVED)):
             sched.submit(req)
 
     def _admissible(self, request: GenerationRequest) -> Req:
@@ -236,8 +236,8 @@ class Engine:
             seed=params.sampling_seed if params.sampling_seed is not None else self._seeds.getrandbits(62),
             max_total=len(request.prompt_ids) + terms.new_tokens,
             stop_ids=terms.stop_ids,
-            salt=self._salts.of(request),
-            draft_salt=self._salts.of_drafts(request, self.options.ui_show_texts),
+            salt=self._namespaces.of(request),
+            draft_salt=self._namespaces.of_drafts(request, self.options.ui_show_texts),
             scanner=StopStringScanner.of(self.tokenizer, params, request.together, self._searches),
             deadline=self.info.deadline(request.arrived),
             bad_word_ids=bad_word_ids(self.tokenizer, request),

@@ -20,23 +20,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
-from draftwing.engine.batches import Batches, Drafted
+from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.devices.base import Device
+from draftwing.engine.draft_kv_backlog import DraftKVBacklog
+from draftwing.engine.draft_traces import DraftTraces
 from draftwing.engine.graphs.cpu_tape import RecordedStages
-from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key, batch_sizes
+from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs
-from draftwing.engine.lag import Lag
-from draftwing.engine.mirror import NO_OTHERS, Mirror
-from draftwing.engine.row_options import SpecialRows
+from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
+from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.steps import InFlight, Pending, TreeStep, Verified
-from draftwing.engine.traces import Traces
+from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
 from draftwing.log import Forgiving
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
-from draftwing.ops.types import Draft, Drawing
+from draftwing.ops.types import Draft, SamplingGroups
 from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter, DraftStep
 from draftwing.spec.simulate import Simulation
@@ -75,10 +75,10 @@ class Executor:
             self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self._target)
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
-        self._lag: Lag | None = None
+        self._backlog: DraftKVBacklog | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
-            self._lag = Lag(
+            self._backlog = DraftKVBacklog(
                 drafter, table, self.ops, width, model.dtype, deferral, batch_sizes(graph_size), attn.pool.slots
             )
         self._tail = drafter.tail if drafter is not None else 0
@@ -87,30 +87,30 @@ class Executor:
         self._kept_calibration: Sequence[Tensor] = ()
         if drafter is not None:
             drafter.calibration = self.calibration
-        self._traces = Traces(device)
+        self._traces = DraftTraces(device)
         self._steps = 0  # with drafts
-        self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
-        self._special = SpecialRows(model, drafter, table, device, self.calibration)
+        self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
+        self._features = RequestFeatures(model, drafter, table, device, self.calibration)
         self.commit_stage = CommitStage(
-            model, drafter, table, self.ops, self._batches, self._special, self._lag, self.calibration, simulation
+            model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation
         )
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
-        self.landed: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
-        self.mirror: Mirror = NO_OTHERS  # tells the other ranks of `launch` and of what is done `everywhere`
+        self.on_result: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
+        self.broadcast: RankBroadcast = SINGLE_RANK  # has the other ranks do the same
 
-    def everywhere(self, function: Callable[..., T], *args: Any) -> T:
+    def run_on_all_ranks(self, function: Callable[..., T], *args: Any) -> T:
         """Calls the function of a module, or a method, with the executor of every rank, this one's last."""
-        self.mirror.call(function, *args)
+        self.broadcast.call(function, *args)
         return function(self, *args)
 
     @torch.inference_mode()
     def launch(self, plan: Plan, guidance: Guides | None = None) -> Pending:
         """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
-        guidance = self.mirror.step(plan, guidance)
+        guidance = self.broadcast.step(plan, guidance)
         started = begun = self.device.mark()
         if plan.catch_up is not None and not plan.catch_up.late:
             begun = self._catch_up(plan, plan.catch_up)
-        self._special.admit(plan)
+        self._features.admit(plan)
         if plan.kind == "prefill":
             return self._launch_prefill(plan, started, begun, guidance)
         step = self._tree_step(plan, guidance)
@@ -133,7 +133,7 @@ class Executor:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         download = self.device.download(packed)
         seconds = partial(self._seconds, *pending.started, download.done)
-        return InFlight(plan, download, seconds, logprobs, pending.drafts, self.landed)
+        return InFlight(plan, download, seconds, logprobs, pending.drafts, self.on_result)
 
     def _seconds(self, started: Any, begun: Any, done: Any) -> tuple[float, float]:
         """Between marks, all past: of a step, and of them those in which the drafter caught up."""
@@ -166,19 +166,19 @@ class Executor:
         NaN."""
         device_slots = self.device.upload(slots)
         self.attn.pool.clear(device_slots)
-        if self._lag is not None:
-            self._lag.clear(device_slots)
+        if self._backlog is not None:
+            self._backlog.clear(device_slots)
 
-    def hurry(self) -> None:
+    def shorten_timeouts(self) -> None:
         """All ranks have started: see `Ranks.hurry`."""
-        self.model.ranks.hurry()
+        self.model.ranks.shorten_timeouts()
 
     def close(self) -> None:
         """Leaves the other ranks. Nothing can run afterwards."""
         self.graphs.clear()
         if self.prefills is not None:
             self.prefills.clear()
-        self.mirror.close()
+        self.broadcast.close()
 
     @torch.inference_mode()
     def scatter_routes(self, on: bool) -> None:
@@ -199,7 +199,7 @@ class Executor:
     def capture(self, menu: Sequence[TreeShape]) -> dict[Key, float]:
         """Captures the graphs of every shape for every batch size, the largest first, and tells the seconds that a
         step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
-        todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MOST_NODES]
+        todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
         seconds = {}
         sizes = len(self.prefills.sizes) if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
@@ -208,8 +208,8 @@ class Executor:
         ) as bar:
             if self.prefills is not None:
                 self.prefills.capture(bar)
-            if self._lag is not None:
-                self._lag.warm_up()
+            if self._backlog is not None:
+                self._backlog.warm_up()
             for key in todo:
                 seconds[key] = self._capture(key)
                 bar.update()
@@ -266,31 +266,31 @@ class Executor:
         rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
         return TreeStep(key, rows, key.shape, self.table.length, self._nobody, filtered, total=total)
 
-    def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Drafted, Verified]:
+    def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""
         drafted = run("draft", step.key, self._draft, step)
         return drafted, run("verify", step.key, self._verify, drafted)
 
     def _finish(
-        self, step: TreeStep, drafted: Drafted | None, verified: Verified | None, run: Callable[..., Any]
+        self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
     ) -> Tensor:
         """The packed result, as in `Committed`."""
         key = None if step.key is None else (step.key, step.filtered)
         packed: Tensor = run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
         return packed
 
-    def _draft(self, step: TreeStep) -> Drafted:
+    def _draft(self, step: TreeStep) -> DraftBatch:
         rows, shape, special, guidance = step.rows, step.shape, step.special, step.guidance
         if shape == PLAIN:  # there is nothing to propose
             return self._batches.last_tokens(rows, step.bound)
         if special is not None and guidance is not None:
-            self._special.constrain(special, rows, guidance)
+            self._features.constrain(special, rows, guidance)
         draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
         if special is not None:
-            draft = self._special.adjust(special, rows, draft, guidance)
+            draft = self._features.adjust(special, rows, draft, guidance)
         return self._batches.trees(rows, draft, shape, step.bound, self.calibration, step.total)
 
-    def _verify(self, drafted: Drafted) -> Verified:
+    def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target(drafted.batch))
 
     def _target(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -298,7 +298,7 @@ class Executor:
         return self.model(batch.ids, batch.positions, attend, self.aux_layers)
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
-        if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
+        if self.drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
             return roots_alone(self.table, rows, shape.nodes)
         return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
 
@@ -306,8 +306,8 @@ class Executor:
         """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself
         begins."""
         if plan.shown:
-            assert self._lag is not None
-            self._lag.see(plan.shown)
+            assert self._backlog is not None
+            self._backlog.see(plan.shown)
             begun = self.device.mark()
         if plan.catch_up is not None and plan.catch_up.late:
             begun = self._catch_up(plan, plan.catch_up)
@@ -315,9 +315,9 @@ class Executor:
 
     def _catch_up(self, plan: Plan, who: CatchUp) -> Any:
         """-> the mark of when that has ended"""
-        assert self._lag is not None
-        proposes = plan.kind == "tree" and not self._lag.lags(plan.shape)
-        self._lag.catch_up(who, plan.rows[plan.noisy], proposes)
+        assert self._backlog is not None
+        proposes = plan.kind == "tree" and not self._backlog.lags(plan.shape)
+        self._backlog.catch_up(who, plan.rows[plan.noisy], proposes)
         return self.device.mark()
 
     # -- prefill ----------------------------------------------------------------------------------------------------

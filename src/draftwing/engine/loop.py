@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from draftwing.core import Plan, StepResult
 from draftwing.engine.executor import Executor
-from draftwing.engine.steps import InFlight
+from draftwing.engine.step_state import InFlight
 from draftwing.sched.guidance import Guidance
 from draftwing.sched.scheduler import Scheduler
 
@@ -52,6 +52,6 @@ class Loop:
         result = flying.wait()
         self._watch(flying.plan, result)
         self._sched.commit(flying.plan, result, guidance)
-        spoilt = self._sched.kv.take_spoilt()
-        if spoilt is not None:
-            self._executor.everywhere(Executor.clear, spoilt)
+        quarantined = self._sched.kv.take_quarantined()
+        if quarantined is not None:
+            self._executor.run_on_all_ranks(Executor.clear, quarantined)

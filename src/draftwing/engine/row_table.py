@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.core import Admission, IntArray, Plan
 from draftwing.engine.devices.base import Device
 from draftwing.kv.pool import zeros_as_written
-from draftwing.ops.types import Drawing, SamplingRows
+from draftwing.ops.types import SamplingGroups, SamplingRows
 
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens
 
@@ -25,7 +25,7 @@ class Upload(NamedTuple):
     """A prefill's numbers on the device; the sizes are known to the host."""
 
     rows: Tensor  # [B]
-    drawing: Drawing
+    drawing: SamplingGroups
     kv_len: Tensor  # [B] kv_len after the step
     token_rows: Tensor  # [M] row of each query
     positions: Tensor  # [M]
@@ -57,7 +57,7 @@ class RowTable:
         self.floats = zeros(rows + 1, 3, dtype=torch.float32)  # temperature, top_p, min_p
         self.dummy_len = self.kv_len[rows:]  # [1] of the dummy, a view
         self.steps = torch.arange(length, device=device.device)  # 0, 1, ..., to be cut to what is needed
-        self._step: tuple[list[bytes], tuple[Tensor, Drawing]] | None = None  # the newest of `upload_step`
+        self._step: tuple[list[bytes], tuple[Tensor, SamplingGroups]] | None = None  # the newest of `upload_step`
 
     def sampling(self, rows: Tensor) -> SamplingRows:
         floats = self.floats[rows]  # [B, 3]
@@ -75,9 +75,9 @@ class RowTable:
         """Brings a prefill to the device: one copy, then the scatters of what the host decided."""
         parts = [*_pack_state(plan, self.length), *_drawing(plan), *_pack_chunks(plan)]
         rows, noisy, filtered, banning, *chunks = self._send(parts)
-        return Upload(rows, Drawing(noisy, filtered, banning), *chunks)
+        return Upload(rows, SamplingGroups(noisy, filtered, banning), *chunks)
 
-    def upload_step(self, plan: Plan) -> tuple[Tensor, Drawing]:
+    def upload_step(self, plan: Plan) -> tuple[Tensor, SamplingGroups]:
         """Brings a tree step to the device and returns its rows [B], and what they need of the sampler. Most steps find
         what the step before sent."""
         self.upload_state(plan)
@@ -86,7 +86,7 @@ class RowTable:
         if self._step is None or self._step[0] != known:
             packed = self.device.upload(np.concatenate(parts))
             rows, *drawing = packed.split([len(part) for part in parts])
-            self._step = known, (rows, Drawing(*drawing))
+            self._step = known, (rows, SamplingGroups(*drawing))
         return self._step[1]
 
     def upload_state(self, plan: Plan) -> None:
@@ -155,7 +155,7 @@ def _pack_state(plan: Plan, length: int) -> list[IntArray]:
 
 
 def _drawing(plan: Plan) -> list[IntArray]:
-    """The rows, and the fields of `Drawing`."""
+    """The rows, and the fields of `SamplingGroups`."""
     return [plan.rows, plan.noisy, plan.filtered, plan.banning]
 
 

@@ -40,14 +40,14 @@ def prepare(
     """
     predicted = any(request.prediction for request in asked)
     found = speculation(wish, *info.drafting(predicted))
-    told = found.used if wish is not None or predicted or info.speculates else None
+    drafts = found.used if wish is not None or predicted or info.speculates else None
     index, searches = itertools.count(), Searches()
     for request in asked:
         request = request._replace(bad_word_ids=bad_word_ids(tokenizer, request))
         admitted = info.admit(request._replace(limits=found.limits) if found.limits is not None else request)
         for params in request.params.answers(draw):
             one = admitted._replace(uid=os.urandom(16).hex(), params=params)
-            yield Answer(one, tokenizer, next(index), info.options.label, told, searches)
+            yield Answer(one, tokenizer, next(index), info.options.label, drafts, searches)
 
 
 class Session:

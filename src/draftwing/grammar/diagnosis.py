@@ -64,9 +64,9 @@ def in_words(why: str) -> str:
     why = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n\s*\d+ \| |\n  while processing", why)[0])
     if match := re.match(r"Unimplemented keys: (\[.*\])", why):
         return "; ".join(f"'{key}' is not supported{_NOT_BUILT.get(key, '')}" for key in json.loads(match[1]))
-    for pattern, told in _WORDS:
+    for pattern, reason in _WORDS:
         if match := re.match(pattern, why, re.DOTALL):
-            return told.format_map(match.groupdict())
+            return reason.format_map(match.groupdict())
     return why
 
 
@@ -85,20 +85,20 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
             return None
         parts = {str(i): {"$ref": _ROOT + pointer} for i, pointer in enumerate(pointers)}
         needed = {"type": "object", "properties": parts, "required": [*parts]} if len(parts) != 1 else parts["0"]
-        told = fails({**needed, "$defs": {"s": root}})
-        return told and told.split("\n  while processing")[0]
+        reason = fails({**needed, "$defs": {"s": root}})
+        return reason and reason.split("\n  while processing")[0]
 
     path: Path = ()
     pointer, seen = "", {""}
-    told = why([pointer])
-    if told is not None and why([]) == told:  # whatever is needed: it leads out of the schema
-        return next((place for place, reference in _references(schema) if f"'{reference}'" in told), path)
-    while told is not None:
+    reason = why([pointer])
+    if reason is not None and why([]) == reason:  # whatever is needed: it leads out of the schema
+        return next((place for place, reference in _references(schema) if f"'{reference}'" in reason), path)
+    while reason is not None:
         inner = [one for one in _inside(schema, made, pointer, path) if one[0] not in seen]
         while len(inner) > 1:
             half = inner[: len(inner) // 2]
-            inner = half if why([one for one, _ in half]) == told else inner[len(half) :]
-        if not inner or why([inner[0][0]]) != told:
+            inner = half if why([one for one, _ in half]) == reason else inner[len(half) :]
+        if not inner or why([inner[0][0]]) != reason:
             break
         (pointer, path), *_ = inner
         seen.add(pointer)

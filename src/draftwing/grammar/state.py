@@ -18,11 +18,11 @@ Mask = npt.NDArray[np.uint32]  # [W], W = ceil(V / 32): bit i % 32 of word i // 
 
 def reason(matcher: Any) -> str:
     """What the library says about an error of its matcher. What it says about a bug of its own is for the log."""
-    told: str = matcher.get_error()
-    if "panic: " in told or "panicked at" in told:
-        logger.error("the grammar library failed: %.2000s", told)
+    message: str = matcher.get_error()
+    if "panic: " in message or "panicked at" in message:
+        logger.error("the grammar library failed: %.2000s", message)
         return "the grammar library fails on it"
-    return told.split("<state>")[0].strip()
+    return message.split("<state>")[0].strip()
 
 
 @dataclass(frozen=True, eq=False)

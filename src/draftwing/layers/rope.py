@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftwing.ops.torch.layer_ops import LayerOps
 
-MOST_POSITIONS = 1 << 20  # angles up to this many radians are exact
+MAX_POSITIONS = 1 << 20  # angles up to this many radians are exact
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def rope_table(
     config: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """[positions, 2, head_dim]: the factors that `rotate` takes, of angles in float32, rounded to float32 and stored in
-    `dtype`; the same bits on every machine. positions: at most `MOST_POSITIONS`."""
+    `dtype`; the same bits on every machine. positions: at most `MAX_POSITIONS`."""
     freq = inverse_frequencies(config, head_dim)
     place = np.arange(positions, dtype=np.float32)[:, None]
     blocks = np.split(place, range(_BLOCK, positions, _BLOCK))  # that stay in a cache

@@ -19,7 +19,7 @@ from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
-from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.language_model import language_model
 from draftwing.models.positions import WindowSwitch, context, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
@@ -203,7 +203,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     activation = fields.text(key, known[0])
     if activation not in known:
         raise _refused(key, activation, name)
-    trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
+    trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
     hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
     attention_bias = fields.flag("attention_bias", family.bias)
     weight_format, quantization = _stored_as(fields, family)

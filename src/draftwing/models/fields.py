@@ -12,14 +12,14 @@ from draftwing.requests.refusals import show
 # No size of a model comes near these, nor is one that large a sound one.
 LARGEST = (1 << 24) - 1
 WIDEST = 1 << 20  # of a layer
-MOST_LAYERS = 1000
-MOST_EXPERTS = 4096
-MOST_EXPERTS_IN_ALL = 1 << 16  # of all layers
+MAX_LAYERS = 1000
+MAX_EXPERTS = 4096
+MAX_EXPERTS_IN_ALL = 1 << 16  # of all layers
 
 
 def most_experts(layers: int) -> int:
     """Of a layer, where each of `layers` has as many."""
-    return min(MOST_EXPERTS, MOST_EXPERTS_IN_ALL // layers)
+    return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // layers)
 
 
 class Fields:

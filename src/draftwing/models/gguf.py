@@ -17,7 +17,7 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.rope import RopeConfig, yarn_attention_factor
 from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
-from draftwing.models.fields import LARGEST, MOST_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
 from draftwing.models.weight_map import expert_names
@@ -112,7 +112,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     experts = _experts(file, fields, arch)
     architecture = WITH_EXPERTS.get(arch, ARCHITECTURES[arch]) if experts is not None else ARCHITECTURES[arch]
     hidden, heads = size("embedding_length", high=WIDEST), size("attention.head_count", high=WIDEST)
-    layers = size("block_count", high=MOST_LAYERS)
+    layers = size("block_count", high=MAX_LAYERS)
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
     head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
@@ -272,7 +272,7 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
 
 
 def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
-    layers = fields.whole("block_count", high=MOST_LAYERS)
+    layers = fields.whole("block_count", high=MAX_LAYERS)
     count = fields.whole("expert_count", 0, most_experts(layers), 0)
     if not count:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from draftwing.errors import CheckpointError
-from draftwing.layers.rope import MOST_POSITIONS, RopeConfig, yarn_attention_factor
+from draftwing.layers.rope import MAX_POSITIONS, RopeConfig, yarn_attention_factor
 from draftwing.models.fields import LARGEST, Fields
 from draftwing.requests.refusals import show
 
@@ -132,7 +132,7 @@ def context(rope: RopeConfig, max_positions: int) -> int:
     leave as it was."""
     if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_max_positions * rope.factor))
-    return min(max_positions, MOST_POSITIONS)
+    return min(max_positions, MAX_POSITIONS)
 
 
 def refused(fields: Fields, key: str, value: object) -> CheckpointError:

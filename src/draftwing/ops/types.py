@@ -156,7 +156,7 @@ class SamplingRows(NamedTuple):
     ban_ids: Tensor  # [B, S] int64, padded with -1
 
 
-class Drawing(NamedTuple):
+class SamplingGroups(NamedTuple):
     """Which rows of a batch need what of the sampler: distinct batch indices, whose numbers are known to the host."""
 
     noisy: Tensor  # [Bn] with temperature > 0
@@ -319,7 +319,7 @@ def unpack(packed: IntArray, shape: TreeShape, **rest: Any) -> StepResult:
 
 
 class Unseen(NamedTuple):
-    """What a drafter with KV has not seen yet of each row, kept until it catches up (`engine.lag.Lag`)."""
+    """What a drafter with KV has not seen yet of each row, kept until it catches up (`engine.draft_kv_backlog`)."""
 
     behind: Tensor  # [R + 1] int64: how many of the newest committed positions
     hidden: Tensor  # [R + 1, LAG, T] the target's auxiliary hidden states at position p, in place p % LAG; T = 0: none

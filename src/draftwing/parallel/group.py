@@ -152,7 +152,7 @@ class Group(Ranks):
     def scalar(self, value: int) -> Tensor:
         return torch.tensor([value], device=self.device)
 
-    def hurry(self) -> None:
+    def shorten_timeouts(self) -> None:
         if "_group" in self.__dict__ and self._backend == "NCCL":
             self._group._set_default_timeout(HANGING)
 

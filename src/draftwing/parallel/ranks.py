@@ -82,7 +82,7 @@ class Ranks(ABC):
         """[1] int64, where `gather` wants its tensors."""
         return torch.tensor([value])
 
-    def hurry(self) -> None:  # noqa: B027
+    def shorten_timeouts(self) -> None:  # noqa: B027
         """All ranks are at work: from now on none has to be waited for for long."""
 
     def release(self) -> None:  # noqa: B027

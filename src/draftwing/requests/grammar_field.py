@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import Names, check_text, meant, show
+from draftwing.requests.refusals import Names, check_text, show, suggestion
 
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")
 
@@ -130,10 +130,10 @@ def _format_refusal(error: ValidationError, value: Any, names: Names) -> Request
     name = ".".join([names["response_format"], *inner])
     formats = (_Schema,) if len(inner) > 1 else (_ObjectFormat, _SchemaFormat, _TagFormat)
     known = [field.alias or one for kind in formats for one, field in kind.model_fields.items()]
-    unknown = f"{name!r} is not a known field{meant(inner[-1], known) if inner else ''}"
-    told = {"extra_forbidden": unknown, "missing": f"{name} is missing"}
+    unknown = f"{name!r} is not a known field{suggestion(inner[-1], known) if inner else ''}"
+    messages = {"extra_forbidden": unknown, "missing": f"{name} is missing"}
     wrong = f"{name}: {first['msg']}".replace(": Input should", " must").replace("dictionary", "object")
-    return RequestError(told.get(first["type"], wrong), name)
+    return RequestError(messages.get(first["type"], wrong), name)
 
 
 def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:

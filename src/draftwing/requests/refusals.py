@@ -52,7 +52,7 @@ def check_text(text: str, param: str) -> str:
     return text
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name that is not known: the known one that it looks like, where there is one."""
     # Longer ones are no slip, and take long to compare.
     close = difflib.get_close_matches(name, known, 1, cutoff=0.75) if len(name) <= 64 else []
@@ -82,7 +82,7 @@ def refusal(error: ValidationError, names: Names, schemas: Mapping[str, Mapping[
     field, context = str(first["loc"][0]), first.get("ctx", {})
     match first["type"]:
         case "extra_forbidden" | "is_instance_of":
-            return names.error(field if field.isprintable() else show(field), UNKNOWN + meant(field, schemas))
+            return names.error(field if field.isprintable() else show(field), UNKNOWN + suggestion(field, schemas))
         case "value_error":
             return names.error(field, str(context["error"]))
         case "too_long":

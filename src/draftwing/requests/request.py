@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import check_text, meant, show
+from draftwing.requests.refusals import check_text, show, suggestion
 from draftwing.requests.sampling_params import SamplingParams
 
 MAX_PREDICTED: Final = 16384  # tokens of a predicted output
-MOST_LOGPROBS: Final = 128  # best tokens, and further tokens, of a position
-MOST_OPENAI_LOGPROBS: Final = 20  # in chat completions
-MOST_COMPLETION_LOGPROBS: Final = 20  # as vLLM; OpenAI has 5
+MAX_LOGPROBS: Final = 128  # best tokens, and further tokens, of a position
+MAX_OPENAI_LOGPROBS: Final = 20  # in chat completions
+MAX_COMPLETION_LOGPROBS: Final = 20  # as vLLM; OpenAI has 5
 MAX_MARKER: Final = 32  # tokens of a marker of reasoning
 LOGPROB_FIELDS = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 _SPECULATIVE = ("algorithm", "num_steps", "topk", "num_draft_tokens")
@@ -55,11 +55,11 @@ def logprob_params(
                 raise RequestError(f"{where}{name} needs return_logprob: true", where + name)
         return None
     start = _whole(f"{where}logprob_start_len", -1 if logprob_start_len is None else logprob_start_len, -1, 2**31 - 1)
-    top = _whole(f"{where}top_logprobs_num", top_logprobs_num or 0, 0, MOST_LOGPROBS)
+    top = _whole(f"{where}top_logprobs_num", top_logprobs_num or 0, 0, MAX_LOGPROBS)
     ids = token_ids_logprob or ()
     name = f"{where}token_ids_logprob"
-    if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MOST_LOGPROBS:
-        raise RequestError(f"{name} must be a list of at most {MOST_LOGPROBS} token ids; found {show(ids)}", name)
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MAX_LOGPROBS:
+        raise RequestError(f"{name} must be a list of at most {MAX_LOGPROBS} token ids; found {show(ids)}", name)
     return LogprobParams(top, tuple(_whole(name, token, 0, 2**31 - 1) for token in ids), start)
 
 
@@ -137,7 +137,7 @@ def speculation(wish: Any, algorithm: str, most: SpecLimits) -> Speculation:
     for name in wish:
         if name not in _SPECULATIVE:
             full = f"speculative.{str(name)[:80]}"
-            raise RequestError(f"{full} is not a known field{meant(str(name), _SPECULATIVE)}", full)
+            raise RequestError(f"{full} is not a known field{suggestion(str(name), _SPECULATIVE)}", full)
     asked = wish.get("algorithm")
     if asked is not None:
         if isinstance(asked, str) and asked.lower() in ("off", "none"):

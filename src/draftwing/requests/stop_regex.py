@@ -23,7 +23,7 @@ MAX_UNROLLED: Final = 10_000  # parts of a pattern; the library writes out what 
 MAX_TOGETHER: Final = 20_000  # parts of all patterns of a request
 SEARCH_SECONDS: Final = 0.1  # of processor time, for one search, and for all of a request beyond `TOKEN_SECONDS`
 TOKEN_SECONDS: Final = 0.002  # of it, for all searches after one token: the other answers wait for them
-MOST_SHARES: Final = 16  # answers that divide this among them; further ones get as much as the last of these
+MAX_SHARES: Final = 16  # answers that divide this among them; further ones get as much as the last of these
 
 _VERBOSE = re.compile(r"\(\?(?:#|[a-zA-Z0-9-]*x)")
 
@@ -94,7 +94,7 @@ class Allowance:
 
     def token(self) -> None:
         """One of the answers has one more."""
-        self.left = min(self.left + TOKEN_SECONDS / min(self.answers, MOST_SHARES), SEARCH_SECONDS)
+        self.left = min(self.left + TOKEN_SECONDS / min(self.answers, MAX_SHARES), SEARCH_SECONDS)
 
 
 class Patterns(tuple[str, ...]):

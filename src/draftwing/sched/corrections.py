@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from draftwing.core import TreeShape
 
 MOST = 3.0  # limit of a shape's correction in either direction; what is further off was measured wrong (`prices.DOUBT`)
-MOST_SHARED = 16.0  # the same of all shapes' correction: a machine may have been busy while it was measured
+MAX_SHARED = 16.0  # the same of all shapes' correction: a machine may have been busy while it was measured
 NOISE = 0.05**2  # variance of a sample's logarithm
 SPEED, SPEED_DRIFT = 0.2**2, 0.005**2  # variance of the machine's speed at first, and by how much it grows at each step
 OWN, OWN_DRIFT = 0.1**2, 0.0005**2  # the same of a shape's own correction while the shape runs
@@ -63,7 +63,7 @@ class Corrections:
         now = self._samples[bucket] = self._samples.get(bucket, 0) + 1
         shared, own = self._shared.get(bucket), self._own.get((shape, bucket))
         if shared is None:
-            shared = self._shared[bucket] = Correction(MOST_SHARED, SPEED, now)
+            shared = self._shared[bucket] = Correction(MAX_SHARED, SPEED, now)
         if own is None:
             own = self._own[shape, bucket] = Correction(MOST, OWN, now)
         shared.variance = min(shared.variance + SPEED_DRIFT * (now - shared.at), SPEED)
@@ -77,7 +77,7 @@ class Corrections:
     def restore(self, shape: TreeShape | None, bucket: int, factor: float) -> None:
         """Takes a factor of another day; shape: None for that of all."""
         if shape is None:
-            self._shared[bucket] = Correction(MOST_SHARED, SPEED, 0, factor)
+            self._shared[bucket] = Correction(MAX_SHARED, SPEED, 0, factor)
         else:
             self._own[shape, bucket] = Correction(MOST, OWN / 4, 0, factor)
 

@@ -19,7 +19,7 @@ from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState, Guided, guide
 from draftwing.grammar.state import Mask
 from draftwing.requests.request import SpecLimits
-from draftwing.sched.foresight import Foresight
+from draftwing.sched.async_mask import AsyncMask
 
 BoolArray = npt.NDArray[np.bool_]
 Masks = npt.NDArray[np.uint32]
@@ -41,7 +41,7 @@ class GuidedRow(NamedTuple):
     grammar: GrammarState | None  # after the newest token
     processor: BoundProcessor | None
     limits: SpecLimits | None
-    foresight: Foresight | None = None  # of the grammar
+    async_mask: AsyncMask | None = None  # of the grammar
 
 
 class Guides(Protocol):
@@ -68,8 +68,8 @@ def _charged(row: GuidedRow) -> Iterator[None]:
     try:
         yield
     finally:
-        if row.foresight is not None:
-            row.foresight.charge(time.thread_time() - begun)
+        if row.async_mask is not None:
+            row.async_mask.charge(time.thread_time() - begun)
 
 
 class Guidance:
@@ -120,8 +120,8 @@ class Guidance:
 
     @staticmethod
     def _root(row: GuidedRow, grammar: GrammarState) -> Mask:
-        if row.foresight is not None and row.foresight.mask is not None:
-            return row.foresight.mask
+        if row.async_mask is not None and row.async_mask.mask is not None:
+            return row.async_mask.mask
         with _charged(row):
             return grammar.mask()
 
@@ -133,7 +133,7 @@ class Guidance:
         for i, row in enumerate(self._rows):
             if row.grammar is None or i in self._failed:
                 continue
-            if row.foresight is not None and row.foresight.mask is not None:
+            if row.async_mask is not None and row.async_mask.mask is not None:
                 alive[i, 1:] = False  # its masks take too long, and nobody uses the grammar now
                 continue
             depth = max_depth if row.limits is None else min(max_depth, row.limits.depth)

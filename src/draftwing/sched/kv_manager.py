@@ -13,10 +13,10 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from draftwing.core import Admission, IntArray
-from draftwing.sched.alloc import SlotAllocator
-from draftwing.sched.making import PATIENCE, WORTH, InTheMaking
+from draftwing.sched.inflight_prefixes import MAX_LEFT_PER_SHARED, MIN_SHARED_TOKENS, InflightPrefixes
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req
+from draftwing.sched.slots import SlotAllocator
 
 
 class KVManager:
@@ -37,8 +37,8 @@ class KVManager:
         self._admissions = 0
         self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
-        self._making = InTheMaking()
-        self._spoilt: list[IntArray] = []  # slots, see `take_spoilt`
+        self._inflight = InflightPrefixes()
+        self._quarantined: list[IntArray] = []  # slots, see `take_quarantined`
 
     # -- to requests ------------------------------------------------------------------------------------------------
 
@@ -52,27 +52,27 @@ class KVManager:
         """Slots that are free or cached."""
         return self.pool.available + self.radix.evictable
 
-    def on_its_way(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
+    def prefix_being_computed(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
         """Whether the KV of its tokens, or of so many of them that it is worth it, is being computed for another
         request, so that it should wait. held: who does not go on now."""
         if not self.radix.enabled:
             return False
-        if not held and self._making.remembers(req, tokens):
+        if not held and self._inflight.remembers(req, tokens):
             return True
-        waits = self._making.has(req, held) or self._saves(req, tokens, held)
+        waits = self._inflight.has(req, held) or self._saves(req, tokens, held)
         if waits and not held:
-            self._making.remember(req, tokens)
+            self._inflight.remember(req, tokens)
         return waits
 
     def _saves(self, req: Req, tokens: IntArray, held: Container[Req]) -> bool:
         """Whether enough of its tokens is being computed for others."""
-        alike = [pair for pair in self._making.most_in_common(req, tokens, held) if pair[0] >= WORTH]
+        alike = [pair for pair in self._inflight.common_prefixes(req, tokens, held) if pair[0] >= MIN_SHARED_TOKENS]
         if not alike:
             return False
         most = self._may_reuse(req)
         cached = len(self.radix.match(tokens, req.salt, most).slots)
         saved = [(min(common, most) - cached, left) for common, left in alike]
-        return any(less >= WORTH and left <= PATIENCE * less for less, left in saved)
+        return any(less >= MIN_SHARED_TOKENS and left <= MAX_LEFT_PER_SHARED * less for less, left in saved)
 
     def admit(self, req: Req, tokens: IntArray, reserve: int) -> bool:
         """Gives it a row and what is cached of its tokens; False, and nothing changes, where they would leave fewer
@@ -96,7 +96,7 @@ class KVManager:
             req.cached_tokens = cached
         self.by_row[req.row] = req
         if cached < most:
-            self._making.add(req, tokens)
+            self._inflight.add(req, tokens)
         draft_salt = req.salt if req.draft_salt is None else req.draft_salt
         self._admits[req.row] = Admission(
             req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), draft_salt,
@@ -148,7 +148,7 @@ class KVManager:
         """The only function that takes what a request has: the committed prefix goes to the radix tree, all else that
         is owned back to the allocator, the row to the free rows."""
         assert req.running and req.node is not None
-        self._making.drop(req)
+        self._inflight.drop(req)
         self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
         self.radix.unlock(req.node)
         self.pool.free(_owned(req))
@@ -169,7 +169,7 @@ class KVManager:
         both pinned, a request could need twice its length. A step in flight still reads the old slots; whoever gets
         them is launched after it.
         """
-        self._making.drop(req)
+        self._inflight.drop(req)
         node = self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
         assert req.node is not None
         self.radix.lock(node)
@@ -188,22 +188,22 @@ class KVManager:
         """Empties the prefix cache, as far as nobody reads it."""
         self.pool.free(self.radix.evict(self.radix.evictable))
 
-    def spoil(self, req: Req) -> None:
+    def quarantine(self, req: Req) -> None:
         """Its logits are not finite, and it is about to be released. Neither its KV is kept nor what is cached and it
         may have read: some of it may be what spoils them."""
-        self._spoilt.append(_owned(req))
+        self._quarantined.append(_owned(req))
         req.kv = 0
 
-    def spoil_cache(self) -> None:
-        """As `spoil`, of what is cached and nobody reads."""
-        self._spoilt.append(self.radix.evict(self.radix.evictable))
-        self.pool.free(self._spoilt[-1])
+    def quarantine_cache(self) -> None:
+        """As `quarantine`, of what is cached and nobody reads."""
+        self._quarantined.append(self.radix.evict(self.radix.evictable))
+        self.pool.free(self._quarantined[-1])
 
-    def take_spoilt(self) -> IntArray | None:
+    def take_quarantined(self) -> IntArray | None:
         """Slots whose KV nobody may read, not even where it has no weight; mostly None."""
-        if not self._spoilt:
+        if not self._quarantined:
             return None
-        out, self._spoilt = np.concatenate(self._spoilt), []
+        out, self._quarantined = np.concatenate(self._quarantined), []
         return out
 
     # -- checks -----------------------------------------------------------------------------------------------------

@@ -100,7 +100,9 @@ def divided(most: int, todo: Sequence[Req], pace: Pace, ready: Sequence[Req]) ->
     return [(req, length) for req, length in given.items() if length]
 
 
-def shared_step(ready: list[Req], running: Iterable[Req], seconds: Callable[[int, int], float | None]) -> list[Req]:
+def fair_decode_batch(
+    ready: list[Req], running: Iterable[Req], seconds: Callable[[int, int], float | None]
+) -> list[Req]:
     """Who takes part in a step. Of a priority a client's rows take no more of it than an equal share of its time: where
     k clients of that priority or a higher one run, their rows make it longer for the others by 1 / (k - 1) at most. Of
     a client with more the first by rank take part; the others keep their rows and wait. One row of each client always

@@ -65,9 +65,9 @@ class FairQueue:
         self._last[client] = req.turn
         if len(self._last) > self._size + _KEPT:  # turns that are past say little
             self._last = {one: turn for one, turn in self._last.items() if turn > self._turn}
-        self.rejoin(req)
+        self.requeue(req)
 
-    def rejoin(self, req: Req) -> None:
+    def requeue(self, req: Req) -> None:
         """One that was here before, to its old place."""
         line = self._lines.setdefault(req.request.client, [])
         at = _place(line, req)
@@ -107,7 +107,7 @@ class FairQueue:
         else:
             del self._lines[req.request.client]
 
-    def in_turn(self, served: Callable[[str], bool]) -> Iterator[Req]:
+    def fair_order(self, served: Callable[[str], bool]) -> Iterator[Req]:
         """Those who wait now, in the order in which they get rows; the first `LOOKED_AT` of each client. Who is taken
         may be admitted meanwhile, and others may come back.
 
@@ -155,7 +155,7 @@ class RowShares:
     def take(self, req: Req) -> None:
         self._held[req.request.client] -= 1
 
-    def who_yields(self, running: Iterable[Req], req: Req) -> Req | None:
+    def preemption_victim(self, running: Iterable[Req], req: Req) -> Req | None:
         """Who runs and has to make room for `req`, if anybody: the newest request of the client that has most, of
         those beyond their share. Not for who has its share already, and not those of a higher priority."""
         if self.served(req.request.client):

@@ -15,7 +15,7 @@ from draftwing.core import SOURCES, IntArray, TokenLogprobs
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState
 from draftwing.requests.request import GenerationRequest
-from draftwing.sched.foresight import Foresight
+from draftwing.sched.async_mask import AsyncMask
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.radix import Node
 
@@ -69,7 +69,7 @@ class Req:
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
 
-    foresight: Foresight | None = None  # where there is a grammar
+    async_mask: AsyncMask | None = None  # where there is a grammar
     state: ReqState = ReqState.WAITING
     row: int = -1
     admission: int = -1
@@ -140,15 +140,15 @@ class Req:
         """Takes the newest token into the grammar; whether the answer is complete with it.
 
         Raises RequestError when it is not a legal one, and when the grammar has become too complex."""
-        assert self.grammar is not None and self.foresight is not None
-        if not self.foresight.follow(token):
+        assert self.grammar is not None and self.async_mask is not None
+        if not self.async_mask.follow(token):
             raise RequestError("the answer left its grammar", "grammar")
         return self.grammar.complete
 
     @property
     def slow(self) -> bool:
         """Whether its grammar is, so that it takes part in steps without drafts."""
-        return self.foresight is not None and self.foresight.slow
+        return self.async_mask is not None and self.async_mask.slow
 
     @property
     def guided(self) -> bool:

@@ -25,23 +25,23 @@ from draftwing.core import (
     TreeShape,
 )
 from draftwing.errors import RequestError
+from draftwing.sched.async_mask import AsyncMask, Workers, await_any
 from draftwing.sched.choice import ShapeChoice
-from draftwing.sched.ending import take, told
-from draftwing.sched.foresight import Foresight, Workers, await_any
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.lag import CatchUps
 from draftwing.sched.pace import Pace
-from draftwing.sched.planning import divided, make_plan, shared_step
+from draftwing.sched.planning import divided, fair_decode_batch, make_plan
 from draftwing.sched.policy import Load, ShapePolicy
+from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
-from draftwing.sched.told import PromptsTold
+from draftwing.sched.stop import append_until_stop, finish_meta
 from draftwing.sched.trace import traced_step
 
 log = logging.getLogger("draftwing")
 REST = 0.02  # seconds
-SPOILT = (
+NOT_FINITE_MESSAGE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or --dtype is too narrow for them"
 )
 
@@ -90,7 +90,7 @@ class Scheduler:
         self._pace = Pace()
         self.choice = ShapeChoice(policy, self._pace, config.draws_alike, config.deferral)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
-        self._told = PromptsTold()
+        self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral, config.slots)
         self._news: list[Output] = []
 
@@ -101,7 +101,7 @@ class Scheduler:
         assert req.max_total + self.kv.room <= self.config.slots
         self._by_uid[req.uid] = req
         if req.grammar is not None:
-            req.foresight = Foresight(req.grammar, self._workers)
+            req.async_mask = AsyncMask(req.grammar, self._workers)
         self.waiting.join(req)
         if req.deadline is not None:
             if len(self._deadlines) > 2 * len(self._by_uid) + 64:
@@ -118,7 +118,7 @@ class Scheduler:
     def refuse(self, req: Req, message: str = "aborted") -> None:
         """The end of a request that was never submitted."""
         reason = {"type": "abort", "message": message}
-        self._news.append(Output(req.uid, [], reason, meta=told(req, self.config.credited)))
+        self._news.append(Output(req.uid, [], reason, meta=finish_meta(req, self.config.credited)))
 
     def take_outputs(self) -> list[Output]:
         out, self._news = self._news, []
@@ -132,7 +132,7 @@ class Scheduler:
 
     def rest(self) -> None:
         """Waits a moment for what keeps all requests from going on, if there is nothing else to wait for."""
-        ones = [req.foresight.pending() for req in self.running if req.foresight is not None]
+        ones = [req.async_mask.pending() for req in self.running if req.async_mask is not None]
         await_any([one for one in ones if one is not None], REST)
 
     @property
@@ -155,7 +155,7 @@ class Scheduler:
         self._admit()
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
         plan = None
-        self._foresee()
+        self._await_masks()
         ready = self._ready()
         if not (self._prefilled and ready):  # prefill chunks and decode steps alternate
             plan = self._plan_prefill(ready)
@@ -164,15 +164,15 @@ class Scheduler:
         self._prefilled = plan.chunks if plan is not None else ()
         return plan
 
-    def _foresee(self) -> None:
+    def _await_masks(self) -> None:
         """Finds out which guided requests can go on."""
         self._held.clear()
         for req in [req for req in self.running if req.guided]:
             if req.inflight:  # what comes next depends on what comes now
                 self._held.add(req)
-            elif req.foresight is not None:
+            elif req.async_mask is not None:
                 try:
-                    if not req.foresight.ready():
+                    if not req.async_mask.ready():
                         self._held.add(req)
                 except RequestError as error:
                     self._finish(req, [], {"type": "abort", "message": str(error)})
@@ -182,23 +182,23 @@ class Scheduler:
 
     def _admit(self) -> None:
         if not self.waiting:
-            self._told.forget()
+            self._prompt_logprobs.clear()
             return
         admitted: list[Req] = []
         # Rows, for those whose turn it is but for the prompt that they wait for: of their client's share, and half of
         # all at most, since they are idle until it is there.
         kept, most = 0, max(self.config.max_rows // 2, 1)
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
-        for req in self.waiting.in_turn(shares.served):
-            if kept >= self.kv.free_rows and shares.who_yields(self.running, req) is None:
+        for req in self.waiting.fair_order(shares.served):
+            if kept >= self.kv.free_rows and shares.preemption_victim(self.running, req) is None:
                 break
             tokens = req.array
-            if self.kv.on_its_way(req, tokens, self._held):
+            if self.kv.prefix_being_computed(req, tokens, self._held):
                 if kept < most and not shares.served(req.request.client):
                     shares.give(req)
                     kept += 1  # computed once for all who begin alike
                 continue
-            self._told.give(req, self.running)
+            self._prompt_logprobs.share(req, self.running)
             if not self._give_row(req, tokens, shares, self.kv.free_rows - kept):
                 break  # whoever needs less must not pass for ever whoever needs more
             self.waiting.admit(req)
@@ -219,7 +219,7 @@ class Scheduler:
             if rows and self.kv.admit(req, tokens, reserve):
                 shares.give(req)
                 return True
-            victim = shares.who_yields(self.running, req)
+            victim = shares.preemption_victim(self.running, req)
             if victim is None:
                 return False
             shares.take(victim)
@@ -256,7 +256,7 @@ class Scheduler:
         return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
 
     def _plan_tree(self) -> Plan | None:
-        ready = shared_step(self._ready(), self.running, self.choice.policy.seconds)
+        ready = fair_decode_batch(self._ready(), self.running, self.choice.policy.seconds)
         if not ready:
             return None
         waiting = any(req.state is ReqState.PREFILL for req in self.running)
@@ -297,7 +297,7 @@ class Scheduler:
         if not len(plan.guided):
             return None
         reqs = [self.kv.by_row[row] for row in plan.rows[plan.guided].tolist()]
-        rows = [GuidedRow(req.tokens, req.grammar, req.processor, req.request.limits, req.foresight) for req in reqs]
+        rows = [GuidedRow(req.tokens, req.grammar, req.processor, req.request.limits, req.async_mask) for req in reqs]
         return Guidance(rows, plan.guided.tolist(), self.config.vocab)
 
     def _cover(self, req: Req, upto: int) -> bool:
@@ -317,7 +317,7 @@ class Scheduler:
         req.retractions += 1
         self.retractions += 1
         req.state = ReqState.WAITING
-        self.waiting.rejoin(req)
+        self.waiting.requeue(req)
 
     def _release(self, req: Req) -> None:
         self._catch_ups.release(req, self.kv.radix.enabled)
@@ -343,10 +343,12 @@ class Scheduler:
             if req is None:
                 continue
             new, failure = tokens[:count], None
-            spoilt = count > 0 and bool(new[-1] & NOT_FINITE)
-            forbidden = count > 0 and not spoilt and bool(new[-1] & FORBIDDEN)  # what is not finite cannot be edited
-            if spoilt and not (new := new[:-1]):  # of drafts before it one may be the last token of the answer
-                self.kv.spoil(req)
+            nonfinite = count > 0 and bool(new[-1] & NOT_FINITE)
+            forbidden = (
+                count > 0 and not nonfinite and bool(new[-1] & FORBIDDEN)
+            )  # logits that are not finite cannot be edited
+            if nonfinite and not (new := new[:-1]):  # of drafts before it one may be the last token of the answer
+                self.kv.quarantine(req)
                 self._fail(req)
                 continue
             if guidance is not None:
@@ -354,8 +356,8 @@ class Scheduler:
             if forbidden and failure is None:
                 new, failure = new[:-1], req.forbidding
             if failure is not None and not new:
-                if spoilt:
-                    self.kv.spoil(req)
+                if nonfinite:
+                    self.kv.quarantine(req)
                 self._finish(req, [], {"type": "abort", "message": failure})
                 continue
             if count:  # a chunk that is not the last says nothing of drafts yet
@@ -365,22 +367,22 @@ class Scheduler:
             else:
                 self._catch_ups.commit(plan.step, plan.shape, req, count)
                 self._commit_path(req, plan.shape, result, i, count)
-                if spoilt:
-                    self.kv.spoil(req)
+                if nonfinite:
+                    self.kv.quarantine(req)
                 self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i, : count - 1].tolist())
             if i in traced:
                 number = 0 if plan.kind == "prefill" else req.verify_steps
                 self._trace(req, result, i, traced[i], len(plan.rows), number)
             if failure is not None and req.running:
                 self._finish(req, [], {"type": "abort", "message": failure})
-            if spoilt and req.running:
+            if nonfinite and req.running:
                 self._fail(req)
 
     def _fail(self, req: Req) -> None:
-        """Ends a request whose logits are not finite and whose KV is spoilt."""
+        """Ends a request whose logits are not finite and whose KV may not be read."""
         log.error("request %.100r: the model's logits are not finite", req.request.name)
-        self._finish(req, [], {"type": "abort", "message": SPOILT, "status_code": 500})
-        self.kv.spoil_cache()
+        self._finish(req, [], {"type": "abort", "message": NOT_FINITE_MESSAGE, "status_code": 500})
+        self.kv.quarantine_cache()
 
     def _trace(self, req: Req, result: StepResult, i: int, traced: int, requests: int, number: int) -> None:
         """Adds the step to the request's newest output, which is of this step."""
@@ -418,12 +420,12 @@ class Scheduler:
     ) -> None:
         """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: the sources of the
         first tokens, which are accepted drafts; None for the token of a prefill."""
-        kept, reason = take(req, new)
+        kept, reason = append_until_stop(req, new)
         if drafts is not None:
             req.note_accepted(drafts[: len(kept)])
         first = req.completion_tokens == len(kept)
         if first:
-            self._told.know(req)
+            self._prompt_logprobs.add(req)
         output = Output(
             req.uid, kept, logprobs=logprobs[: len(kept)], prompt_logprobs=req.prompt_logprobs if first else []
         )
@@ -443,7 +445,7 @@ class Scheduler:
         output = Output(req.uid, new) if output is None else output
         if reason["type"] != "abort":
             self.choice.answered(req)
-        self._news.append(replace(output, finish_reason=reason, meta=told(req, self.config.credited)))
+        self._news.append(replace(output, finish_reason=reason, meta=finish_meta(req, self.config.credited)))
 
     # -- small things -------------------------------------------------------------------------------------------
 

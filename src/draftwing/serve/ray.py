@@ -39,7 +39,7 @@ except ImportError as error:
 ROUTER = "draftwing.serve.prefixes.PrefixRouter"
 NAME = "replicas"  # of the deployment
 REMEMBERED = 4_000_000  # characters of prompts that the router keeps
-MOST_ONGOING = 2048  # requests that Ray hands to a replica, whose engine lets them wait
+MAX_ONGOING = 2048  # requests that Ray hands to a replica, whose engine lets them wait
 HEALTH_SECONDS = 5.0  # between checks; after the third that fails in a row Ray replaces the replica
 
 
@@ -99,7 +99,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
     settings: dict[str, Any] = {
         "ray_actor_options": _resources(options, scaling),
-        "max_ongoing_requests": MOST_ONGOING,
+        "max_ongoing_requests": MAX_ONGOING,
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": options.drain_timeout,
         "max_constructor_retry_count": 2,
@@ -109,7 +109,7 @@ def app(args: dict[str, Any]) -> serve.Application:
         return serve.deployment(Replica, name=NAME, **settings).bind(options)
     settings["request_router_config"] = _router(scaling)
     replicas = serve.deployment(Replica, name=NAME, **settings).bind(options)
-    choosers: dict[str, Any] = {"max_ongoing_requests": MOST_ONGOING, "ray_actor_options": {"num_cpus": 0}}
+    choosers: dict[str, Any] = {"max_ongoing_requests": MAX_ONGOING, "ray_actor_options": {"num_cpus": 0}}
     return replicas._with_ingress_request_router(serve.deployment(Choice, **choosers).bind(replicas))
 
 

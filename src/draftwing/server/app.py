@@ -14,10 +14,10 @@ import draftwing
 from draftwing.config.api_keys import read_keys
 from draftwing.config.options import Options
 from draftwing.server.anthropic.routes import add_anthropic_routes
-from draftwing.server.border.bodies import BodyLimit
-from draftwing.server.border.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck
-from draftwing.server.border.pace import AnswerPace
 from draftwing.server.chat import Chats
+from draftwing.server.edge.body_limit import BodyLimit
+from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck
+from draftwing.server.edge.throttle import ResponseThrottle
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import install_error_handlers
 from draftwing.server.native.routes import add_native_routes
@@ -56,7 +56,7 @@ def create_app(
         engine.start()
         yield
         await engine.stop(drain)
-        service.lanes.close()
+        service.pools.close()
         await asyncio.to_thread(observer.close)
 
     app = FastAPI(title="draftwing", version=draftwing.__version__, lifespan=lifespan, redirect_slashes=False)
@@ -80,8 +80,8 @@ def create_app(
 
 
 def paced(app: ASGIApp, options: Options) -> ASGIApp:
-    """The application behind `AnswerPace`, which is to be outside of all else that answers."""
-    return AnswerPace(app, free=_free(options))
+    """The application behind `ResponseThrottle`, which is to be outside of all else that answers."""
+    return ResponseThrottle(app, free=_free(options))
 
 
 def _free(options: Options) -> Callable[[str], bool]:

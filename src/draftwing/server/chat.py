@@ -15,24 +15,24 @@ from draftwing.errors import RequestError
 from draftwing.grammar.limits import MAX_CHARS
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.refusals import check_text, show
-from draftwing.requests.request import MOST_OPENAI_LOGPROBS, GenerationRequest, LogprobParams
+from draftwing.requests.request import MAX_OPENAI_LOGPROBS, GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.lanes import SHORT
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
 from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages
 from draftwing.server.parsers.message import MessageReader, MessageStyle
 from draftwing.server.parsers.reasoning import Start, start_of
 from draftwing.server.parsers.tools import TOOL_STYLES, style_of
-from draftwing.server.schema import Asking
+from draftwing.server.schema import GenerationBody
 from draftwing.server.service import Generation, Service
+from draftwing.server.worker_pools import MAX_SHORT_SIZE
 from draftwing.text.continuation import render_continued
 
-MOST_TOOLS = 512
-MOST_NAME = 256  # characters
-MOST_LOOSENED = 16  # functions of one request whose schemas are found not to be built
+MAX_TOOLS = 512
+MAX_NAME = 256  # characters
+MAX_LOOSENED = 16  # functions of one request whose schemas are found not to be built
 # Values in what a template is given: it is copied to another process, which holds all others up.
-MOST_VALUES = 16_384  # in further variables
-MOST_TOLD = 65_536  # in the definitions of all tools, lists of what a parameter may be included; in all messages
+MAX_VALUES = 16_384  # in further variables
+MAX_TOLD = 65_536  # in the definitions of all tools, lists of what a parameter may be included; in all messages
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
 _NO_CALLS = ToolChoice("none")
@@ -74,7 +74,7 @@ class Chat:
         return bool(self.functions) and self.choice.mode != "none"
 
 
-class ChatBody(Asking):
+class ChatBody(GenerationBody):
     """Body of a request that holds a conversation."""
 
     def chat(self) -> Chat:
@@ -91,7 +91,7 @@ class ChatLogprobs(ChatBody):
     """Body that asks for the log probabilities of an answer, and of how many others at each position."""
 
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS)] | None = None
 
     def wanted_logprobs(self) -> LogprobParams | None:
         if self.logprobs:
@@ -155,7 +155,7 @@ class Chats:
 
     async def _read(self, read: Callable[[], Chat], size: int) -> Chat:
         """The conversation; in a thread where it is large: arguments of calls and grammars are texts to be parsed."""
-        return read() if size <= SHORT else await self._service.lanes.run(size, lambda gone: read())
+        return read() if size <= MAX_SHORT_SIZE else await self._service.pools.run(size, lambda gone: read())
 
     def reader(self, style: MessageStyle) -> MessageReader:
         """Reads one answer."""
@@ -169,14 +169,14 @@ class Chats:
         return (await self._service.tokenize([text], field, add_special_tokens=False))[0], chat.ignored
 
     async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
-        return await self._service.lanes.run(size, lambda gone: self._render(chat, names))
+        return await self._service.pools.run(size, lambda gone: self._render(chat, names))
 
     def _render(self, chat: Chat, names: Mapping[str, str]) -> str:
         """The prompt's text; blocks while a template runs. names: of the dialect's fields, for errors."""
         taken = _RESERVED & chat.template.keys()
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
-        _check_values(chat.template, MOST_VALUES, "chat_template_kwargs", "chat_template_kwargs and documents")
+        _check_values(chat.template, MAX_VALUES, "chat_template_kwargs", "chat_template_kwargs and documents")
         variables = dict(chat.template)
         asked = chat.reasons or chat.effort in _REASONS
         thinking = True if asked and chat.thinking is None else chat.thinking
@@ -200,8 +200,8 @@ class Chats:
                     names["tools"],
                 )
             variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
-            _check_values(variables["tools"], MOST_TOLD, names["tools"], f"all {names['tools']}")
-        _check_values(chat.messages, MOST_TOLD, "messages", "all messages")
+            _check_values(variables["tools"], MAX_TOLD, names["tools"], f"all {names['tools']}")
+        _check_values(chat.messages, MAX_TOLD, "messages", "all messages")
         messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:
             return render_continued(tokenizer, messages, **variables)
@@ -300,7 +300,7 @@ class Chats:
         ]
         found: list[Function] = []
         for function in sorted(constrained, key=lambda one: not one.strict):
-            if len(found) == MOST_LOOSENED:  # what is looked for takes time
+            if len(found) == MAX_LOOSENED:  # what is looked for takes time
                 found = []
                 break
             grammar = Grammar("json_schema", json.dumps(function.schema))
@@ -347,14 +347,14 @@ def template_tool(function: Function, described: bool = False) -> dict[str, Any]
 def checked_functions(functions: Sequence[tuple[Function, str]], schema: str = "parameters") -> list[Function]:
     """Raises RequestError for functions that cannot be offered. Each comes with the field that holds it; schema: what
     the dialect calls the schema of its parameters."""
-    if len(functions) > MOST_TOOLS:
-        raise RequestError(f"tools takes at most {MOST_TOOLS} functions; found {len(functions)}", "tools")
+    if len(functions) > MAX_TOOLS:
+        raise RequestError(f"tools takes at most {MAX_TOOLS} functions; found {len(functions)}", "tools")
     seen: set[str] = set()
     for function, where in functions:
         name = f"{where}.name"
         check_text(function.name, name)
-        if not 0 < len(function.name) <= MOST_NAME:
-            raise RequestError(f"{name} must have 1 to {MOST_NAME} characters; found {show(function.name)}", name)
+        if not 0 < len(function.name) <= MAX_NAME:
+            raise RequestError(f"{name} must have 1 to {MAX_NAME} characters; found {show(function.name)}", name)
         if function.name in seen:
             raise RequestError(f"{name}: there are two functions {show(function.name)}", name)
         seen.add(function.name)

@@ -7,7 +7,7 @@ from typing import Any
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.parsers.call import read_arguments
-from draftwing.server.parts import MOST_IN_CALL, check_parts
+from draftwing.server.parts import MAX_IN_CALL, check_parts
 from draftwing.server.schema import Body
 
 
@@ -77,7 +77,7 @@ def template_call(call_id: str, name: str, arguments: Any, where: str) -> dict[s
     what is none stays the text it is. Raises RequestError for one that is too large: `where` is the field that holds
     it."""
     if arguments is None or isinstance(arguments, str):
-        check_parts((arguments or "").encode(errors="replace"), MOST_IN_CALL, MOST_IN_CALL, where)
+        check_parts((arguments or "").encode(errors="replace"), MAX_IN_CALL, MAX_IN_CALL, where)
         found = read_arguments(arguments or "")
         arguments = arguments if found is None else found
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -17,14 +17,14 @@ from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead,
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
-from draftwing.server.entries import Entries, EntriesFull, entries
-from draftwing.server.outbox import Outbox
-from draftwing.server.supervision import Deaths, Watchdog
+from draftwing.server.admission_quota import AdmissionQuota
+from draftwing.server.dispatch_queue import DispatchQueue
+from draftwing.server.logprob_quota import LogprobQuota, LogprobQuotaFull, count_logprobs
+from draftwing.server.supervision import CrashHistory, Watchdog
 from draftwing.server.telemetry.observer import Observer
-from draftwing.server.waiting import Waiting
 
 logger = logging.getLogger(__name__)
-MOST_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
+MAX_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
 STATS_SECONDS = 0.5  # how long the engine's numbers are waited for, then those of before have to do
 
 
@@ -40,7 +40,7 @@ class Stream:
         self.open = {request.uid: request for request in requests}
         self._owner = owner
         self._news: dict[str, Output] = {}
-        self._error: EngineDead | EntriesFull | None = None
+        self._error: EngineDead | LogprobQuotaFull | None = None
         self._client, self._held = requests[0].client, 0  # log probabilities
         self._woken = asyncio.Event()
 
@@ -48,11 +48,11 @@ class Stream:
         """Adds to what has not been taken yet, so that a slow client gets fewer and longer pieces, not a backlog."""
         if self._error is not None or output.uid not in self.open:
             return
-        count = entries(output, self.open[output.uid])
+        count = count_logprobs(output, self.open[output.uid])
         self._held += count
         try:
-            self._owner.entries.add(self._client, count, self._held)
-        except EntriesFull as error:
+            self._owner.logprob_quota.add(self._client, count, self._held)
+        except LogprobQuotaFull as error:
             self.fail(error)
             return
         earlier = self._news.get(output.uid)
@@ -64,12 +64,12 @@ class Stream:
                 token_ids=earlier.token_ids,
                 logprobs=earlier.logprobs,
                 prompt_logprobs=earlier.prompt_logprobs or output.prompt_logprobs,  # they come once
-                trace=[*earlier.trace, *output.trace][-MOST_TRACED:],
+                trace=[*earlier.trace, *output.trace][-MAX_TRACED:],
             )
         self._news[output.uid] = output
         self._woken.set()
 
-    def fail(self, error: EngineDead | EntriesFull) -> None:
+    def fail(self, error: EngineDead | LogprobQuotaFull) -> None:
         self._error = error
         self._woken.set()
 
@@ -87,12 +87,12 @@ class Stream:
                 raise self._error
 
     def close(self) -> None:
-        self._owner.entries.give_back(self._client, self._held)
+        self._owner.logprob_quota.give_back(self._client, self._held)
         self._held = 0
         for uid in self.open:
             self._owner.forget(uid)
         if self.open:
-            self._owner.waiting.left(self.open)
+            self._owner.quota.abandoned(self.open)
             self._owner.abort_all(self.open)
         self.open.clear()
 
@@ -112,8 +112,8 @@ class AsyncEngine:
         self.info = info
         self.error: EngineDead | None = None
         self.link, self._spawn = link, spawn  # the link of today; another one after a restart
-        self._deaths = Deaths()
-        self._outbox = Outbox(lambda requests: self.link.send(requests))
+        self._crashes = CrashHistory()
+        self._dispatch = DispatchQueue(lambda requests: self.link.send(requests))
         self._streams: dict[str, Stream] = {}  # by uid of an unfinished request
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._compiles: dict[int, Grammar] = {}  # by number of what the engine compiles or will, whoever still waits
@@ -123,8 +123,8 @@ class AsyncEngine:
         self.draining = False
         self.observer = Observer()
         options = info.options
-        self.waiting = Waiting(options.max_queued_requests, options.max_queued_requests_per_key)
-        self.entries = Entries()
+        self.quota = AdmissionQuota(options.max_queued_requests, options.max_queued_requests_per_key)
+        self.logprob_quota = LogprobQuota()
         self.news = asyncio.Event()  # is set when the engine has given tokens to anybody, or is gone
         self.lost: Callable[[], None] = lambda: None
         self._stopping = asyncio.Event()
@@ -162,12 +162,12 @@ class AsyncEngine:
         Raises RequestError when one can never run or has stopped engines before, EngineDead when the engine is gone.
         """
         self._check()
-        self._deaths.check(requests)
+        self._crashes.check(requests)
         admitted = [self.info.admit(request) for request in requests]
         stream = Stream(self, admitted)
         self._streams |= dict.fromkeys(stream.open, stream)
-        self.waiting.add(admitted)
-        self._outbox.put(admitted)
+        self.quota.add(admitted)
+        self._dispatch.put(admitted)
         return stream
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
@@ -188,7 +188,7 @@ class AsyncEngine:
 
     def abort_all(self, uids: Iterable[str]) -> None:
         every = list(uids)
-        dropped = self._outbox.drop(every)
+        dropped = self._dispatch.drop(every)
         self._hand_on([Output(uid, [], {"type": "abort", "message": "aborted"}) for uid in dropped])
         sent = set(every).difference(dropped)
         if sent:
@@ -210,7 +210,7 @@ class AsyncEngine:
         as `GrammarCompiler.compile` and for one that has stopped engines before, GenerationError where the engine
         failed at it, or EngineDead. text: what a `Translator` has made of it."""
         self._check()
-        self._deaths.check_grammar(grammar, param)
+        self._crashes.check_grammar(grammar, param)
         question = Compile(next(self._numbers), grammar, text, param, client)
         self._compiles[question.number] = grammar
         try:
@@ -303,7 +303,7 @@ class AsyncEngine:
             if output.token_ids:
                 self.news.set()
             if output.token_ids or output.finish_reason is not None:
-                self.waiting.begun(output.uid)
+                self.quota.started(output.uid)
             self.observer.output(output)
             stream = self._streams.get(output.uid)
             if stream is not None:
@@ -326,7 +326,7 @@ class AsyncEngine:
             self._fail(EngineDead(f"the engine stopped: {cause}; the server is shutting down"))
             return
         self._suspect()
-        delay = self._deaths.back_off(time.monotonic())
+        delay = self._crashes.back_off(time.monotonic())
         if delay is None:
             self._give_up(cause)
         else:
@@ -339,11 +339,11 @@ class AsyncEngine:
         if self._compiles:
             grammars = set(self._compiles.values())
             if len(grammars) == 1:
-                self._deaths.suspect_grammar(grammars.pop())
+                self._crashes.suspect_grammar(grammars.pop())
         elif len(streams) == 1:
             (stream,) = streams.values()
             if stream.requests[0].name:  # clients' requests have one, health checks do not
-                self._deaths.suspect(stream.requests)
+                self._crashes.suspect(stream.requests)
 
     def _give_up(self, cause: str) -> None:
         logger.error("the engine stopped too often and is not restarted again: the server ends")
@@ -369,7 +369,7 @@ class AsyncEngine:
                 except Exception as error:
                     cause = str(error)
                     logger.error("the engine could not be restarted: %s", cause)
-                    delay = self._deaths.back_off(time.monotonic())
+                    delay = self._crashes.back_off(time.monotonic())
         finally:
             self._restarting = None
         if delay is None:
@@ -381,9 +381,9 @@ class AsyncEngine:
 
     def _fail(self, error: EngineDead) -> None:
         self.error = error
-        self._outbox.clear()
+        self._dispatch.clear()
         self.observer.lost()
-        self.waiting.clear()
+        self.quota.clear()
         self.news.set()
         self._compiles.clear()
         for stream in set(self._streams.values()):

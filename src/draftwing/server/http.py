@@ -23,11 +23,11 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
-from draftwing.server.encoding import encode
-from draftwing.server.parts import MOST_PARTS, check_parts
-from draftwing.server.schema import Asking
+from draftwing.server.admission_quota import RETRY_SECONDS, QueueFull
+from draftwing.server.json_encoding import encode
+from draftwing.server.parts import MAX_PARTS, check_parts
+from draftwing.server.schema import GenerationBody
 from draftwing.server.validation import refusal
-from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
 if TYPE_CHECKING:
     from draftwing.server.service import Generation, Service
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
-A = TypeVar("A", bound=Asking)
+A = TypeVar("A", bound=GenerationBody)
 
-_MOST_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
+_MAX_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
-_MOST_ERRORS = 1000  # each takes time and memory
+_MAX_ERRORS = 1000  # each takes time and memory
 
 # The names that Anthropic's clients know.
 _ANTHROPIC_TYPES = {
@@ -198,7 +198,7 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def asking(request: Request, model: type[A]) -> AsyncIterator[A]:
+async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
     """As `read_body`, for a body that asks for answers: what is prepared for them counts as one that waits, until they
     do. Raises QueueFull, before the body is looked at, where there is no room."""
     with ExitStack() as place:
@@ -208,7 +208,10 @@ async def asking(request: Request, model: type[A]) -> AsyncIterator[A]:
 
 
 async def read_body(request: Request, model: type[M], place: ExitStack | None = None) -> M:
-    """The body as `model`. Raises RequestError, naming the field, for anything that is not one. place: see `asking`."""
+    """The body as `model`. Raises RequestError, naming the field, for anything that is not one.
+
+    place: see `read_generation`.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     if not is_json and not _may_leave_out_its_type(request):
@@ -224,7 +227,7 @@ async def read_body(request: Request, model: type[M], place: ExitStack | None = 
         place.enter_context(service.preparing())
     if len(body) <= SMALL:
         return _read(body, model, service)
-    return await service.lanes.read(lambda: _read(body, model, service))
+    return await service.pools.read(lambda: _read(body, model, service))
 
 
 def _may_leave_out_its_type(request: Request) -> bool:
@@ -235,13 +238,13 @@ def _may_leave_out_its_type(request: Request) -> bool:
 
 
 def _read(body: bytes, model: type[M], service: Service) -> M:
-    check_parts(body, MOST_PARTS, 2 * service.countable)
+    check_parts(body, MAX_PARTS, 2 * service.countable)
     try:
         found = model.model_validate_json(body)
-        _ = found.ignored if isinstance(found, Asking) else ()
+        _ = found.ignored if isinstance(found, GenerationBody) else ()
         return found
     except ValidationError as error:
-        if error.error_count() > _MOST_ERRORS:
+        if error.error_count() > _MAX_ERRORS:
             raise RequestError(f"the body has {error.error_count()} fields or values that are wrong", "body") from None
         # Without the input: it may be huge, or hold what no response can.
         errors = error.errors(include_url=False, include_context=False, include_input=False)
@@ -337,15 +340,15 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None, e
         except BaseException:
             generation.close()
             raise
-    return naming(response, generation.ignored)
+    return with_ignored_header(response, generation.ignored)
 
 
-def naming(response: Response, ignored: Sequence[str]) -> Response:
+def with_ignored_header(response: Response, ignored: Sequence[str]) -> Response:
     """The response with a header that names fields which had no effect."""
     if ignored:
         # Of tools, too, which clients choose: what a header cannot hold is left out of the names.
         names = re.sub(r"[^!-~ ]", "", ", ".join(ignored))
-        response.headers["draftwing-ignored"] = names[:_MOST_IGNORED]
+        response.headers["draftwing-ignored"] = names[:_MAX_IGNORED]
     return response
 
 

@@ -6,8 +6,8 @@ import re
 
 from draftwing.errors import RequestError
 
-MOST_PARTS = 131_072  # lists, objects and fields of a body
-MOST_IN_CALL = 16_384  # of the arguments of a call, which stand in a text of the body
+MAX_PARTS = 131_072  # lists, objects and fields of a body
+MAX_IN_CALL = 16_384  # of the arguments of a call, which stand in a text of the body
 _TEXT = re.compile(rb'"[^"]*"?')
 
 

@@ -36,7 +36,7 @@ def serve(options: Options) -> None:
             logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
         watchers = open_watchers(options, read_keys(options))
         with opened(options) as (engine, tokenizer):
-            from draftwing.server.listen import make_server
+            from draftwing.server.uvicorn_server import make_server
 
             server = make_server(engine, tokenizer, watchers, STOP_SECONDS, sock.getsockname()[1])
             server.run(sockets=[sock])
@@ -57,7 +57,7 @@ def opened(options: Options) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
     engine = None
     try:
         # Not before: the other process loads the engine while these are imported.
-        import draftwing.server.listen  # noqa: F401
+        import draftwing.server.uvicorn_server  # noqa: F401
         from draftwing.server.engine_client import AsyncEngine
         from draftwing.text.tokenizer import load_tokenizer
 

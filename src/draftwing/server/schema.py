@@ -35,7 +35,7 @@ from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
 
 MAX_PROMPTS = 1024
-MOST_ENTRIES = 16_384  # of a list or an object in a body, where it has no limit of its own
+MAX_ENTRIES = 16_384  # of a list or an object in a body, where it has no limit of its own
 _EMPTY: tuple[Any, ...] = ([], {}, False)
 # Values that ask for nothing, of hints and of fields that are not built; others have none but null.
 _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
@@ -172,7 +172,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return bounded(handler(source), MOST_ENTRIES)
+        return bounded(handler(source), MAX_ENTRIES)
 
 
 @functools.cache
@@ -258,7 +258,7 @@ def characters(value: Any) -> int:
     return len(value) if isinstance(value, str) else 0
 
 
-class Asking(Body):
+class GenerationBody(Body):
     """Body of a request for answers, in any dialect.
 
     source: name of the field that holds the prompt.  id_prefix: how ids of responses begin.  names: the dialect's words

@@ -20,12 +20,12 @@ from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.border.keys import client, client_name
+from draftwing.server.edge.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.entries import fit_entries, least
-from draftwing.server.lanes import Lanes
+from draftwing.server.logprob_quota import first_logprobs, fit_logprobs
 from draftwing.server.parsers.budgets import Reasoning
-from draftwing.server.schema import Asking, split_prompts
+from draftwing.server.schema import GenerationBody, split_prompts
+from draftwing.server.worker_pools import WorkerPools
 from draftwing.text.answer import Answer
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.bounded import encode_bounded
@@ -35,8 +35,8 @@ from draftwing.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ANSWERS = 2048  # prompts times n
-MOST_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
-MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
+MAX_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
+MAX_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
 _AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
 _PAUSE_SECONDS = (
@@ -58,23 +58,23 @@ class Generation:
     def __init__(
         self,
         engine: AsyncEngine,
-        lanes: Lanes,
+        pools: WorkerPools,
         answers: Sequence[Answer],
         id: str,
         prompt_tokens: int,
-        told: bool = False,
+        shows_drafts: bool = False,
         ignored: Sequence[str] = (),
     ) -> None:
         """answers: as `prepare` makes them.  id: of the response.  prompt_tokens: of all prompts, each counted once.
-        told: whether the response says how it was drafted.  ignored: fields of the request that have no effect."""
+        shows_drafts: whether the response says how it was drafted.  ignored: fields of the request without effect."""
         self.answers, self.id, self.prompt_tokens = answers, id, prompt_tokens
-        self._lanes = lanes
+        self._pools = pools
         self.ignored = tuple(ignored)
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
-        self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if told else {})
+        self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if shows_drafts else {})
         # Answers to a prompt, which is one list, hold what is told of it once.
-        self._told: dict[tuple[int, LogprobParams | None], list[TokenLogprobs | None]] = {}
+        self._prompt_logprobs: dict[tuple[int, LogprobParams | None], list[TokenLogprobs | None]] = {}
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
         self._stream = engine.submit(requests)
@@ -89,7 +89,7 @@ class Generation:
             text = answer.push(output)
             if output.prompt_logprobs:
                 prompt = id(answer.request.prompt_ids), answer.wanted
-                answer.prompt_logprobs = self._told.setdefault(prompt, answer.prompt_logprobs)
+                answer.prompt_logprobs = self._prompt_logprobs.setdefault(prompt, answer.prompt_logprobs)
             yield answer, text
 
     async def finish(self) -> Sequence[Answer]:
@@ -99,8 +99,8 @@ class Generation:
         return self.answers
 
     async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """As `Lanes.render`, of the answers so far. size: see `Answer.entries`."""
-        return await self._lanes.render(size, work)
+        """As `WorkerPools.render`, of the answers so far. size: see `Answer.entries`."""
+        return await self._pools.render(size, work)
 
     def close(self) -> None:
         self._stream.close()
@@ -114,7 +114,7 @@ class Service:
         self.started = time.time()
         self.texts = TokenTexts(tokenizer)
         self.reasoning = Reasoning(self.options, tokenizer)
-        self.lanes = Lanes()
+        self.pools = WorkerPools()
         self._translator = Translator.of(engine.info.options, tokenizer)
         self._compiled: OrderedDict[Grammar, None] = OrderedDict()  # by the engine, or one before it; newest last
         self._draw = random.Random(self.options.random_seed)
@@ -136,7 +136,7 @@ class Service:
     @property
     def countable(self) -> int:
         """Tokens of a text that is only counted, or of ids that are only decoded."""
-        return max(self.engine.info.context_length, MOST_COUNTED)
+        return max(self.engine.info.context_length, MAX_COUNTED)
 
     async def tokenize(
         self, texts: list[str], field: str, add_special_tokens: bool = True, most: int | None = None
@@ -147,7 +147,7 @@ class Service:
         if size <= _INLINE_CHARACTERS:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
         limit = self.engine.info.context_length if most is None else most
-        return await self.lanes.run(
+        return await self.pools.run(
             size, lambda gone: encode_bounded(self.tokenizer, texts, limit, field, add_special_tokens, gone)
         )
 
@@ -166,14 +166,14 @@ class Service:
             return self.tokenizer.decode(ids, skip_special_tokens)
 
         # One by one, so that it ends when it is cancelled.
-        return [await self.lanes.run(size, partial(decode, ids)) for ids in every]
+        return [await self.pools.run(size, partial(decode, ids)) for ids in every]
 
-    async def sampling(self, body: Asking, check: Callable[[], T]) -> T:
+    async def sampling(self, body: GenerationBody, check: Callable[[], T]) -> T:
         """What `check` makes of the body's sampling fields: in a thread where it compiles expressions, which may take
         half a second."""
         if not body.expressions:
             return check()
-        return await self.lanes.run(_EXPRESSION * body.expressions, lambda gone: check())
+        return await self.pools.run(_EXPRESSION * body.expressions, lambda gone: check())
 
     async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
         """Has the engine compile the grammars. Raises RequestError for one that cannot be used, GenerationError when
@@ -187,11 +187,11 @@ class Service:
                 async with self._in_time():
                     # In a thread: it may take long.
                     translate = partial(self._translated, grammar, field)
-                    text = await self.lanes.run(len(grammar.text), translate)
+                    text = await self.pools.run(len(grammar.text), translate)
                     await self.engine.compile(grammar, text, field, client_name())
             self._compiled[grammar] = None
             self._compiled.move_to_end(grammar)
-            while len(self._compiled) > MOST_COMPILED:
+            while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
 
     @asynccontextmanager
@@ -210,7 +210,7 @@ class Service:
 
     def preparing(self) -> AbstractContextManager[None]:
         """While a request is prepared, it counts as an answer that waits. Raises QueueFull where too many do."""
-        return self.engine.waiting.making(client_name(), 1)
+        return self.engine.quota.reserve(client_name(), 1)
 
     def check_room(self, count: int, held: int = 1) -> None:
         """Refuses so many answers, before anything is done for them that takes longer. Raises QueueFull where too many
@@ -218,10 +218,10 @@ class Service:
         most = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
         if count > most:
             raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
-        self.engine.waiting.check(client_name(), count, held)
+        self.engine.quota.check(client_name(), count, held)
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], body: Asking, ignored: Sequence[str] = ()
+        self, requests: Sequence[GenerationRequest], body: GenerationBody, ignored: Sequence[str] = ()
     ) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.
 
@@ -241,7 +241,7 @@ class Service:
                 found = f"for this key (max_priority); found {shared['priority']}"
                 raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
         body.place.close()
-        with self.engine.waiting.making(client_name(), count):
+        with self.engine.quota.reserve(client_name(), count):
             if predicted:
                 shared["prediction"] = tuple(
                     (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]
@@ -255,10 +255,10 @@ class Service:
                     asked = [
                         one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked
                     ]
-                asked = fit_entries(asked, body.length is not None, info.context_length)
+                asked = fit_logprobs(asked, body.length is not None, info.context_length)
                 if any(one.logprobs is not None for one in asked):
-                    first = least(asked)
-                    self.engine.entries.check(client_name(), first, first)
+                    first = first_logprobs(asked)
+                    self.engine.logprob_quota.check(client_name(), first, first)
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
                     if len(answers) % _AT_ONCE == 0 and len(answers) < count:
@@ -267,7 +267,7 @@ class Service:
                 raise body.renamed(error) from None
             tokens = sum(len(request.prompt_ids) for request in requests)
             unused = dict.fromkeys((*body.ignored, *ignored))
-            return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None, [*unused])
+            return Generation(self.engine, self.pools, answers, id, tokens, body.speculative is not None, [*unused])
 
     async def _with_bad_words(self, asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """The requests with the token sequences of their `bad_words`, found once for those that share their
@@ -281,7 +281,7 @@ class Service:
         if size <= _INLINE_CHARACTERS:
             found = tokenized(lambda: False)
         else:
-            found = await self.lanes.run(size, tokenized)
+            found = await self.pools.run(size, tokenized)
         return [one._replace(bad_word_ids=found[one.params.bad_words]) for one in asked]
 
     def name_for(self, asked: str | None) -> str:

@@ -43,7 +43,7 @@ class Watchdog:
         return None
 
 
-class Deaths:
+class CrashHistory:
     """Deaths of engines, the latest of them, and the requests and grammars that were alone in one."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import meant
+from draftwing.requests.refusals import suggestion
 from draftwing.server.schema import known_fields
 
 _TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
@@ -29,7 +29,7 @@ def refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None)
     if kind in told:
         message = f"{field} {told[kind]}"
         if kind == "extra_forbidden" and model is not None:
-            message += meant(str(path[-1]), known_fields(model, path[:-1]))
+            message += suggestion(str(path[-1]), known_fields(model, path[:-1]))
     else:
         message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
     return RequestError(message, name or "body")

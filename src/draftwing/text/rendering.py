@@ -17,7 +17,7 @@ from draftwing.errors import CheckpointError, RequestError
 from draftwing.text import template_sandbox as sandbox
 
 PATIENCE = 60.0  # seconds of the clock for one text, on a machine that is busy with other things
-_MOST_BYTES = 4 * sandbox.MOST_CHARACTERS + 1
+_MAX_BYTES = 4 * sandbox.MAX_CHARACTERS + 1
 
 
 class TemplateLimit(RequestError):
@@ -44,7 +44,7 @@ class _Process:
         self._conn.send_bytes(job)
         if not self._conn.poll(PATIENCE):
             raise TimeoutError
-        reply = self._conn.recv_bytes(_MOST_BYTES)
+        reply = self._conn.recv_bytes(_MAX_BYTES)
         return reply[:1], reply[1:].decode()
 
     def close(self) -> int:

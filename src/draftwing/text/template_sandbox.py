@@ -26,11 +26,11 @@ from draftwing.text.unicode import well_formed
 
 SECONDS = 2.0  # of a processor, for one text
 MEMORY = 2**30  # bytes of address space
-MOST_CHARACTERS = 2**24  # of a text
+MAX_CHARACTERS = 2**24  # of a text
 
 # How an answer begins; its text follows.
 TEXT, SYNTAX, REFUSAL, LIMIT = b"t", b"s", b"r", b"l"
-_MOST_MESSAGE = 2000  # characters of an error, whose text is the template's
+_MAX_MESSAGE = 2000  # characters of an error, whose text is the template's
 
 
 class Job(NamedTuple):
@@ -108,8 +108,8 @@ class Renderer:
         # Not only TemplateError: a template may index a missing key, concatenate None, or divide by zero.
         except Exception as error:
             return REFUSAL, f"the chat template refuses these messages: {error}"
-        if len(text) > MOST_CHARACTERS:
-            return LIMIT, f"makes more than {MOST_CHARACTERS} characters"
+        if len(text) > MAX_CHARACTERS:
+            return LIMIT, f"makes more than {MAX_CHARACTERS} characters"
         return TEXT, text
 
 
@@ -126,7 +126,7 @@ def main(conn: Connection) -> None:
             data = conn.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
             kind, text = renderer.answer(data)
-            reply = kind + well_formed(text if kind == TEXT else text[:_MOST_MESSAGE]).encode()
+            reply = kind + well_formed(text if kind == TEXT else text[:_MAX_MESSAGE]).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             conn.send_bytes(reply)
 

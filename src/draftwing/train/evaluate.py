@@ -18,7 +18,7 @@ from typing import Any
 from draftwing.config.options import MODEL, SPECULATION, Options
 from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
-from draftwing.engine.measure import Local, Sample, measure
+from draftwing.engine.benchmark import Local, Sample, measure
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
 

@@ -103,7 +103,7 @@ def test_states_are_those_of_a_forward(harness, model, monkeypatch):
 
 @torch.inference_mode()
 def test_what_no_graph_is_for(harness, model, monkeypatch):
-    monkeypatch.setattr(prefill_graphs, "MOST_CHUNKS", 4)
+    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
     rig = rig_of(harness, model, monkeypatch, (16, 1 << 20))
     prefills = rig.executor.prefills
     assert prefills.sizes == [16] and rig.executor.captured == len(rig.executor.graphs) + 1

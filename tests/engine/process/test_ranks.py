@@ -20,10 +20,10 @@ from draftwing import LLM
 from draftwing.config.options import Options
 from draftwing.engine import engine
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.mirror import COMPARED_EVERY, Digest
 from draftwing.engine.process import ranks as processes_of_ranks
 from draftwing.engine.process.link import EngineLink, Listener
 from draftwing.engine.process.ranks import Failed, RankDied, RankProcesses
+from draftwing.engine.rank_broadcast import COMPARED_EVERY, Digest
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.ops.types import Draft
 from draftwing.requests.request import GenerationRequest
@@ -120,9 +120,9 @@ def test_ranks_that_draw_other_tokens_are_noticed_on_the_way(folder: Path) -> No
 
 
 def processes(llm: LLM) -> RankProcesses:
-    mirror = llm.engine.parts.executor.mirror
-    assert isinstance(mirror, RankProcesses)
-    return mirror
+    broadcast = llm.engine.parts.executor.broadcast
+    assert isinstance(broadcast, RankProcesses)
+    return broadcast
 
 
 def gone(pid: int, seconds: float = 5.0) -> bool:

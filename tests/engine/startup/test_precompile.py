@@ -91,7 +91,7 @@ def serve(job):
         who = np.asarray(rng.sample(range(rows), count))
         behind, longest = rng.randint(1, LAG), rng.randint(LAG, 100)
         with torch.inference_mode():
-            parts.executor._lag.catch_up(CatchUp(who, behind, longest), np.arange(rng.randint(0, count)), True)
+            parts.executor._backlog.catch_up(CatchUp(who, behind, longest), np.arange(rng.randint(0, count)), True)
     return parts
 precompile._run_without_data = serve
 launches, _ = precompile.collect(pickle.load(sys.stdin.buffer))

@@ -23,7 +23,7 @@ from draftwing.engine.precision import Precision
 from draftwing.engine.startup import price_file as files
 from draftwing.engine.startup import prices as measuring
 from draftwing.engine.startup import quiet
-from draftwing.engine.startup.price_file import MOST_STARTS, PriceFile, price_file
+from draftwing.engine.startup.price_file import MAX_STARTS, PriceFile, price_file
 from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.prices import Prices
@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_written_is_logged(folder: Path, caplog: pytest.
 
 
 def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_FILES", 2)
+    monkeypatch.setattr(files, "MAX_FILES", 2)
     for i in range(4):
         file = PriceFile({"model": i})
         file.write(some_prices())
@@ -236,12 +236,12 @@ def test_a_machine_that_stays_busy_is_not_measured_for_ever(
     draw = random.Random(3)
     machine.load, machine.waits = lambda shape: 1 + noise * draw.random(), waits
     least, runs = dict[tuple[TreeShape, int, int], float](), []
-    for _ in range(MOST_STARTS + 2):
+    for _ in range(MAX_STARTS + 2):
         found, count = start(machine, model)
         assert all(seconds <= least.get(point, seconds) for point, seconds in found.items())
         least = found
         runs.append(count)
-    measured = 2 if waits < 0.1 and not noise else MOST_STARTS
+    measured = 2 if waits < 0.1 and not noise else MAX_STARTS
     assert all(runs[:measured]) and not any(runs[measured:])
 
 

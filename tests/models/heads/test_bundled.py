@@ -19,9 +19,9 @@ from draftwing.config.drafters import DRAFTERS, find_drafter, shipped_head, toke
 from draftwing.config.trees import carried_shape
 
 HIDDEN, HEADS, KV, SIZE, FFN, VOCAB, LAYERS = 576, 9, 3, 64, 1536, 49152, 30  # of SmolLM2-135M
-MOST_FILE, MOST_ALL = 16_000_000, 45_000_000  # bytes
+MAX_FILE, MAX_ALL = 16_000_000, 45_000_000  # bytes
 # Greedy tokens a step that (3, 1, 4) has to reach on the questions below: far from none, and no more than is sure.
-LEAST_ACCEPTED = {"EAGLE3": 1.5, "EAGLE": 1.4, "NEXTN": 1.4}
+MIN_ACCEPTED = {"EAGLE3": 1.5, "EAGLE": 1.4, "NEXTN": 1.4}
 MT_BENCH = Path(__file__).parents[3] / "benchmarks/data/mt_bench.jsonl"
 # On a GPU batches of other sizes round in other ways, unless they are told not to.
 ENGINE: dict[str, Any] = {
@@ -85,10 +85,10 @@ def test_the_default_is_there() -> None:
 def test_files_are_small_and_readable() -> None:
     files = [file for folder in FOUND.values() for file in folder.rglob("*") if file.is_file()]
     for file in files:
-        assert file.stat().st_size <= MOST_FILE, f"{file} is too large for a repository"
+        assert file.stat().st_size <= MAX_FILE, f"{file} is too large for a repository"
         assert file.stat().st_mode & 0o444 == 0o444, f"{file} cannot be read by everybody"
         assert not file.name.endswith(".partial"), f"{file} was left by a run that was killed"
-    assert sum(file.stat().st_size for file in files) <= MOST_ALL
+    assert sum(file.stat().st_size for file in files) <= MAX_ALL
 
 
 @every_head
@@ -173,4 +173,4 @@ def test_nothing_is_changed_and_much_is_accepted(
         answers = llm.chat(questions, PARAMS)
     assert [answer.token_ids for answer in answers] == expected
     correct, steps = (sum(a.meta_info[f"spec_{name}"] for a in answers) for name in ("num_correct_drafts", "verify_ct"))
-    assert 1 + correct / steps > LEAST_ACCEPTED[algorithm]
+    assert 1 + correct / steps > MIN_ACCEPTED[algorithm]

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from draftwing.engine.process.link import EngineDead
+from draftwing.server.admission_quota import QueueFull
 from draftwing.server.native import flushing
-from draftwing.server.native.flushing import MOST_WAITING, Flushing
-from draftwing.server.waiting import QueueFull
+from draftwing.server.native.flushing import MAX_WAITING, Flushing
 
 
 class Busy:
@@ -45,7 +45,7 @@ def test_one_waits_for_all() -> None:
     async def scenario() -> None:
         engine = Busy(30)
         one = Flushing(engine)  # type: ignore[arg-type]
-        assert await asyncio.gather(*(one.flush(5) for _ in range(MOST_WAITING))) == [True] * MOST_WAITING
+        assert await asyncio.gather(*(one.flush(5) for _ in range(MAX_WAITING))) == [True] * MAX_WAITING
         assert engine.looks < 40 and not len(one)
 
     run(scenario)
@@ -74,7 +74,7 @@ def test_it_ends_with_its_time_or_its_client() -> None:
 def test_they_are_limited() -> None:
     async def scenario() -> None:
         one = Flushing(Busy(10**9))  # type: ignore[arg-type]
-        waiting = [asyncio.ensure_future(one.flush(60)) for _ in range(MOST_WAITING)]
+        waiting = [asyncio.ensure_future(one.flush(60)) for _ in range(MAX_WAITING)]
         await asyncio.sleep(0.05)
         for _ in range(100):
             with pytest.raises(QueueFull):

@@ -11,8 +11,8 @@ import pytest
 from fake_engine import CONTEXT, EOS, FakeEngine
 from starlette.testclient import TestClient
 
-from draftwing.server.lanes import Lanes
 from draftwing.server.native import rendering
+from draftwing.server.worker_pools import WorkerPools
 
 KEYS = {
     "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
@@ -79,13 +79,13 @@ def test_streams_tell_of_the_prompt_first_and_last(
 ) -> None:
     """Each time else it would be as much as the prompt and all that is told of it, for one token."""
     sizes: list[int] = []
-    render = Lanes.render
+    render = WorkerPools.render
 
-    async def watched(lanes: Lanes, size: int, work: Any) -> Any:
+    async def watched(pools: WorkerPools, size: int, work: Any) -> Any:
         sizes.append(size)
-        return await render(lanes, size, work)
+        return await render(pools, size, work)
 
-    monkeypatch.setattr(Lanes, "render", watched)
+    monkeypatch.setattr(WorkerPools, "render", watched)
     engine.burst, engine.pause = 1, 0.05  # news that come before earlier ones are taken would be joined with them
     wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [1]}
     news = chunks(client, {"text": ["abcdefgh", "stuvw"], "stream": True} | wanted)

@@ -12,7 +12,7 @@ import pytest
 from scripted import ScriptedEngine
 
 from draftwing.server import http
-from draftwing.server.encoding import encode
+from draftwing.server.json_encoding import encode
 from draftwing.server.openai.responses import history, routes
 
 SCRIPTED = dict(reasoning="qwen3", tools="qwen25")

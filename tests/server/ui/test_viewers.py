@@ -16,8 +16,8 @@ from draftwing.engine.process.link import EngineDead
 from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.service import Service
-from draftwing.server.ui.snapshot import MOST_REQUESTS, MOST_TEXT, Snapshots
-from draftwing.server.ui.viewers import MOST_OF_A_KEY, MOST_VIEWERS, Snapshot, Viewers
+from draftwing.server.ui.snapshot import MAX_REQUESTS, MAX_TEXT, Snapshots
+from draftwing.server.ui.viewers import MAX_OF_A_KEY, MAX_VIEWERS, Snapshot, Viewers
 
 
 class Looks:
@@ -99,9 +99,9 @@ async def collected(viewers: Viewers) -> list[Snapshot]:
 def test_there_is_a_limit() -> None:
     async def scenario() -> None:
         viewers = Viewers(Looks(), 0.001)
-        own = [viewers.enter("alice") for _ in range(MOST_OF_A_KEY)]
+        own = [viewers.enter("alice") for _ in range(MAX_OF_A_KEY)]
         assert all(own) and viewers.enter("alice") is None, "before any of them has read anything"
-        others = [viewers.enter() for _ in range(MOST_VIEWERS - MOST_OF_A_KEY)]
+        others = [viewers.enter() for _ in range(MAX_VIEWERS - MAX_OF_A_KEY)]
         assert all(others) and viewers.enter() is viewers.enter("bob") is None
         for viewer in own:
             assert viewer is not None
@@ -161,14 +161,14 @@ def test_unless_they_are_to_be() -> None:
     one = service(ui_show_texts=True)
     began(one, 1)
     (request,) = taken(one)["requests"]
-    assert request["prompt"] == "a secret question" and request["text"] == Written.text[-MOST_TEXT:]
+    assert request["prompt"] == "a secret question" and request["text"] == Written.text[-MAX_TEXT:]
 
 
 def test_what_is_shown_is_bounded() -> None:
     one = service()
-    began(one, 3 * MOST_REQUESTS)
+    began(one, 3 * MAX_REQUESTS)
     snapshot = taken(one)
-    assert len(snapshot["requests"]) == MOST_REQUESTS and snapshot["unfinished"] == 3 * MOST_REQUESTS
+    assert len(snapshot["requests"]) == MAX_REQUESTS and snapshot["unfinished"] == 3 * MAX_REQUESTS
 
 
 def test_an_engine_that_does_not_answer() -> None:

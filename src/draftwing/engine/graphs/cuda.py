@@ -21,7 +21,7 @@ from draftwing.engine.devices.base import Device
 T = TypeVar("T")
 Replay = Callable[[], None]
 
-MOST_NODES = 4096  # a step with more keeps the device busy for longer than it takes to launch it
+MAX_NODES = 4096  # a step with more keeps the device busy for longer than it takes to launch it
 
 
 class Key(NamedTuple):

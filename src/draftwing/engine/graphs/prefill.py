@@ -28,7 +28,7 @@ from draftwing.ops.even import evens
 # Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
 # beside requests that decode; where they are, the result of the step before waits for up to 18 ms of launches.
 SIZES = tuple(evens(1024))
-MOST_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
+MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]
 
@@ -80,7 +80,7 @@ class PrefillGraphs:
         graph of so many queries or chunks."""
         tokens = sum(chunk.length for chunk in chunks)
         at = bisect_left(self.sizes, tokens)
-        if at == len(self.sizes) or len(chunks) >= MOST_CHUNKS or self.sizes[at] not in self._graphs:
+        if at == len(self.sizes) or len(chunks) >= MAX_CHUNKS or self.sizes[at] not in self._graphs:
             return None
         self._fill(self.sizes[at], chunks)
         replay, (hidden, aux_hidden) = self._graphs[self.sizes[at]]
@@ -91,7 +91,7 @@ class PrefillGraphs:
     # -- the buffer -------------------------------------------------------------------------------------------------
 
     def _chunks(self, size: int) -> int:
-        return min(size, MOST_CHUNKS)
+        return min(size, MAX_CHUNKS)
 
     def _tiles(self, size: int, shape: HeadShape) -> int:
         most = self._attn.most_tiles(size, self._chunks(size), shape)

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> NoReturn:
 
 def _run(plans: Connection, setup: Setup) -> NoReturn:
     from draftwing.engine.build import build_rank  # after the thread has begun to beat: it imports torch
-    from draftwing.engine.mirror import Follower
+    from draftwing.engine.rank_broadcast import Follower
 
     executor = build_rank(setup, lambda: plans.send(Loaded()))
     follower = Follower(executor, lambda: pickle.loads(plans.recv_bytes()), plans.send)

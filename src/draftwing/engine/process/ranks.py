@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 
 from draftwing.config.options import Options
 from draftwing.engine.devices.base import Device
-from draftwing.engine.mirror import Digest, Told
 from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
+from draftwing.engine.rank_broadcast import Digest, RemoteBroadcast
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.parallel.group import Rendezvous
 
@@ -57,7 +57,7 @@ class Failed(NamedTuple):
     message: str
 
 
-class RankProcesses(Told):
+class RankProcesses(RemoteBroadcast):
     """All ranks but 0, which has this."""
 
     digest: Digest

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.process.compiling import CompileLanes, Work
+from draftwing.engine.process.grammar_threads import GrammarThreads, Work
 from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply
 from draftwing.engine.process.spawn import joined
 from draftwing.errors import CheckpointError, ConfigError, RequestError
@@ -56,7 +56,7 @@ class Worker:
         self._conn = conn
         self._posting = threading.Lock()
         self._early: queue.SimpleQueue[Engine] = queue.SimpleQueue()
-        self._compiling = CompileLanes(self.die)
+        self._compiling = GrammarThreads(self.die)
         self._closing = False
 
     def run(self, options: Options) -> None:

@@ -9,8 +9,8 @@ from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.devices.base import Device
+from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.executor import Executor
-from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.precision import Precision
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, deferral_of, hidden_bytes, row_length, size_pool

@@ -11,11 +11,11 @@ import torch
 from draftwing.config.options import Options
 from draftwing.core import LAG, PLAIN, Admission, CatchUp, Chunk, Deferral, Plan, TreeShape
 from draftwing.engine.devices.base import Device
+from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
+from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
+from draftwing.engine.graphs.cuda import MAX_NODES, batch_sizes
 from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes
-from draftwing.engine.lag import ROOM as LAG_ROOM
-from draftwing.engine.lag import Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, SlotSpec
@@ -123,7 +123,7 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
 
 
 def request_bytes(rows: int, vocab: int, length: int) -> int:
-    """Bytes of what `SpecialRows` keeps for requests' wishes, once each kind of wish was met."""
+    """Bytes of what `RequestFeatures` keeps for requests' wishes, once each kind of wish was met."""
     meta = torch.device("meta")
     edits = EditTable(rows, vocab, meta)
     edits.write(0, SamplingParams(allowed_token_ids=(0,)), 1, ())
@@ -138,7 +138,7 @@ def deferral_of(options: Options, rig: Rig) -> Deferral:
     """How much of prompts a drafter sees later, at most as many positions at once as a prefill has."""
     assert options.chunked_prefill_size
     most = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
-    return Lag.deferral(rig.drafter, rig.device, most)
+    return DraftKVBacklog.deferral(rig.drafter, rig.device, most)
 
 
 def hidden_bytes(options: Options, rig: Rig) -> int:
@@ -153,7 +153,7 @@ def unseen_bytes(rows: int, rig: Rig, deferral: Deferral) -> int:
     if rig.drafter is None or not rig.drafter.kv_layers:
         return 0
     config, dtype = rig.model.config, rig.model.dtype
-    return Lag.bytes_of(rows, len(rig.drafter.aux_layers) * config.hidden_size, dtype, deferral.places)
+    return DraftKVBacklog.bytes_of(rows, len(rig.drafter.aux_layers) * config.hidden_size, dtype, deferral.places)
 
 
 def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
@@ -188,7 +188,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             step = max(step, peak(executor, tree_step(rows, shape, longest, LAG)))
         step += rig.device.ops.attention_bytes
         if graph_size:
-            widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
+            widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # Graphs share their memory; a prompt's leave their results.
             prompts = prefill_sizes(tokens)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("draftwing")
 
 PATIENCE = 60.0  # seconds that an engine which has loaded waits
-_MOST_PROCESSES = 16  # that compile; each has Triton's compiler in memory
+_MAX_PROCESSES = 16  # that compile; each has Triton's compiler in memory
 
 
 class Job(NamedTuple):
@@ -161,7 +161,7 @@ def main() -> None:
     job = pickle.load(sys.stdin.buffer)
     assert isinstance(job, Job)
     launches, experts = collect(job)
-    processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES, len(launches)))
+    processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MAX_PROCESSES, len(launches)))
     with ProcessPoolExecutor(processes, get_context("fork")) as pool:
         source = pool.submit(_compile_products, job, experts)
         for _ in pool.map(compile_launch, launches):

@@ -21,8 +21,8 @@ from draftwing.sched.prices import Prices
 
 log = logging.getLogger("draftwing")
 
-MOST_FILES = 100
-MOST_STARTS = 8  # that measure: a machine that is busy for so long, or has a quota of its processors, stays so
+MAX_FILES = 100
+MAX_STARTS = 8  # that measure: a machine that is busy for so long, or has a quota of its processors, stays so
 # Options that change what a step costs, beside those of speculation.
 _PRICED = (
     "quantization", "enable_deterministic_inference", "enable_overlap", "max_running_requests", "cuda_graph_max_bs",
@@ -38,7 +38,7 @@ _CODE = ("ops", "parallel", "kv", "layers", "models", "sampling", "spec", "engin
 class PriceFile:
     """Prices of one kind of engine. What cannot be read or written is logged and costs a measurement, nothing else.
 
-    settled: whether two starts, the later one on a quiet machine, have measured the same, or `MOST_STARTS` have
+    settled: whether two starts, the later one on a quiet machine, have measured the same, or `MAX_STARTS` have
     measured. Until then each start measures, and what a busy machine has added goes.  quiet: whether prices were
     measured on a quiet machine. Those replace others, and no others change them: waiting may have been taken off that
     no step had to wait for."""
@@ -80,7 +80,7 @@ class PriceFile:
         if kept is not None and quiet >= self.quiet:
             self.settled = kept.look_again(measured, instead=quiet > self.quiet) and quiet
         self._starts += 1
-        self.settled |= self._starts >= MOST_STARTS
+        self.settled |= self._starts >= MAX_STARTS
         self.quiet |= quiet
         self.write(prices)
         return prices
@@ -92,7 +92,7 @@ class PriceFile:
             content = {"key": self.key, **told, "prices": prices.to_json()}
             write_json(self.path, content)
             files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-            for file in files[:-MOST_FILES]:
+            for file in files[:-MAX_FILES]:
                 file.unlink()
         except (OSError, RuntimeError) as error:
             log.info("prices of steps are not kept for the next start: %s", error)

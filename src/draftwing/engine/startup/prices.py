@@ -35,11 +35,11 @@ def experts_at_random(executor: Executor) -> Iterator[None]:
     """The rows that steps are measured on are all alike. Of a mixture of experts they would read the same few, and a
     tree would seem to cost what a token does; here they choose as if they had nothing in common, which is the most that
     a step may cost. What it does cost corrects that."""
-    executor.everywhere(Executor.scatter_routes, True)
+    executor.run_on_all_ranks(Executor.scatter_routes, True)
     try:
         yield
     finally:
-        executor.everywhere(Executor.scatter_routes, False)
+        executor.run_on_all_ranks(Executor.scatter_routes, False)
 
 
 # ---- with graphs -----------------------------------------------------------------------------------------------------
@@ -56,26 +56,26 @@ def measure_graphs(executor: Executor, pool: KVPool, prices: Prices, captured: C
             keys = [key for key in captured if key.size == size]
             if keys and time.monotonic() < until:
                 _measure_keys(executor, pool, prices, keys, context)
-    executor.everywhere(Executor.set_rows, NOBODY, largest)
+    executor.run_on_all_ranks(Executor.set_rows, NOBODY, largest)
 
 
 def _measure_keys(executor: Executor, pool: KVPool, prices: Prices, keys: Sequence[Key], context: int) -> None:
     """Of one batch size. Does nothing where the pool or the table has no room for so many tokens."""
     size, table = keys[0].size, executor.table
     if not context:
-        executor.everywhere(Executor.set_rows, NOBODY, size)
+        executor.run_on_all_ranks(Executor.set_rows, NOBODY, size)
         for key in keys:
             _measure_key(executor, prices, key, 0)
     elif size <= table.rows and _fits(executor.table, pool, size, context, room(keys)):
         with filled(executor, size, context, room(keys)):
-            executor.everywhere(Executor.set_rows, np.arange(size), size)
+            executor.run_on_all_ranks(Executor.set_rows, np.arange(size), size)
             for key in keys:
-                executor.everywhere(set_context, size, context)
+                executor.run_on_all_ranks(set_context, size, context)
                 _measure_key(executor, prices, key, context)
 
 
 def _measure_key(executor: Executor, prices: Prices, key: Key, context: int) -> None:
-    seconds = executor.device.timed(lambda: executor.everywhere(Executor.replay, key), REPLAYS)
+    seconds = executor.device.timed(lambda: executor.run_on_all_ranks(Executor.replay, key), REPLAYS)
     prices.measured(key.shape, key.size, key.size * context, statistics.median(seconds))
 
 
@@ -125,7 +125,7 @@ def _measure_context(executor: Executor, pool: KVPool, prices: Prices, menu: Seq
             if expected is not None and time.monotonic() + STEPS * expected < until:
                 seconds = []
                 for _ in range(STEPS):
-                    executor.everywhere(set_context, 1, CPU_CONTEXT)
+                    executor.run_on_all_ranks(set_context, 1, CPU_CONTEXT)
                     seconds.append(_run(executor, shape, 1, CPU_CONTEXT))
                 prices.measured(shape, 1, CPU_CONTEXT, min(seconds))
 
@@ -158,11 +158,11 @@ def filled(executor: Executor, rows: int, context: int, space: int, touched: boo
     space: further entries that have slots.  touched: write to the slots, where memory that was never written to is not
     there and costs nothing to read.
     """
-    executor.everywhere(_fill, rows, context, space, touched)
+    executor.run_on_all_ranks(_fill, rows, context, space, touched)
     try:
         yield
     finally:
-        executor.everywhere(_empty, rows)
+        executor.run_on_all_ranks(_empty, rows)
 
 
 @torch.inference_mode()

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
+from draftwing.engine.draft_kv_backlog import ROOM
 from draftwing.engine.executor import Executor
-from draftwing.engine.lag import ROOM
 from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.engine.startup.quiet import delays, own
 from draftwing.errors import CheckpointError
@@ -21,7 +21,7 @@ from draftwing.ops.even import even, evens
 from draftwing.requests.request import GenerationRequest, LogprobParams, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.prices import Prices
-from draftwing.sched.scheduler import SPOILT
+from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
 
 log = logging.getLogger("draftwing")
 
@@ -58,7 +58,7 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
             met.add(shape)
         if prices is not None:
             measure_steps(executor, pool, prices, started + SECONDS)
-    executor.everywhere(Executor.flush)
+    executor.run_on_all_ranks(Executor.flush)
     log.debug("steps before the first request: %.2f s", time.monotonic() - started)
 
 
@@ -67,14 +67,14 @@ def _run(executor: Executor, plan: Plan) -> float:
     before = delays()
     result = executor.commit(executor.launch(plan)).wait()
     if (result.tokens >= NOT_FINITE).any():
-        raise CheckpointError(f"found in the first steps: {SPOILT}")
+        raise CheckpointError(f"found in the first steps: {NOT_FINITE_MESSAGE}")
     return own(result.seconds, before)
 
 
 def try_prompt(executor: Executor) -> None:
     """Runs a short prompt and leaves no trace. Raises CheckpointError where the model's logits are not finite."""
     _run(executor, _prompt(min(PROMPT, executor.table.length // 2)))
-    executor.everywhere(Executor.flush)
+    executor.run_on_all_ranks(Executor.flush)
 
 
 def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) -> None:
@@ -83,7 +83,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
     runs with such arguments, which takes 15 ms of a step; one that has to be compiled takes a second, and a disk with
     room."""
     tokens = min(PROMPT, executor.table.length // 2)
-    executor.everywhere(Executor.keep_calibration)
+    executor.run_on_all_ranks(Executor.keep_calibration)
     for count in COUNTS:
         if count <= executor.table.rows:
             _run(executor, _prompt(tokens, count))
@@ -99,10 +99,10 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
         _run(executor, _prompt(length))
     for shape in menu:
         _run(executor, _prompt(tokens))  # else the row would be longer than the step's bound
-        executor.everywhere(_constrain, shape)
+        executor.run_on_all_ranks(_constrain, shape)
         _run(executor, _asking(_step(0, shape, tokens)))
-    executor.everywhere(Executor.restore_calibration)
-    executor.everywhere(Executor.flush)
+    executor.run_on_all_ranks(Executor.restore_calibration)
+    executor.run_on_all_ranks(Executor.flush)
 
 
 def _asking(plan: Plan) -> Plan:

@@ -121,7 +121,7 @@ class OneDnn(LinearOp):
         weight = layer.weight
         outputs, inputs = weight.shape
         self._alike = onednn.rows_summed_alike(
-            inputs, min(outputs, onednn.MOST_TRIED), weight.dtype, torch.get_num_threads()
+            inputs, min(outputs, onednn.MAX_TRIED), weight.dtype, torch.get_num_threads()
         )
         self._packed = onednn.pack(weight)
         self.few_rows = ops.few_rows_gemm(self._packed, layer.bias, self._alike)

@@ -17,7 +17,7 @@ from draftwing.requests.refusals import show
 Markov = Literal["", "vanilla", "gated", "rnn", "domino"]
 Confidence = Literal["", "plain", "markov"]
 
-MOST_ROWS = 64  # of a block
+MAX_ROWS = 64  # of a block
 MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
 _GRU = "prefix_gru.weight_hh_l0"
 # Scalars that change the arithmetic, with the values at which they do not.
@@ -84,7 +84,7 @@ def block_config(
         )
     return BlockConfig(
         aux_layers=_aux_layers(raw, weights, target.config),
-        rows=fields.whole("block_size", 1 if anchored else 2, MOST_ROWS),
+        rows=fields.whole("block_size", 1 if anchored else 2, MAX_ROWS),
         mask=fields.whole("mask_token_id", 0, vocab - 1),
         from_anchor=anchored,
         windows=windows,

@@ -121,7 +121,7 @@ def packed_gemm_like_onednn(packed: Tensor, bias: Tensor | None) -> PackedGemm |
     if not PackedGemm.takes(packed):
         return None
     outputs, inputs = packed.shape
-    block = summed_in_blocks(inputs, min(outputs, onednn.MOST_TRIED), torch.get_num_threads())
+    block = summed_in_blocks(inputs, min(outputs, onednn.MAX_TRIED), torch.get_num_threads())
     if not block:
         return None
     own = PackedGemm(packed, block)

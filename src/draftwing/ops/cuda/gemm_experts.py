@@ -28,7 +28,7 @@ _CHUNK = 64  # columns
 _LONGEST = 64  # chunks, of which x is in registers
 _MUCH = 64  # of these
 _SHARED = 227 << 10  # bytes that a block can have
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 
 
 class Layout(NamedTuple):
@@ -84,7 +84,7 @@ class Stream(NamedTuple):
         """With as many stages as there is room for."""
         none = cls(row_tiles, 0, layout)
         room = _SHARED - none.shared_bytes(tokens)
-        return none._replace(stages=min(room // (none.stage_bytes() + 16), _MOST_STAGES))
+        return none._replace(stages=min(room // (none.stage_bytes() + 16), _MAX_STAGES))
 
     @classmethod
     def best(cls, layout: Layout, tokens: int) -> Stream:

@@ -15,7 +15,7 @@ from torch import Tensor
 # Rows of every GEMM where the order of sums changes with their number: few enough to cost little more than one row,
 # for it is the weight that takes time.
 BLOCK = 32
-MOST_TRIED = 8192  # outputs; the GEMMs of more are summed as these are
+MAX_TRIED = 8192  # outputs; the GEMMs of more are summed as these are
 _TRIED = (2, 3, 4, 7, 16, 33, 64, 130)  # numbers of rows that are compared with 300
 
 

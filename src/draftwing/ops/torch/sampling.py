@@ -16,7 +16,7 @@ from draftwing.core import NOT_FINITE
 from draftwing.ops.torch.argmax import first_argmax, top_candidates
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.noise import gumbel, gumbel_at
-from draftwing.ops.types import Drawing, Rescoring, RowTensors, SamplingRows
+from draftwing.ops.types import Rescoring, RowTensors, SamplingGroups, SamplingRows
 
 CANDIDATES = 8
 # (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
@@ -45,7 +45,7 @@ class SamplingOps:
         depth_max: int,
         table: RowTensors,
         rows: Tensor,
-        drawing: Drawing,
+        drawing: SamplingGroups,
         filtered: bool,
         rescoring: Rescoring | None,
     ) -> Tensor:

@@ -24,7 +24,7 @@ _ONE, _SOURCE, _SURVIVAL, _VERIFIED = (tl.constexpr(x) for x in (MARK_ONE, MARK_
 _DEPTHS, _LEVELS, _SURE, _SLOPE, _MIDDLE = (tl.constexpr(x) for x in (DEPTHS, LEVELS, SURE, SLOPE, MIDDLE))
 _BITS_OF_ONE = tl.constexpr(0x3F800000)  # of 1.0; bits of floats from 0 on are in the floats' order
 _ROUNDS = tl.constexpr(30)  # that halve what lies below
-_LEAST_BLOCK = 1024  # nodes that every program looks at: few sizes are compiled
+_MIN_BLOCK = 1024  # nodes that every program looks at: few sizes are compiled
 
 
 @triton.jit
@@ -182,7 +182,7 @@ class TritonAssignOps(AssignOps):
         trees, (tree_rows, tree_prefix) = int_fields(2, rows, batch + spare)
         alive = torch.empty(batch, nodes, dtype=torch.bool, device=rows.device)
         mark, place, path, starts = new(batch, nodes), new(batch, nodes), new(total, 1, width), new(batch + spare + 1)
-        block = max(_LEAST_BLOCK, triton.next_power_of_2(batch * nodes))
+        block = max(_MIN_BLOCK, triton.next_power_of_2(batch * nodes))
         _assign_kernel[(batch,)](
             *ranked, draft.tokens.contiguous(), tree.path, tree.path_len, inputs.positions, inputs.write_slots,
             inputs.prefix_len, rows, alive, mark, place, ints, path, trees, starts, total, spare, table.rows,

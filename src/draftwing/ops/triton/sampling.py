@@ -22,7 +22,7 @@ from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.continuations import LAST, key_place, key_value, sort_key
 from draftwing.ops.triton.filters import Limits, limits, load_logits, without_bans
 from draftwing.ops.triton.noise import gumbel, position_words
-from draftwing.ops.types import Drawing, Rescoring, RowTensors
+from draftwing.ops.types import Rescoring, RowTensors, SamplingGroups
 
 _GROUP = 128  # tokens; 8 groups of it are about as many values as a vocabulary has groups
 _FEW = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
@@ -197,7 +197,7 @@ class TritonSamplingOps(SamplingOps):
         depth_max: int,
         table: RowTensors,
         rows: Tensor,
-        drawing: Drawing,
+        drawing: SamplingGroups,
         filtered: bool,
         rescoring: Rescoring | None,
     ) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.server.blocks import Blocks, Event, text_of
+from draftwing.server.content_blocks import ContentBlocks, Event, text_of
 from draftwing.server.http import named_event
 from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.message import MessageReader, Part, Thought
@@ -16,7 +16,7 @@ from draftwing.text.answer import Answer
 _DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
 
 
-class _Content(Blocks):
+class _Content(ContentBlocks):
     """The blocks of a message. `inputs` has the arguments of each call as text."""
 
     def __init__(self, reader: MessageReader) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 
 from draftwing.engine.process.link import EngineDead
+from draftwing.server.admission_quota import QueueFull
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.waiting import QueueFull
 
-MOST_WAITING = 32  # who may wait at once
+MAX_WAITING = 32  # who may wait at once
 PAUSE_SECONDS = 0.05  # between two looks whether anything runs
 
 
@@ -32,9 +32,9 @@ class Flushing:
             return True
         if not seconds:
             return False
-        if len(self) >= MOST_WAITING:
+        if len(self) >= MAX_WAITING:
             raise QueueFull(
-                f"{MOST_WAITING} clients, the most there may be, wait for the cache to be flushed", own=False
+                f"{MAX_WAITING} clients, the most there may be, wait for the cache to be flushed", own=False
             )
         flushed = asyncio.get_running_loop().create_future()
         self._waiting.add(flushed)

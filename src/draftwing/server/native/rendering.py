@@ -15,7 +15,7 @@ REPEATED: Final = 2048  # log probabilities that every event repeats; all answer
 GROWTH: Final = 1.25  # where there are more, they are in an event once they are so many times those told before
 
 
-class _Told:
+class _Sent:
     """What events have told of an answer's log probabilities. They may be thousands of times an event's text: if each
     event repeated them all, the bytes of a stream would grow as the square of its answer."""
 
@@ -38,7 +38,7 @@ class _Told:
 
 class Generated:
     """The response to /generate: one answer, or a list of several. Events have the answer so far, log probabilities of
-    the prompt in an answer's first and last one, and those of the answer, where they are many, in some (`_Told`). In
+    the prompt in an answer's first and last one, and those of the answer, where they are many, in some (`_Sent`). In
     others the lists are left out: an empty one would be a new start to a client that takes what is behind its own."""
 
     def __init__(self, generation: Generation, batched: bool, texts: TokenTexts | None) -> None:
@@ -52,10 +52,10 @@ class Generated:
 
     async def events(self) -> AsyncIterator[str]:
         answers = self.generation.answers
-        told = {answer.index: _Told(len(answers)) for answer in answers}
+        sent = {answer.index: _Sent(len(answers)) for answer in answers}
         async for answer, text in self.generation:
             if text or answer.finish_reason is not None:
-                of_prompt, of_answer = told[answer.index].next(answer)
+                of_prompt, of_answer = sent[answer.index].next(answer)
                 size = answer.entries - (0 if of_prompt else answer.prompt_entries)
                 size -= 0 if of_answer else answer.logprob_entries
                 yield await self.generation.render(size, partial(self._event, answer, of_prompt, of_answer))
@@ -65,5 +65,5 @@ class Generated:
         return event(now | ({"index": answer.index} if self._many else {}), large)
 
     def _now(self, answer: Answer, of_prompt: bool = True, of_answer: bool = True) -> dict[str, Any]:
-        told = answer.meta_info(self._texts, of_prompt, of_answer)
-        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": told}
+        sent = answer.meta_info(self._texts, of_prompt, of_answer)
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": sent}

@@ -19,8 +19,8 @@ from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chats
-from draftwing.server.encoding import encode
-from draftwing.server.http import asking, json_response, read_body, respond, schema, unless_disconnected
+from draftwing.server.http import json_response, read_body, read_generation, respond, schema, unless_disconnected
+from draftwing.server.json_encoding import encode
 from draftwing.server.native.flushing import Flushing
 from draftwing.server.native.probes import add_probes
 from draftwing.server.native.rendering import Generated
@@ -39,7 +39,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     @app.put("/generate", include_in_schema=False)
     @app.post("/generate", openapi_extra=schema(GenerateRequest))
     async def generate(request: Request) -> Response:
-        async with asking(request, GenerateRequest) as body:
+        async with read_generation(request, GenerateRequest) as body:
             info, count = service.engine.info, len(split_prompts(*body.prompt())[0])
             names = _names(body.rid, count)
             check = partial(body.each_sampling, count, info.defaults)
@@ -191,13 +191,13 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
             "max_model_len": service.engine.info.context_length,
         }
 
-        def told(large: bool) -> bytes:
+        def rendered(large: bool) -> bytes:
             if body.return_token_strs:
                 pieces = [[service.tokenizer.piece(token) for token in ids] for ids in every]
                 found["token_strs"] = pieces if batched else pieces[0]
             return encode(found, large)
 
-        return json_response(await service.lanes.render(sum(map(len, every)), told))
+        return json_response(await service.pools.render(sum(map(len, every)), rendered))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

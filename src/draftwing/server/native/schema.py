@@ -16,8 +16,8 @@ from draftwing.server.chat import Chat
 from draftwing.server.openai.schema import Message, conversation
 from draftwing.server.schema import (
     MAX_PROMPTS,
-    Asking,
     Body,
+    GenerationBody,
     Name,
     TokenIds,
     asks_for_nothing,
@@ -31,7 +31,7 @@ _Sampling = Annotated[
 
 
 class GenerateRequest(
-    Asking,
+    GenerationBody,
     hints="conversation_id custom_labels data_parallel_rank images_config log_metrics mm_processor_kwargs "
     "routing_key use_audio_in_video video_config",
     not_built="input_embeds image_data audio_data video_data return_hidden_states return_prompt_token_ids "

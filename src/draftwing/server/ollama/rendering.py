@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from draftwing.server.http import line
-from draftwing.server.openai.figures import durations
 from draftwing.server.openai.logprobs import chat_logprobs
+from draftwing.server.openai.timings import durations
 from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.service import Generation

@@ -13,8 +13,16 @@ from fastapi.responses import Response
 from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
-from draftwing.server.encoding import encode
-from draftwing.server.http import asking, json_response, naming, read_body, respond, schema, unless_disconnected
+from draftwing.server.http import (
+    json_response,
+    read_body,
+    read_generation,
+    respond,
+    schema,
+    unless_disconnected,
+    with_ignored_header,
+)
+from draftwing.server.json_encoding import encode
 from draftwing.server.ollama.rendering import OllamaAnswer, chat_content, head, text_content
 from draftwing.server.ollama.schema import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
 from draftwing.server.parsers.message import MessageStyle
@@ -40,7 +48,7 @@ def add_ollama_routes(app: FastAPI, service: Service, chats: Chats) -> None:
 def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/api/chat", openapi_extra=schema(OllamaChatRequest))
     async def chat(request: Request) -> Response:
-        async with asking(request, OllamaChatRequest) as body:
+        async with read_generation(request, OllamaChatRequest) as body:
             if not body.messages:
                 return _loaded(body, service, chat_content())
             generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
@@ -51,7 +59,7 @@ def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
 
     @app.post("/api/generate", openapi_extra=schema(OllamaGenerateRequest))
     async def generate(request: Request) -> Response:
-        async with asking(request, OllamaGenerateRequest) as body:
+        async with read_generation(request, OllamaGenerateRequest) as body:
             if not body.prompt:
                 return _loaded(body, service, text_content())
             if body.raw:
@@ -67,8 +75,8 @@ def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
 def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, by which clients load and free models."""
     reason = "unload" if body.unloads else "load"
-    told = {**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}
-    return naming(json_response(encode(told)), body.ignored)
+    loaded = {**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}
+    return with_ignored_header(json_response(encode(loaded)), body.ignored)
 
 
 async def _complete(service: Service, body: OllamaGenerateRequest) -> Generation:
@@ -120,9 +128,9 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/api/show", openapi_extra=schema(ShowRequest))
     async def show(request: Request) -> Response:
         body = await read_body(request, ShowRequest)
-        tools = await service.lanes.run(0, lambda gone: chats.calls_tools)
+        tools = await service.pools.run(0, lambda gone: chats.calls_tools)
         thinks = chats.harmony or chats.reasoning is not None
-        told = {
+        loaded = {
             "modelfile": "",
             "parameters": "",
             "template": service.tokenizer.chat_source or "",
@@ -131,4 +139,4 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
             "capabilities": ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])],
             "modified_at": started,
         }
-        return naming(json_response(encode(told)), ignored_fields(body))
+        return with_ignored_header(json_response(encode(loaded)), ignored_fields(body))

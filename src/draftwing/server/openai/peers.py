@@ -13,7 +13,7 @@ from draftwing.grammar.limits import MAX_REGEX_CHARS, whitespace_regex
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.schema import Asking, Body, Hint, Name, sampled
+from draftwing.server.schema import Body, GenerationBody, Hint, Name, sampled
 
 # vLLM's and llama.cpp's fields for a grammar, and what each is called here.
 GRAMMAR_FIELDS = {
@@ -24,7 +24,7 @@ GRAMMAR_FIELDS = {
     "grammar": "ebnf",
 }
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$")  # of regular expressions
-MOST_CHOICES = 1000
+MAX_CHOICES = 1000
 
 
 class StructuredOutputs(Body, hints="disable_fallback", not_built="disable_additional_properties"):
@@ -44,7 +44,7 @@ class StructuredOutputs(Body, hints="disable_fallback", not_built="disable_addit
 
 
 class PeerFields(
-    Asking,
+    GenerationBody,
     hints="guided_decoding_backend mm_processor_kwargs stream_interval custom_labels data_parallel_rank "
     "images_config cache_prompt id_slot return_progress timings_per_token",
     not_built="ec_transfer_params kv_transfer_params logits_processors logprob_token_ids prompt_logprobs "
@@ -137,8 +137,8 @@ class PeerFields(
 
 def _one_of(choices: Any, name: str) -> str:
     """The regular expression of one of several texts. Raises RequestError."""
-    if not isinstance(choices, list) or not 0 < len(choices) <= MOST_CHOICES:
-        raise RequestError(f"{name} must be a list of 1 to {MOST_CHOICES} texts; found {show(choices)}", name)
+    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
+        raise RequestError(f"{name} must be a list of 1 to {MAX_CHOICES} texts; found {show(choices)}", name)
     size = 0
     for i, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:

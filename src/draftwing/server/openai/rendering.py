@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from draftwing.server.http import event
-from draftwing.server.openai.figures import measured
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
 from draftwing.server.openai.schema import ChatRequest, OpenAIBody
+from draftwing.server.openai.timings import timings_and_metrics
 from draftwing.server.openai.tools import CallDeltas, whole_call
 from draftwing.server.openai.trace import traced_step
 from draftwing.server.parsers.message import MessageReader, Thought
@@ -67,7 +67,7 @@ class Completion:
         """echo: answers begin with their prompt."""
         self.generation, self._asked, self._echo = generation, body, echo
         self._echoed: dict[int, str] = {}  # prompts by index of the answer
-        self._told: dict[int, int] = {}  # how many token ids events had, by index of the answer
+        self._sent: dict[int, int] = {}  # how many token ids events had, by index of the answer
         self._model = service.name_for(body.model)
         self._tokenizer, self._texts = service.tokenizer, service.texts
 
@@ -86,14 +86,14 @@ class Completion:
 
     async def events(self) -> AsyncIterator[str]:
         """For each answer its role (chat), text as it comes and the finish reason; then usage."""
-        head, told = self._head(chunk=True), dict[int, int]()  # entries, by answer
+        head, sent = self._head(chunk=True), dict[int, int]()  # entries, by answer
         async for answer, text in self.generation:
-            first = answer.index not in told
-            size = len(answer.request.prompt_ids) if first else -told[answer.index]
+            first = answer.index not in sent
+            size = len(answer.request.prompt_ids) if first else -sent[answer.index]
             size += answer.entries + len(text)
             for news in await self.generation.render(size, partial(self._news, head, answer, text, first)):
                 yield news
-            told[answer.index] = answer.entries
+            sent[answer.index] = answer.entries
         if self._asked.include_usage:
             yield event({**head, "choices": [], "usage": self._usage(), **self._measured()})
 
@@ -184,10 +184,10 @@ class Completion:
         """The same for an event: the prompt's with the first one, of the answer those that have come since."""
         if not self._asked.return_token_ids:
             return {}
-        told = self._told.get(answer.index)
-        self._told[answer.index] = len(answer.token_ids)
-        first = {"prompt_token_ids": answer.request.prompt_ids} if told is None else {}
-        return {**first, "token_ids": answer.token_ids[told or 0 :]}
+        sent = self._sent.get(answer.index)
+        self._sent[answer.index] = len(answer.token_ids)
+        first = {"prompt_token_ids": answer.request.prompt_ids} if sent is None else {}
+        return {**first, "token_ids": answer.token_ids[sent or 0 :]}
 
     # -- what is around choices -----------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Completion:
         generation, answer = self.generation, self.generation.answers[0]
         if len(generation.answers) > 1:
             return {}
-        return measured(answer, generation.records[0], generation.speculates)
+        return timings_and_metrics(answer, generation.records[0], generation.speculates)
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         tier = {"service_tier": "default"} if self._asked.service_tier is not None else {}

@@ -10,8 +10,8 @@ from fastapi.responses import Response
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
-from draftwing.server.encoding import encode
-from draftwing.server.http import asking, error_response, json_response, respond, schema, unless_disconnected
+from draftwing.server.http import error_response, json_response, read_generation, respond, schema, unless_disconnected
+from draftwing.server.json_encoding import encode
 from draftwing.server.openai.rendering import ChatCompletion, Completion, model_card
 from draftwing.server.openai.responses.routes import add_responses_routes
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
@@ -29,7 +29,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", openapi_extra=schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        async with asking(request, ChatRequest) as body:
+        async with read_generation(request, ChatRequest) as body:
             generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
             completion = ChatCompletion(generation, service, body, lambda: chats.reader(style))
         return await respond(request, completion, body.stream)
@@ -37,7 +37,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", openapi_extra=schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        async with asking(request, CompletionRequest) as body:
+        async with read_generation(request, CompletionRequest) as body:
             check = partial(body.sampling, service.engine.info.defaults)
             params = await unless_disconnected(request, service.sampling(body, check))
             service.check_room(params.n * len(split_prompts("prompt", body.prompt)[0]))

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.request import (
-    MOST_COMPLETION_LOGPROBS,
+    MAX_COMPLETION_LOGPROBS,
     LogprobParams,
     prediction_text,
 )
@@ -282,7 +282,7 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_COMPLETION_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     best_of: int | None = None
 
     add_special_tokens: bool | None = None

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
-from draftwing.server.chat import MOST_TOOLS, checked_choice, checked_functions
+from draftwing.server.chat import MAX_TOOLS, checked_choice, checked_functions
 from draftwing.server.parsers.custom import InputReader, custom_function
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.parsers.message import Call
@@ -89,7 +89,7 @@ class NamedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(max_length=MOST_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS)]
 
 
 class ChosenTool(Body):

@@ -18,7 +18,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type")  # models write them, they say nothing
 _BLANK = " \t\n\r"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_MOST_DIGITS = 4300  # of a number that Python reads
+_MAX_DIGITS = 4300  # of a number that Python reads
 
 
 def read_arguments(text: str) -> dict[str, Any] | None:
@@ -54,7 +54,7 @@ def _float(text: str) -> float | None:
 
 
 def _integer(text: str) -> int | None:
-    return int(text) if len(text) <= _MOST_DIGITS else None
+    return int(text) if len(text) <= _MAX_DIGITS else None
 
 
 class CallReader:

@@ -31,7 +31,7 @@ _NAMESPACE = "functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _JOINT = "\n"  # between messages of a kind
-MOST_HEADER = 1000  # characters of a header; a function's name has at most 64
+MAX_HEADER = 1000  # characters of a header; a function's name has at most 64
 _ROLE = "assistant"
 _AFTER_ROLE = (CHANNEL, MESSAGE, "<|constrain|>", "to=")  # what goes on with a header, which says this first of all
 
@@ -44,7 +44,7 @@ def is_harmony(template: str | None) -> bool:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether a header begins as the text does, or may begin so once there is more of it. text: at most `MOST_HEADER`
+    """Whether a header begins as the text does, or may begin so once there is more of it. text: at most `MAX_HEADER`
     characters."""
     text = text.lstrip().removeprefix(START)
     if START.startswith(text) or _ROLE.startswith(text):
@@ -94,7 +94,7 @@ class HarmonyReader(MessageReader):
     # Both take text from a place on, and return where what is left of it begins; what has to wait is in `_rest`.
 
     def _in_header(self, text: str, at: int) -> int:
-        may_be, most = _may_be_header(text[at : at + MOST_HEADER]), MOST_HEADER + len(MESSAGE)
+        may_be, most = _may_be_header(text[at : at + MAX_HEADER]), MAX_HEADER + len(MESSAGE)
         found = text.find(MESSAGE, at, at + most) if may_be else -1
         if found < 0 and may_be and len(text) - at < most:
             self._rest = text[at:]

@@ -6,7 +6,7 @@ import json
 import math
 import re
 
-MOST_DEPTH = 128  # lists and objects inside of each other; readers of JSON take some 200, with those that are around
+MAX_DEPTH = 128  # lists and objects inside of each other; readers of JSON take some 200, with those that are around
 _BLANK = " \t\n\r"
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _NUMERIC = frozenset("+-.0123456789eE")
@@ -158,8 +158,8 @@ class JsonScanner:
     def _value(self, char: str) -> str:
         """Takes the beginning of a value that is no string."""
         if char in _CLOSES:
-            if len(self._stack) == MOST_DEPTH:
-                raise ValueError(f"nested in more than {MOST_DEPTH} levels")
+            if len(self._stack) == MAX_DEPTH:
+                raise ValueError(f"nested in more than {MAX_DEPTH} levels")
             self._stack.append(char)
             self.state, self._may_close = "key" if char == "{" else "value", True
             return char

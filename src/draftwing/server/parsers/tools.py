@@ -83,7 +83,7 @@ _WHITE = re.compile(r"\s*")
 _BLANK, _BETWEEN_CALLS = " \t\r\n", " \t\r\n,;"
 _BETWEEN = re.compile(f"[{_BETWEEN_CALLS}]*")
 _FENCE = re.compile(r"```[A-Za-z_]{0,16}[ \t\r\n]{0,8}")  # of code, which some models put around calls
-_MOST_ID = 64  # characters of an id that the model gives a call
+_MAX_ID = 64  # characters of an id that the model gives a call
 
 
 def new_call_id(length: int = 24) -> str:
@@ -256,7 +256,7 @@ class ToolParser:
         """Behind a name, in the id that the model gives its call. Ids are ours, so that none comes twice."""
         separator = self._style.separator
         assert separator is not None
-        if len(self._label) == _MOST_ID + len(separator):
+        if len(self._label) == _MAX_ID + len(separator):
             return self._no_call(at)
         self._label += text[at]
         self._raw.append(text[at])

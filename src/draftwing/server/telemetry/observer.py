@@ -142,7 +142,7 @@ class Observer:
                 record.client = request.client
                 record.answers.append(one)
             begun.append(one)
-            self._tell("began", one)
+            self._notify("began", one)
         return begun
 
     def unfinished(self) -> list[AnswerRecord]:
@@ -162,7 +162,7 @@ class Observer:
             answer.tokens += len(output.token_ids)
             if answer.first is None:
                 answer.first = now
-            self._tell("progressed", answer, before, now, len(output.token_ids))
+            self._notify("progressed", answer, before, now, len(output.token_ids))
         if output.finish_reason is not None:
             answer.meta = output.meta
             self._finish(answer, str(output.finish_reason["type"]), now)
@@ -176,9 +176,9 @@ class Observer:
     def _finish(self, answer: AnswerRecord, reason: str, now: float) -> None:
         answer.reason, answer.ended = reason, now
         del self._open[answer.request.uid]
-        self._tell("finished", answer)
+        self._notify("finished", answer)
 
-    def _tell(self, method: str, *args: Any) -> None:
+    def _notify(self, method: str, *args: Any) -> None:
         for watcher in self.watchers:
             try:
                 getattr(watcher, method)(*args)
@@ -186,7 +186,7 @@ class Observer:
                 logger.exception("%s failed", type(watcher).__name__)
 
     def close(self) -> None:
-        self._tell("close")
+        self._notify("close")
 
     # -- around the application ---------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Observer:
             self._current.reset(token)
             record.status = record.status or 499  # cancelled
             record.ended = self.clock()
-            self._tell("responded", record)
+            self._notify("responded", record)
 
 
 _TRACE_HEADERS = (b"traceparent", b"tracestate")

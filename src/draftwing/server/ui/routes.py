@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from draftwing.server.border.keys import client
+from draftwing.server.edge.keys import client
 from draftwing.server.http import EventStream, error_response, event
 from draftwing.server.service import Service
 from draftwing.server.ui.snapshot import Snapshots, facts
-from draftwing.server.ui.viewers import MOST_OF_A_KEY, MOST_VIEWERS, Viewers
+from draftwing.server.ui.viewers import MAX_OF_A_KEY, MAX_VIEWERS, Viewers
 
 ASSETS = "/ui/assets/"
 _INDEX = "index.html"
@@ -94,7 +94,7 @@ def add_ui_routes(app: FastAPI, service: Service) -> None:
         key = client.get()
         viewer = viewers.enter("" if key is None else key.name)
         if viewer is None:
-            most = f"{MOST_VIEWERS} clients may look at the engine at once, {MOST_OF_A_KEY} with one key"
+            most = f"{MAX_VIEWERS} clients may look at the engine at once, {MAX_OF_A_KEY} with one key"
             return error_response(request, 503, f"{most}; close a page that does")
 
         async def events() -> AsyncIterator[str]:

@@ -13,8 +13,8 @@ from draftwing.server.service import Service
 from draftwing.server.telemetry.observer import AnswerRecord
 
 LATE = 0.1  # seconds since the engine gave its numbers, from which on it did not answer this time
-MOST_REQUESTS = 32  # the oldest unfinished ones that are listed
-MOST_TEXT = 600  # characters of the end of a prompt or an answer
+MAX_REQUESTS = 32  # the oldest unfinished ones that are listed
+MAX_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
 TOTALS = (
     "committed_tokens", "verified_rows", "prefilled_tokens", "queried_tokens", "hit_tokens", "retractions", "steps",
@@ -92,7 +92,7 @@ class Snapshots:
 
     def _listed(self, answers: Sequence[AnswerRecord]) -> list[dict[str, Any]]:
         now = self._service.engine.observer.clock()
-        return [self._one(answer, now) for answer in answers[:MOST_REQUESTS]]
+        return [self._one(answer, now) for answer in answers[:MAX_REQUESTS]]
 
     def _one(self, answer: AnswerRecord, now: float) -> dict[str, Any]:
         """Without texts, unless the server was told to show them; never the id by which a client can abort it."""
@@ -109,5 +109,5 @@ class Snapshots:
         if self._service.options.ui_show_texts:
             prompt = self._service.tokenizer.decode(request.prompt_ids[-_PROMPT_TOKENS:], skip_special_tokens=True)
             text = answer.answer.text if answer.answer is not None else ""
-            found |= {"prompt": prompt[-MOST_TEXT:], "text": text[-MOST_TEXT:]}
+            found |= {"prompt": prompt[-MAX_TEXT:], "text": text[-MAX_TEXT:]}
         return found

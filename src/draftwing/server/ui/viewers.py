@@ -13,8 +13,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between two snapshots
-MOST_VIEWERS = 32
-MOST_OF_A_KEY = 8  # viewers with one key
+MAX_VIEWERS = 32
+MAX_OF_A_KEY = 8  # viewers with one key
 
 Snapshot = dict[str, Any]
 
@@ -54,7 +54,7 @@ class Viewers:
     def enter(self, client: str = "") -> Viewer | None:
         """One more, who is to `leave` in any case; None where there are too many, or too many of this client."""
         own = sum(viewer.client == client for viewer in self._viewers)
-        if len(self) >= MOST_VIEWERS or (client and own >= MOST_OF_A_KEY):
+        if len(self) >= MAX_VIEWERS or (client and own >= MAX_OF_A_KEY):
             return None
         viewer = Viewer(client)
         self._viewers.add(viewer)

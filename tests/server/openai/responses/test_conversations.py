@@ -13,7 +13,7 @@ import openai
 import pytest
 from scripted import ScriptedEngine, serving
 
-from draftwing.server.border import bodies
+from draftwing.server.edge import body_limit
 
 SCRIPTED = dict(reasoning="qwen3", tools="hermes")
 
@@ -236,8 +236,8 @@ def test_a_conversation_is_no_longer_than_a_body_may_be() -> None:
 
 def test_what_comes_from_the_store_counts_as_the_body_that_it_is_instead_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small request may stand for much: 64 of them hold no more than 64 large ones."""
-    monkeypatch.setattr(bodies, "SMALL", 10)
-    monkeypatch.setattr(bodies, "ALL_BODIES", 1)
+    monkeypatch.setattr(body_limit, "SMALL", 10)
+    monkeypatch.setattr(body_limit, "ALL_BODIES", 1)
     with served(ScriptedEngine("Hello."), max_body_size=1000) as url:
         client = client_of(url)
         sent = client.responses.create(model="m", input="x" * 100)

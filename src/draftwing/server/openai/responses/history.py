@@ -9,7 +9,7 @@ from typing import Any
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
-from draftwing.server.encoding import encode
+from draftwing.server.json_encoding import encode
 from draftwing.server.openai.responses.schema import Item, ResponsesRequest
 from draftwing.server.openai.responses.store import ResponseStore, Stored
 

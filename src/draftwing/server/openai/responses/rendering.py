@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.server.blocks import Blocks, Event, text_of
+from draftwing.server.content_blocks import ContentBlocks, Event, text_of
 from draftwing.server.http import named_event
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.responses.tools import Toolbox, shown_tools
@@ -19,7 +19,7 @@ from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 
 
-class _Items(Blocks):
+class _Items(ContentBlocks):
     """The output of one answer: items of reasoning, messages and calls."""
 
     def __init__(self, reader: MessageReader, toolbox: Toolbox) -> None:

@@ -10,19 +10,19 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
 from draftwing.errors import RequestError
-from draftwing.server.border.bodies import count_as_body
-from draftwing.server.border.keys import client_name
 from draftwing.server.chat import Chats
-from draftwing.server.encoding import encode
+from draftwing.server.edge.body_limit import count_as_body
+from draftwing.server.edge.keys import client_name
 from draftwing.server.http import (
     SMALL,
-    asking,
     error_response,
     json_response,
+    read_generation,
     respond,
     schema,
     unless_disconnected,
 )
+from draftwing.server.json_encoding import encode
 from draftwing.server.openai.responses.history import HOW, History, NotStored, listed, stored
 from draftwing.server.openai.responses.rendering import ResponseObject
 from draftwing.server.openai.responses.schema import ResponsesRequest
@@ -39,7 +39,7 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/responses", openapi_extra=schema(ResponsesRequest))
     async def create(request: Request) -> Response:
         client = client_name()
-        async with asking(request, ResponsesRequest) as body:
+        async with read_generation(request, ResponsesRequest) as body:
             try:
                 history = History(body, store, client)
                 await _read(request, service, history.size, history.enter)
@@ -96,7 +96,7 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         page, shown = items[begin : begin + limit], ids[begin : begin + limit]
         ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
         told = {"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}
-        return json_response(await service.lanes.render(size, partial(encode, told)))
+        return json_response(await service.pools.render(size, partial(encode, told)))
 
 
 async def _read(request: Request, service: Service, size: int, work: Callable[[], T]) -> T:
@@ -109,7 +109,7 @@ async def _read(request: Request, service: Service, size: int, work: Callable[[]
             "context_length_exceeded",
         )
     count_as_body(request.scope, size)
-    return work() if size <= SMALL else await service.lanes.read(work)
+    return work() if size <= SMALL else await service.pools.read(work)
 
 
 def _missing(request: Request, id: str) -> Response:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-MOST_RESPONSES = 1024
+MAX_RESPONSES = 1024
 SECONDS = 3600.0  # since a response was stored, or gone on from
 LOOK_SECONDS = 60.0  # between two looks for what is older
 _BYTES = 2048  # that a response takes beside its JSON, at most
@@ -80,7 +80,7 @@ class ResponseStore:
     def __init__(
         self,
         most_bytes: int,
-        most: int = MOST_RESPONSES,
+        most: int = MAX_RESPONSES,
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

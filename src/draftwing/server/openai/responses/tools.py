@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
-from draftwing.server.chat import AUTO, MOST_TOOLS, checked_choice, checked_functions
+from draftwing.server.chat import AUTO, MAX_TOOLS, checked_choice, checked_functions
 from draftwing.server.parsers.custom import custom_function
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import Body, Hint
@@ -74,7 +74,7 @@ class ChosenTool(AllowedTool):
     """A tool that has to be called, or several that may be."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[AllowedTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AllowedTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 @dataclass(frozen=True)

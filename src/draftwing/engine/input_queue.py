@@ -1,0 +1,80 @@
+"""What other threads want of an engine, until its own thread takes it between two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+from draftwing.errors import RequestError
+from draftwing.fair_deque import FairDeque
+from draftwing.sched.req import Req
+
+
+class InputQueue:
+    """New requests, and the uids of those to end. Thread-safe.
+
+    Whoever takes, takes a few, so that nobody's thousands stand between two steps of others: new requests of clients in
+    turn, each client's in order of arrival. One that is ended before it was taken never becomes the scheduler's."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._new: FairDeque[str, Req] = FairDeque()  # by uid
+        self._live: set[str] = set()  # uids of requests whose last output has not been given out
+        self._ended: deque[str | Req] = deque()
+        self._woken = False
+
+    def put(self, req: Req) -> None:
+        """Raises RequestError for a uid that a live request has."""
+        with self._changed:
+            if req.uid in self._live:
+                raise RequestError(f"uid: expected one of its own, found {req.uid!r}, which a live request has", "uid")
+            self._live.add(req.uid)
+            self._new.put(req.request.client, req.uid, req)
+            self._changed.notify()
+
+    def end(self, uid: str) -> None:
+        with self._changed:
+            req = self._new.drop(uid)
+            self._ended.append(uid if req is None else req)
+            self._changed.notify()
+
+    def forget(self, uids: Iterable[str]) -> None:
+        """These requests gave out their last output: their uids are free."""
+        with self._changed:
+            self._live.difference_update(uids)
+
+    def wake(self) -> None:
+        """Ends a `wait`, this one or the next."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def wait(self) -> None:
+        """Until there is something to take."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._woken or not self._empty)
+            self._woken = False
+
+    @property
+    def empty(self) -> bool:
+        with self._changed:
+            return self._empty
+
+    @property
+    def new(self) -> int:
+        """New requests."""
+        return len(self._new)
+
+    def take_new(self, most: int) -> list[Req]:
+        with self._changed:
+            return [self._new.pop()[1] for _ in range(min(most, len(self._new)))]
+
+    def take_ended(self, most: int) -> list[str | Req]:
+        """Uids of requests that may be the scheduler's, and requests that never will be."""
+        with self._changed:
+            return [self._ended.popleft() for _ in range(min(most, len(self._ended)))]
+
+    @property
+    def _empty(self) -> bool:
+        return not self._new and not self._ended

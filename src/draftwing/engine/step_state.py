@@ -1,0 +1,87 @@
+"""What passes between the stages of a step, and from a step to whoever waits for its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from draftwing.core import Plan, StepResult, TreeShape
+from draftwing.engine.batches import DraftBatch
+from draftwing.engine.devices.base import Download
+from draftwing.engine.draft_traces import fetched
+from draftwing.engine.graphs.cuda import Key
+from draftwing.engine.request_features import Logprobs, unpacked
+from draftwing.engine.row_table import Upload
+from draftwing.ops.attention import Batch
+from draftwing.ops.types import SamplingGroups, unpack
+from draftwing.sched.guidance import Guides
+
+
+class Verified(NamedTuple):
+    """What the target's forward gives."""
+
+    hidden: Tensor  # tree: [B * N, H]; prefill: [M, H]
+    aux_hidden: Tensor | None
+
+
+class TreeStep(NamedTuple):
+    """A tree step on the device. With a key its graphs are replayed, on rows that are padded to the key's size."""
+
+    key: Key | None
+    rows: Tensor  # [B]
+    shape: TreeShape
+    bound: int  # host bound of kv_len; the table's length in graphs, which run at any length
+    drawing: SamplingGroups  # nobody, where it is decided on the device row by row
+    filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
+    special: Plan | None = None  # where rows ask for more than drafts and sampling; never in graphs
+    guidance: Guides | None = None  # the host's part in it
+    total: int = 0  # nodes that are verified, over all rows; 0: all
+
+
+class Pending(NamedTuple):
+    """A launched step: the target has run, nothing is sampled yet."""
+
+    plan: Plan
+    started: tuple[Any, Any]  # marks of the device: before and after the drafter caught up; one where it had not to
+    verified: Verified | None  # None, as `drafted`, where it is left in the memory of graphs
+    upload: Upload | None = None  # prefill only
+    batch: Batch | None = None
+    step: TreeStep | None = None  # tree only
+    drafted: DraftBatch | None = None
+    guidance: Guides | None = None  # the host's part in the plan
+    drafts: Download | None = None  # of the traced rows, see `DraftTraces`
+
+
+class InFlight:
+    """A committed step whose result is on its way to the host."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        download: Download,
+        seconds: Callable[[], tuple[float, float]],
+        logprobs: Logprobs | None = None,
+        drafts: Download | None = None,
+        on_result: Callable[[StepResult], None] | None = None,
+    ) -> None:
+        """seconds: that the device took, from the later of the launch and the end of the step before, and of them those
+        in which the drafter caught up; known once the result is there.  drafts: as `DraftTraces.fetch` gives them.
+        on_result: is told the result."""
+        self.plan = plan
+        self._download = download
+        self._seconds = seconds
+        self._logprobs = logprobs
+        self._drafts = drafts
+        self._on_result = on_result
+
+    def wait(self) -> StepResult:
+        packed = self._download.wait()
+        rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
+        seconds, catching_up = self._seconds()
+        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
+        result = unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, **rest)
+        if self._on_result is not None and self.plan.step:  # before the first request rows may compute on the same slot
+            self._on_result(result)
+        return result

@@ -1,0 +1,50 @@
+"""Requests on their way to the engine's process: many of one client in small parts, so that they hold up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from draftwing.fair_deque import FairDeque
+from draftwing.requests.request import GenerationRequest
+
+MAX_REQUESTS = 64  # requests in one message: no thread of either process is busy with it for long
+PAUSE_SECONDS = 0.02  # between messages of a client: the engine's thread shares an interpreter with who reads them
+
+
+class DispatchQueue:
+    """Sends a client's requests in their order, the first part at once. Belongs to the running event loop."""
+
+    def __init__(self, send: Callable[[list[GenerationRequest]], None]) -> None:
+        self._send = send
+        self._unsent: FairDeque[str, GenerationRequest] = FairDeque()  # by uid
+        self._pauses: dict[str, asyncio.TimerHandle] = {}  # by client; one goes on where all is dropped meanwhile
+
+    def put(self, requests: Sequence[GenerationRequest]) -> None:
+        """requests: of one client."""
+        client = requests[0].client
+        for request in requests:
+            self._unsent.put(client, request.uid, request)
+        if client not in self._pauses:
+            self._next(client)
+
+    def drop(self, uids: Iterable[str]) -> list[str]:
+        """Those of the requests that were not sent, and now never are."""
+        return [uid for uid in uids if self._unsent.drop(uid) is not None]
+
+    def clear(self) -> None:
+        self._unsent.clear()
+        for pause in self._pauses.values():
+            pause.cancel()
+        self._pauses.clear()
+
+    def _next(self, client: str) -> None:
+        self._pauses.pop(client, None)
+        part: list[GenerationRequest] = []
+        while client in self._unsent.clients and len(part) < MAX_REQUESTS:
+            part.append(self._unsent.pop(client)[1])
+        if not part:
+            return  # all were dropped
+        self._send(part)
+        if client in self._unsent.clients:
+            self._pauses[client] = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._next, client)

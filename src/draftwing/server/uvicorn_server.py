@@ -1,0 +1,165 @@
+"""What listens for requests, and how it ends: uvicorn around the application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from draftwing.server.app import create_app, paced
+from draftwing.server.edge.acceptor import Acceptor
+from draftwing.server.edge.connections import LimitedConnection, ReadScheduler, allow_descriptors, check_uvicorn
+from draftwing.server.edge.hosts import guarded
+from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.run import handled
+from draftwing.server.telemetry.observer import Watcher
+from draftwing.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+ABORT_SECONDS = 2.0  # for the engine to end aborted requests, after the drain; then they end without it
+# Of a connection without a request. More than what clients and balancers keep one for (httpx 5, aiohttp 15, many
+# balancers 60): with the same time, requests are sent into connections that are being closed, and fail.
+IDLE_SECONDS = 75
+SEND_SECONDS = 5.0  # for clients to take what is left
+
+
+def make_server(
+    engine: AsyncEngine, tokenizer: Tokenizer, watchers: Sequence[Watcher], stop_seconds: float, port: int
+) -> Server:
+    """A server of the application.
+
+    watchers: of requests.  stop_seconds: that the engine has to end its last step.  port: that is listened on.
+    """
+    options = engine.info.options
+    allow_descriptors(options.max_connections)
+    app = paced(guarded(create_app(engine, tokenizer, stop_seconds, watchers), options), options)
+    config = uvicorn.Config(
+        _quiet(app, engine),
+        http=partial(LimitedConnection, most=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
+        ws="none",
+        log_level=options.log_level,
+        log_config=None,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS + SEND_SECONDS),
+    )
+    check_uvicorn(config)
+    return Server(config, engine, options.drain_timeout, url(options.host, port))
+
+
+def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
+    """The application; a response that is cut off at the end of the server, because its client does not read, is no
+    error that is worth a traceback."""
+
+    async def ends(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not engine.draining:
+                raise
+
+    return ends
+
+
+def url(host: str, port: int) -> str:
+    """Where a client on this machine finds the server."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Says where to point a client once requests are answered, and ends in an orderly way.
+
+    The first signal stops new requests; those that run have `drain` seconds, then they are aborted. The second signal
+    ends the process at once. It ends by itself when the engine is lost for good; `lost` tells.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:
+        super().__init__(config)
+        self._engine, self._drain, self._url = engine, drain, url
+        self._acceptors: list[Acceptor] = []
+        self.lost = False
+        engine.lost = self._end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        if self.started:
+            one = partial(
+                self.config.http_protocol_class,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )  # type: ignore[call-arg]
+            self._acceptors = [Acceptor(sock, one) for sock in sockets or ()]
+            gc.collect()
+            gc.freeze()  # large bodies make the collector look through all there is, while everybody waits
+            model = self._engine.info.model_name
+            body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+            logger.info("ready: %s/v1", self._url)
+            if not self._engine.info.options.disable_ui:
+                logger.info("a page to chat and to watch the drafts: %s", self._url)
+            logger.info(
+                "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",
+                self._url,
+                "-H 'Authorization: Bearer YOUR_API_KEY' "
+                if self._engine.info.options.has_key
+                else "",  # the log is no place for the key
+                body.replace("'", "'\\''"),
+            )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.draining = True
+        for acceptor in self._acceptors:
+            acceptor.close()
+        if self._engine.active and not self.lost:
+            logger.info("%d requests are running; they have %g seconds", self._engine.active, self._drain)
+        loop = asyncio.get_running_loop()
+        timers = [
+            loop.call_later(self._drain, self._abort),
+            loop.call_later(self._drain + ABORT_SECONDS, self._engine.end_all, "the server is shutting down"),
+        ]
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            with handled(signal.SIGHUP, self.handle_exit):
+                yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGHUP:
+            return  # a shell sends it once more than the terminal that was closed
+        if self.should_exit:
+            self._engine.link.process.kill()
+            os._exit(128 + sig)
+        self._engine.draining = True
+        if sig == signal.SIGINT:
+            super().handle_exit(sig, frame)
+        else:  # how a server is meant to end: it is not raised again afterwards
+            self.should_exit = True
+
+    def _end(self) -> None:
+        self.lost = self.should_exit = True
+
+    def _abort(self) -> None:
+        if self._engine.active:
+            logger.warning("%d requests are aborted: the time to drain is over", self._engine.active)
+            self._engine.abort(None)

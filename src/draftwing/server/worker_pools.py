@@ -1,0 +1,140 @@
+"""Threads for work on texts, by size: short work is never behind long work, clients take turns, and no work is on the
+event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from draftwing.fair_deque import FairDeque
+from draftwing.server.edge.keys import client_name
+
+T = TypeVar("T")
+MAX_INLINE_SIZE = 4096  # numbers, and characters that are read, at once: some milliseconds
+MAX_SHORT_SIZE = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
+REST_FACTOR = 9
+
+
+class FairSemaphore:
+    """Places for work, for which clients take turns: a free one is for the client that has fewest, and among those for
+    who has waited for its turn for longest. So who has much to do keeps nobody waiting for longer than one piece of it.
+
+    Belongs to the running event loop."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._held: Counter[str] = Counter()
+        self._waiting: FairDeque[asyncio.Future[None], bool] = FairDeque()
+
+    async def acquire(self, client: str) -> None:
+        """Waits for a place, which has to be given back."""
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.put(client, place, True)
+        self._next()
+        try:
+            await place
+        except asyncio.CancelledError:
+            self._waiting.drop(place)
+            if not place.cancelled():  # it had been given meanwhile
+                self.release(client)
+            raise
+
+    def release(self, client: str) -> None:
+        """A place that this client has taken."""
+        self._held -= Counter([client])
+        self._free += 1
+        self._next()
+
+    def _next(self) -> None:
+        while self._free and self._waiting:
+            client = min(self._waiting.clients, key=self._held.__getitem__)
+            place, _ = self._waiting.pop(client)
+            if not place.done():  # else it was cancelled just now
+                self._free -= 1
+                self._held[client] += 1
+                place.set_result(None)
+
+
+class _Pool:
+    """Threads, one for each place."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._semaphore = FairSemaphore(threads)
+        self._threads = ThreadPoolExecutor(threads, f"draftwing-{name}")
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        client, loop = client_name(), asyncio.get_running_loop()
+        await self._semaphore.acquire(client)
+        try:
+            result = self._threads.submit(work, *args)
+        except BaseException:
+            self._semaphore.release(client)
+            raise
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._semaphore.release, client)
+
+        # Not when this coroutine ends: work whose client left holds its thread until it ends.
+        result.add_done_callback(ended)
+        return await asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerPools:
+    """Two pools of threads, a thread that makes JSON, and the event loop's time for large bodies. In each of them
+    clients take turns, told apart by the keys of their HTTP requests.
+
+    Long work has few threads, so that it leaves processors to the engine. They have the priority of all: work in Python
+    holds the interpreter's lock, and who holds that and has to wait for a processor stops the event loop.
+    """
+
+    def __init__(self) -> None:
+        share = (os.cpu_count() or 1) // 4
+        self._reading = FairSemaphore(1)
+        self._short = _Pool(min(max(share, 2), 8), "short")
+        self._long = _Pool(min(max(share, 1), 4), "long")
+        self._json = _Pool(1, "json")
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which reads a large body on the event loop: one at a time, and after each nothing of it
+        for `REST` times as long, so that whoever sends them again and again leaves most of the time to others."""
+        client = client_name()
+        await self._reading.acquire(client)
+        begun = time.perf_counter()
+        try:
+            return work()
+        finally:
+            rest = REST_FACTOR * (time.perf_counter() - begun)
+            asyncio.get_running_loop().call_later(rest, self._reading.release, client)
+
+    async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
+        """The result of `work`, which is given a function that says whether nobody waits for it any more: this
+        coroutine was cancelled. What has not begun by then never does. size: of the texts, in characters, or of other
+        work that takes as long as so many."""
+        gone = threading.Event()
+        try:
+            return await (self._short if size <= MAX_SHORT_SIZE else self._long).run(work, gone.is_set)
+        finally:
+            gone.set()
+
+    async def render(self, size: int, work: Callable[[bool], T]) -> T:
+        """The result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is told.
+        size: token ids and log probabilities in it, and characters that are read as messages."""
+        if size <= MAX_INLINE_SIZE:
+            return work(False)
+        return await self._json.run(work, True)
+
+    def close(self) -> None:
+        """Begins no more work."""
+        for lane in (self._short, self._long, self._json):
+            lane.close()

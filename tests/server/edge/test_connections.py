@@ -1,0 +1,143 @@
+"""What a server has by default; what the limits do, over real sockets, is in tests/server/test_attacks.py."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fake_engine import FakeEngine, local
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from draftwing.errors import ConfigError
+from draftwing.server.edge.connections import TRIED, LimitedConnection, ReadScheduler
+from draftwing.server.uvicorn_server import make_server
+
+
+def test_the_time_outs_of_a_server_are_those_of_the_docs() -> None:
+    """docs/security.md names them."""
+    engine = FakeEngine()
+    config = make_server(local(engine), engine.tokenizer, [], 5.0, 30000).config
+    connection = config.http
+    assert isinstance(connection, partial) and connection.func is LimitedConnection
+    assert connection.keywords["most"] == 1024 and config.timeout_keep_alive == 75
+    limits = LimitedConnection.header_seconds, LimitedConnection.body_seconds, LimitedConnection.write_seconds
+    assert limits == (10, 60, 60)
+
+
+@pytest.mark.parametrize("name", ["on_body", "data_received", "connection_lost", "send_400_response", "pause_writing"])
+def test_a_uvicorn_without_what_is_overridden_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a release could switch limits off unnoticed."""
+    monkeypatch.delattr(HttpToolsProtocol, name)
+    engine = FakeEngine()
+    with pytest.raises(ConfigError, match=rf"uvicorn \d.* has no {name}") as refused:
+        make_server(local(engine), engine.tokenizer, [], 5.0, 30000)
+    assert TRIED in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["cycle", "pipeline", "connections"])
+def test_so_is_one_without_what_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = HttpToolsProtocol.__init__
+
+    def without(self: HttpToolsProtocol, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        delattr(self, name)
+
+    monkeypatch.setattr(HttpToolsProtocol, "__init__", without)
+    engine = FakeEngine()
+    with pytest.raises(ConfigError, match=name):
+        make_server(local(engine), engine.tokenizer, [], 5.0, 30000)
+
+
+def test_the_versions_that_were_tried_are_those_of_the_package() -> None:
+    dependencies = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert TRIED in dependencies
+
+
+class Sender(asyncio.Transport):
+    """Sends as long as it is read, as a client that never waits."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.reads = True
+        self.written: list[bytes] = []
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> None:
+        self.written.append(data)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_a_client_that_leaves_has_left_all_its_requests(count: int) -> None:
+    """The one that runs is told, however many came after it, and these are not begun."""
+    begun: list[str] = []
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+        kind = "http.request"
+        while kind == "http.request":
+            kind = (await receive())["type"]
+        heard.append(kind)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def run() -> list[bytes]:
+        sender = Sender()
+        config = uvicorn.Config(app, lifespan="off", ws="none")
+        config.load()
+        connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, reads=ReadScheduler())
+        connection.connection_made(sender)
+        connection.data_received(b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % i for i in range(count)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        await asyncio.wait_for(asyncio.gather(*connection.tasks), 5)
+        return sender.written
+
+    assert asyncio.run(run()) == []
+    assert begun == ["/0"] and heard == ["http.disconnect"]
+
+
+def test_a_connection_whose_turn_is_late_is_not_read_meanwhile() -> None:
+    """Else what many of them send piles up until memory is full."""
+    engine = FakeEngine()
+    config = make_server(local(engine), engine.tokenizer, [], 5.0, 30000).config
+
+    async def run() -> int:
+        senders = [Sender() for _ in range(64)]
+        reads, made = ReadScheduler(), []
+        for sender in senders:
+            made.append(LimitedConnection(config=config, server_state=ServerState(), app_state={}, reads=reads))
+            made[-1].connection_made(sender)
+        body = b"x" * 65_536
+        for connection in made:
+            connection.data_received(b"POST /generate HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+        taken = 0
+        for _ in range(20):  # pieces, in one turn of the event loop
+            for connection, sender in zip(made, senders, strict=True):
+                if sender.reads:
+                    connection.data_received(body)
+                    taken += len(body)
+        for connection in made:
+            connection.connection_lost(None)
+        return taken
+
+    taken = asyncio.run(run())
+    assert taken <= 64 * 2 * 65_536

@@ -1,0 +1,204 @@
+"""How fast a client may be refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from draftwing.config.api_keys import ApiKey
+from draftwing.server.edge import throttle
+from draftwing.server.edge.body_limit import SMALL
+from draftwing.server.edge.keys import client
+from draftwing.server.edge.throttle import RefusalThrottle, ResponseThrottle
+
+
+async def nothing(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that are added without an error: up to eight at once, then each a 64th of a second after the other, and at
+    most half a second."""
+    monkeypatch.setattr(throttle, "A_SECOND", 64)
+    monkeypatch.setattr(throttle, "AT_ONCE", 8)
+    monkeypatch.setattr(throttle, "MAX_SECONDS", 0.5)
+
+
+def test_a_client_is_refused_so_often_in_a_second() -> None:
+    now = [0.0]
+    refusals = RefusalThrottle(lambda: now[0])
+    waits = [refusals.wait("a") for _ in range(8 + 33)]
+    assert waits == [0.0] * 8 + [i / 64 for i in range(33)]
+    assert refusals.wait("a") is None and refusals.wait("a") is None, "so many wait already"
+    assert refusals.wait("b") == 0, "others do not feel it"
+    now[0] += 1 / 8
+    assert [refusals.wait("a") for _ in range(9)] == [(25 + i) / 64 for i in range(8)] + [None]
+    now[0] += 1000
+    assert [refusals.wait("a") for _ in range(10)] == [0.0] * 9 + [1 / 64]
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 403, 404, 413, 429, 499, 500, 503])
+def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    sent: list[Any] = []
+
+    async def sleep(seconds: float) -> None:
+        assert len(sent) == 2 * (9 + len(slept)), "nothing of a refusal is sent before its time"
+        slept.append(seconds)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        client.set(ApiKey(scope["key"], "k"))
+        await send({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        refusals = ResponseThrottle(app, lambda: 0.0)
+        for key in ["a"] * (8 + 35) + ["b"]:
+            await refusals({"type": "http", "method": "GET", "path": "/a", "key": key}, None, send)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
+    asyncio.run(run())
+    closed = [(b"connection", b"close") in message["headers"] for message in sent[::2]]
+    if status in (400, 401, 403, 404, 413, 429, 503):
+        assert slept == [*(i / 64 for i in range(1, 33)), 0.5, 0.5]
+        assert closed == [False] * (8 + 33) + [True] * 2 + [False]
+    else:
+        assert not slept and not any(closed)
+
+
+def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever makes a new one for each request would be refused as fast as it can."""
+    monkeypatch.setattr(throttle, "MAX_HELD", 3)
+    slept: list[float] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        go, turn = asyncio.Event(), asyncio.sleep
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            await go.wait()
+
+        monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
+        refusals = ResponseThrottle(app, lambda: 0.0)
+        while refusals._refusals.wait("") is not None:
+            pass
+        async with asyncio.TaskGroup() as together:
+            for _ in range(10):
+                together.create_task(refusals({"type": "http", "method": "GET", "path": "/a"}, None, send))  # type: ignore[arg-type]
+            while len(sent) < 7:
+                await turn(0)
+            assert slept == [0.5] * 3 and len(sent) == 7, "so many are held, the others end at once"
+            go.set()
+        assert len(sent) == 10 and refusals._held == 0
+        assert all((b"connection", b"close") in message["headers"] for message in sent)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "size", "waits", "closes"),
+    [
+        ("/generate", 400, SMALL, True, False),
+        ("/generate", 400, SMALL + 1, False, True),
+        ("/generate", 503, 0, True, False),
+        ("/health", 503, 0, False, False),
+        ("/readiness", 503, 0, False, False),
+        ("/nothing", 404, 0, True, False),
+    ],
+)
+def test_what_does_not_wait(
+    path: str, status: int, size: int, waits: bool, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large bodies, which would be held meanwhile, and health checks."""
+    slept: list[float] = []
+    sent: list[Any] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": status, "headers": []})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b" " * size}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        refusals = ResponseThrottle(app, lambda: 0.0)
+        for _ in range(10):
+            await refusals({"type": "http", "method": "GET", "path": path}, receive, send)
+        assert bool(slept) is waits
+        assert [bool(message["headers"]) for message in sent] == [False] * 9 + [closes]
+
+    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "free"),
+    [
+        ("GET", "/health", True),
+        ("GET", "/readiness", True),
+        ("OPTIONS", "/v1/models", True),
+        ("GET", "/v1/models", False),
+    ],
+)
+def test_what_needs_no_key_is_begun_one_after_the_other(
+    method: str, path: str, free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many come together: each has its turn, so that what runs beside never waits for all of them."""
+    monkeypatch.setattr(throttle, "FREE_A_SECOND", 64)
+    monkeypatch.setattr(throttle, "FREE_AT_ONCE", 4)
+    monkeypatch.setattr(throttle, "FREE_SECONDS", 1.0)
+    now = [0.0]
+    begun: list[float] = []
+    closed: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(now[0])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        closed.append((b"connection", b"close") in message["headers"])
+
+    async def run() -> None:
+        turn, sleeping = asyncio.sleep, []
+
+        async def sleep(seconds: float) -> None:
+            sleeping.append((now[0] + seconds, awake := asyncio.Event()))
+            await awake.wait()
+
+        monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
+        paced = ResponseThrottle(app, lambda: now[0])
+        async with asyncio.TaskGroup() as together:
+            for _ in range(4 + 65 + 3):
+                together.create_task(paced({"type": "http", "method": method, "path": path}, None, send))  # type: ignore[arg-type]
+            await turn(0)
+            while sleeping:
+                now[0], awake = sleeping.pop(sleeping.index(min(sleeping, key=lambda one: one[0])))
+                awake.set()
+                await turn(0)
+                await turn(0)
+
+    asyncio.run(run())
+    if free:
+        assert begun == [0.0] * 5 + [i / 64 for i in range(1, 65)] + [1.0] * 3
+        assert closed == [False] * 69 + [True] * 3, "whoever would wait for longer"
+    else:
+        assert begun == [0.0] * 72 and not any(closed)

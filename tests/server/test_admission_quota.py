@@ -1,0 +1,295 @@
+"""How many answers may wait, what they cost, and that they are let go of together."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, local
+
+from draftwing.config.options import Options
+from draftwing.core import Output
+from draftwing.engine.process.link import Abort
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server import dispatch_queue
+from draftwing.server import service as service_module
+from draftwing.server.admission_quota import AdmissionQuota, QueueFull
+from draftwing.server.app import create_app
+from draftwing.server.dispatch_queue import MAX_REQUESTS, PAUSE_SECONDS, DispatchQueue
+from draftwing.server.edge.keys import client_name
+from draftwing.server.service import Service
+
+KEYS = '[alice]\nkey = "sk-alice"\n\n[bob]\nkey = "sk-bob"\n\n[carol]\nkey = "sk-carol"\nrequests_per_minute = 10\n'
+
+
+def asked(uid: str, client: str) -> GenerationRequest:
+    return GenerationRequest(uid, [1], SamplingParams(), client=client, name="x")
+
+
+def test_answers_of_a_client_and_of_all() -> None:
+    waiting = AdmissionQuota(most=10, most_of_a_key=4)
+    for client in "abc":
+        for i in range(3):
+            waiting.add([asked(client + str(i), client)])
+    with waiting.reserve("a", 1), pytest.raises(QueueFull, match="4 answers of this key wait"), waiting.reserve("a", 1):
+        pass  # what is being made counts
+    with pytest.raises(QueueFull, match=r"3 answers of this key wait.*are 4; found 2 more") as own:
+        waiting.reserve("a", 2).__enter__()
+    with pytest.raises(QueueFull, match=r"9 answers wait.*are 10; found 2 more") as others:
+        waiting.reserve("", 2).__enter__()  # without keys nobody has a limit of its own
+    assert own.value.own and not others.value.own
+    waiting.started("a0")
+    waiting.started("a0")
+    with waiting.reserve("a", 2):
+        pass
+    for client in "abc":
+        for i in range(3):
+            waiting.started(client + str(i))
+    assert not len(waiting) and not waiting._counts and not waiting._made
+
+
+class Silent(FakeEngine):
+    """Answers the requests of bob alone, and none of health checks; the others wait for ever."""
+
+    def _advance(self, uid: str) -> Output:
+        request, _, _ = self.running[uid]
+        return super()._advance(uid) if request.client == "bob" else Output(uid, [])
+
+
+def options(folder: Path, **more: Any) -> Options:
+    file = folder / "keys.toml"
+    file.write_text(KEYS)
+    file.chmod(0o600)
+    return Options(random_seed=7, api_key_file=str(file), **more)
+
+
+def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
+    engine = Silent(options(tmp_path, max_queued_requests=20, max_queued_requests_per_key=8))
+    linked = local(engine)
+
+    async def run() -> None:
+        app = create_app(linked, engine.tokenizer)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as client:
+                await scenes(client)
+
+    async def scenes(client: httpx.AsyncClient) -> None:
+        def ask(key: str, n: int) -> Any:
+            body = {"prompt": ["ab"] * 2, "n": n // 2, "max_tokens": 2}
+            headers = {"authorization": f"Bearer sk-{key}"}
+            return asyncio.ensure_future(client.post("/v1/completions", json=body, headers=headers))
+
+        async def waits(count: int) -> None:
+            while len(linked.quota) != count:
+                await asyncio.sleep(0.001)
+
+        too_many = await ask("alice", 10)
+        assert too_many.status_code == 400 and "at most 8 answers" in too_many.text
+        first = ask("alice", 6)
+        await waits(6)
+        refused = await ask("alice", 4)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert "--max-queued-requests-per-key" in refused.json()["message"]
+        assert (await ask("bob", 8)).status_code == 200
+
+        async def asked_wrongly() -> set[int]:
+            headers = {"authorization": "Bearer sk-alice", "content-type": "application/json"}
+            paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
+            return {(await client.post(path, content=b"no JSON", headers=headers)).status_code for path in paths}
+
+        assert await asked_wrongly() == {400}
+        more = ask("alice", 2)
+        await waits(8)
+        assert await asked_wrongly() == {429}, "without room for one more, nobody looks at what is asked"
+        others = [more, ask("carol", 8)]
+        await waits(16)
+        refused = await ask("bob", 6)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert "(--max-queued-requests) are 20" in refused.json()["message"]
+        # carol's eight answers were eight requests of her ten in a minute.
+        more = ask("carol", 4)
+        assert (await more).status_code in (429, 503)
+        for _ in range(2):
+            refused = await ask("carol", 2)
+        assert refused.status_code == 429
+        # The engine is asked, and gives tokens to somebody: that is health enough.
+        health = asyncio.ensure_future(client.get("/health_generate"))
+        while not any(request.client == "/health_generate" for request in engine.requests):
+            await asyncio.sleep(0.001)
+        assert not health.done()
+        assert (await ask("bob", 2)).status_code == 200
+        assert (await health).status_code == 200
+        for one in (first, *others):
+            one.cancel()
+        await waits(0)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert len(engine.aborted) == 6 + 2 + 8 + 1  # with that of the health check
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"]
+)
+def test_what_is_prepared_counts_as_waiting(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a key could have any number of expressions compiled and texts tokenized at once."""
+    engine = FakeEngine(options(tmp_path, max_queued_requests=20, max_queued_requests_per_key=4))
+    linked, begun = local(engine), list[str]()
+    sampling, go = Service.sampling, asyncio.Event()
+
+    async def slow(service: Service, body: Any, check: Any) -> Any:
+        begun.append(client_name())
+        await go.wait()
+        return await sampling(service, body, check)
+
+    monkeypatch.setattr(Service, "sampling", slow)
+    messages = [{"role": "user", "content": "ab"}]
+    prompt = {"/v1/completions": {"prompt": "ab"}, "/v1/responses": {"input": "ab"}, "/generate": {"text": "ab"}}
+    body = prompt.get(path, {"model": "x", "messages": messages, "max_tokens": 2})
+
+    async def run() -> None:
+        app = create_app(linked, engine.tokenizer)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as client:
+
+                def ask(key: str) -> Any:
+                    headers = {"authorization": f"Bearer sk-{key}"}
+                    return asyncio.ensure_future(client.post(path, json=body, headers=headers))
+
+                first = [ask("alice") for _ in range(4)]
+                while len(begun) < 4:
+                    await asyncio.sleep(0.001)
+                refused = await ask("alice")
+                assert refused.status_code == 429 and "4 answers of this key wait" in refused.text
+                others = ask("bob")
+                while len(begun) < 5:
+                    await asyncio.sleep(0.001)
+                go.set()
+                assert [(await one).status_code for one in [*first, others]] == [200] * 5, "all of a key's room"
+                assert (await ask("alice")).status_code == 200
+                wrong = await client.post(path, json={}, headers={"authorization": "Bearer sk-alice"})
+                assert wrong.status_code == 400
+                assert not linked.quota._made and not linked.quota._counts
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert begun == ["alice"] * 4 + ["bob", "alice"]
+
+
+def test_answers_that_were_left_count_for_a_while() -> None:
+    """Among those of their key alone: nobody else has less room for that."""
+    now = [0.0]
+    waiting = AdmissionQuota(most=10, most_of_a_key=4, clock=lambda: now[0])
+    waiting.add([asked(f"a{i}", "a") for i in range(3)])
+    waiting.started("a2")
+    waiting.abandoned(["a0", "a1", "a2", "of another time"])
+    for uid in ("a0", "a1"):
+        waiting.started(uid)  # the engine has let go
+    waiting.check("a", 2)
+    waiting.check("b", 4)
+    with pytest.raises(QueueFull, match="2 answers of this key wait"):
+        waiting.check("a", 3)
+    now[0] = 9.9
+    waiting.abandoned([])
+    with pytest.raises(QueueFull):
+        waiting.check("a", 3)
+    now[0] = 10.1
+    waiting.check("a", 4)
+    assert not waiting._counts and not waiting._abandoned
+
+
+def test_requests_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part at once, one of another client too; what is dropped before its part is never sent."""
+    monkeypatch.setattr(dispatch_queue, "PAUSE_SECONDS", 0.0)
+    sent: list[list[str]] = []
+
+    async def run() -> None:
+        box = DispatchQueue(lambda requests: sent.append([request.uid for request in requests]))
+        box.put([asked(f"a{i}", "a") for i in range(200)])
+        box.put([asked("b0", "b")])
+        assert [len(part) for part in sent] == [64, 1]
+        box.put([asked("a200", "a")])
+        assert box.drop(["a0", "b0", *(f"a{i}" for i in range(64, 130)), "unknown"]) == [
+            f"a{i}" for i in range(64, 130)
+        ]
+        while len(sent) < 4:
+            await asyncio.sleep(0)
+        assert sent[2:] == [[f"a{i}" for i in range(130, 194)], [f"a{i}" for i in range(194, 201)]]
+        box.put([asked(f"a{i}", "a") for i in range(300, 400)])
+        assert len(box.drop([f"a{i}" for i in range(400)])) == 36
+        box.put([asked("a500", "a")])
+        while len(sent) < 6:
+            await asyncio.sleep(0)
+        assert sent[5:] == [["a500"]] and not box._unsent and not box._pauses
+
+        # Who takes back all that waits, and asks again, has no more messages in a pause than others.
+        for turn in range(5):
+            box.put([asked(f"{turn} {i}", "a") for i in range(100)])
+            box.drop([f"{turn} {i}" for i in range(100)])
+        assert len(sent) == 7 and len(box._pauses) == 1
+        box.clear()
+        assert not box._pauses
+
+    asyncio.run(run())
+
+
+def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have turns of the event loop meanwhile, and nine tenths of the time; no message is large but the one that
+    ends them all."""
+    rests: list[float] = []
+    engine = FakeEngine()
+    linked = local(engine)
+    sent: list[Any] = []
+    linked.link.send = sent.append  # type: ignore[method-assign]
+
+    async def run() -> int:
+        service, turns = Service(linked, engine.tokenizer), 0
+        linked.start()
+        sleep = asyncio.sleep
+
+        async def rest(seconds: float) -> None:
+            mine = seconds == service_module._PAUSE_SECONDS
+            rests.extend([seconds] * mine)
+            await sleep(0 if mine else seconds)
+
+        monkeypatch.setattr(service_module.asyncio, "sleep", rest)
+
+        async def tick() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        await sleep(0)
+        turns = 0
+        request = GenerationRequest("", [1, 2], SamplingParams(n=128))
+        (await service.submit([request], Asking())).close()
+        assert not rests, "nobody else is served"
+        await service.submit([request._replace(params=SamplingParams())], Asking())
+        await sleep(2 * PAUSE_SECONDS)  # until more may be sent of the client, half of whose requests are dropped
+        sent.clear()
+        before = len(linked.quota)
+        generation = await service.submit([request] * 16, Asking())
+        made = turns
+        assert [len(message) for message in sent if isinstance(message, list)] == [MAX_REQUESTS], "the rest goes later"
+        generation.close()
+        assert len(linked.quota) == before + MAX_REQUESTS, "they count until the engine has let go of them"
+        ticking.cancel()
+        return made
+
+    class Asking:
+        predicted = asked_id = body = cache_salt = priority = length = speculative = None
+        ignored = ()
+        id_prefix, traced, place = "", False, ExitStack()
+
+    assert asyncio.run(run()) >= 2048 / 64
+    assert len(rests) >= 2048 / 64 and sum(rests) >= 2048 * 0.0003, "each takes some 0.03 ms"
+    (requests,) = [message for message in sent if isinstance(message, list)]
+    (abort,) = [message for message in sent if isinstance(message, Abort)]
+    assert abort.uids == tuple(request.uid for request in requests)[::-1], "the newest first"
