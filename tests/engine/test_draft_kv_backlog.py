@@ -183,7 +183,9 @@ def test_a_long_prompt_beside_a_short_one_at_rest(
     """The head sees the long one at once, whichever comes first, and the other when it drafts."""
     if harness.device != "cpu":
         pytest.skip("for the CPU")
-    monkeypatch.setattr("draftwing.sched.pace.Pace.record", lambda *_: None)  # a slow machine prefills less at once
+    monkeypatch.setattr(
+        "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
+    )  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
     model, policy = harness.tiny_model(), Told(TREE)
@@ -237,7 +239,9 @@ def test_a_lookup_sees_prompts_that_its_head_does_not(harness: Any, lag: int, mo
     """Its row is the new request's, which is told nothing of what the one before it said."""
     if harness.device != "cpu":
         pytest.skip("for the CPU")
-    monkeypatch.setattr("draftwing.sched.pace.Pace.record", lambda *_: None)  # a slow machine prefills less at once
+    monkeypatch.setattr(
+        "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
+    )  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
     ops, model, alone = make_ops(torch.device("cpu")), harness.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)

@@ -44,13 +44,13 @@ def interpreted(mended_interpreter):
     [(None, 1, TREE), ("ngram", 0, TREE), ("model", 0, TREE), ("model", 0, PART), ("block", 0, TREE)],
 )
 def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, graph_size, tree):
+    device = request.getfixturevalue("interpreted")
     model, exact = harness.tiny_model(), exact_dspark()
     if drafter == "block":
         model = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
     prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]]
     params = [harness.greedy(5), harness.seeded(3, top_k=20, top_p=0.9)]
     expected = harness.plain_answers(model, prompts, params)
-    device = request.getfixturevalue("interpreted")
     monkeypatch.setattr(prefill_graphs, "SIZES", (16,))  # as long as the prompts: the interpreter is slow
     if drafter == "model":
         head = DraftLM(harness.tiny_model(), harness.VOCAB)  # the target itself: all is accepted

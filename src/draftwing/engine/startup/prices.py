@@ -1,4 +1,4 @@
-"""Measures what steps cost on this machine, before the first request: `sched.prices` is what they are written to.
+"""Measures what steps cost on this machine, before the first request: `sched.policy.cost` is what they are written to.
 
 Works on rows that no request has yet, and leaves them as they were.
 """
