@@ -2,12 +2,14 @@
 
 It is learnt from the trees that were drafted: every node comes back with its calibrated survival
 (`core.StepResult.survival`), so one tree tells what all smaller options would have brought, verified or not. Larger
-options change in proportion.
+options change as chains do whose levels are as often right.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -113,16 +115,39 @@ class Acceptance:
             known[confidence] += weight * (mean - known[confidence])
 
     def _carry_over(self, index: int, before: Mapping[int, float]) -> None:
-        """Changes options that the step told nothing of as the one that it was: text that is easy, or hard, is so for
-        all that the same drafters make. What a lookup finds says nothing of what a model guesses."""
+        """Changes options that the step told nothing of: text that is easy, or hard, is so for all that the same
+        drafters make, and the more so the deeper they are. What a lookup finds says nothing of what a model guesses."""
         part, little = self._menu[index], 1 / RECENT  # drafts of a row
         for confidence, old in before.items():
             new = self._drafts[index][confidence]
-            ratio = (new + little) / (old + little)
+            hits = hit_rate(part.depth, old), hit_rate(part.depth, new)
             for i in self._larger[index]:
                 drafts, shape = self._drafts[i], self._menu[i]
+                was, now = (chain_drafts(shape.depth, hit) + little for hit in hits)
                 inside = index in self._smaller[i] and part.queries <= shape.queries and part.nodes <= shape.nodes
-                drafts[confidence] = min(max(ratio * drafts[confidence], new if inside else 0.0), max_drafts(shape))
+                drafts[confidence] = min(max(drafts[confidence] * now / was, new if inside else 0.0), max_drafts(shape))
+
+
+def chain_drafts(depth: int, hit: float) -> float:
+    """Returns the drafts of a row that are accepted where each level is right with probability `hit`."""
+    return float(depth) if hit == 1 else hit * (1 - hit**depth) / (1 - hit)
+
+
+@cache
+def _chain_table(depth: int) -> list[float]:
+    return [chain_drafts(depth, i / _HITS) for i in range(_HITS + 1)]
+
+
+def hit_rate(depth: int, drafts: float) -> float:
+    """Returns the probability by which a level is right where so many drafts of a row are accepted; the inverse of
+    `chain_drafts`, by a table."""
+    table = _chain_table(depth)
+    at = min(bisect_right(table, drafts), _HITS)
+    low, high = table[at - 1], table[at]
+    return min((at - 1 + (drafts - low) / (high - low)) / _HITS, 1.0)
+
+
+_HITS = 64  # steps of the table
 
 
 def max_drafts(shape: TreeShape) -> int:
