@@ -49,7 +49,7 @@ class PrefillBudget:
         if seconds > 0:
             self._steps.append(seconds)
             self._usual = sorted(self._steps)[len(self._steps) // 2]
-            self._shortest = min((1 + 1 / OUTDATED) * self._shortest, seconds)
+            self._shortest = min((1 + 1 / (4 * OUTDATED)) * self._shortest, seconds)
 
     def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Learns from a prefill of these chunks; what takes it far longer than expected is something else."""
