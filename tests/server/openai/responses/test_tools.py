@@ -338,6 +338,25 @@ def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: Scrip
     )
 
 
+@pytest.mark.parametrize(
+    "parts, shown",
+    [
+        ([("refusal", "No.")], "No."),
+        ([("refusal", "")], ""),
+        ([("output_text", "a"), ("refusal", " é\n")], "a é\n"),
+        ([("refusal", "I "), ("refusal", "cannot"), ("output_text", ".")], "I cannot."),
+    ],
+)
+def test_a_refusal_in_a_history_is_text(
+    url: str, scripted: ScriptedEngine, parts: list[tuple[str, str]], shown: str
+) -> None:
+    scripted.script = "Fine."
+    content = [{"type": kind, "text" if kind == "output_text" else kind: text} for kind, text in parts]
+    items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    assert ignored(url, input=[*items, {"role": "user", "content": "b"}]) == []
+    assert scripted.prompt == f"<user>a</user>\n<assistant>{shown}</assistant>\n<user>b</user>\n<assistant>"
+
+
 def test_large_grammars_are_read_in_a_thread(url: str) -> None:
     def edit(size: int) -> dict[str, Any]:
         rules = "\n".join(f'r{i}: "{i:099}"' for i in range(size // 107))
