@@ -126,7 +126,7 @@ def test_what_events_repeat_is_bounded_for_the_request(answers: int, monkeypatch
     length = 200
     rendered = 0
     for _ in range(answers):
-        told = rendering._Told(answers)
+        told = rendering._Sent(answers)
         for held in range(1, length + 1):
             answer = SimpleNamespace(finish_reason={} if held == length else None, logprob_entries=held)
             rendered += held * told.next(answer)[1]  # type: ignore[arg-type]
