@@ -8,25 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import FakeEngine, drafting_options
+from scripted import client_of, events
 from starlette.testclient import TestClient
 
-from draftwing.config.options import Options
 from draftwing.requests import stop_regex
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import SpecLimits
 from draftwing.requests.sampling_params import LogitsProcessorSpec
-from draftwing.server.app import create_app
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 PATHS = [CHAT, COMPLETION]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def base(path: str, text: str = "abc") -> dict[str, Any]:
@@ -41,19 +34,12 @@ def ok(client: TestClient, path: str, **body: Any) -> Any:
 
 @pytest.fixture
 def drafting() -> FakeEngine:
-    options = Options(
-        random_seed=7,
-        speculative_algorithm="EAGLE",
-        speculative_num_steps=5,
-        speculative_eagle_topk=4,
-        speculative_num_draft_tokens=8,
-    )
-    return FakeEngine(options)
+    return FakeEngine(drafting_options(5, 4, 8))
 
 
 @pytest.fixture
 def drafts(drafting: FakeEngine) -> Iterator[TestClient]:
-    with TestClient(create_app(local(drafting), drafting.tokenizer), raise_server_exceptions=False) as client:
+    with client_of(drafting) as client:
         yield client
 
 
@@ -264,7 +250,7 @@ def test_prediction(drafts: TestClient, drafting: FakeEngine) -> None:
 
 def test_defaults_of_the_model() -> None:
     engine = FakeEngine(defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         ok(client, CHAT, **base(CHAT))
         ok(client, COMPLETION, **base(COMPLETION), temperature=0, top_k=None)
         ok(client, "/generate", text="a", sampling_params={"top_k": 5, "temperature": None})

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import FakeEngine
+from scripted import client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.server.app import create_app
 from draftwing.server.openai.timings import timings_and_metrics
 from draftwing.server.telemetry.observer import AnswerRecord
 from draftwing.text.answer import Answer
@@ -92,7 +92,7 @@ def test_before_the_end_of_a_stream_nothing_is_said_of_the_cache(client: TestCli
 @pytest.fixture
 def drafts() -> Iterator[TestClient]:
     engine = FakeEngine(Options(random_seed=7, speculative_algorithm="NGRAM"))
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         yield client
 
 

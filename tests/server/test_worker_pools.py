@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
-from fastapi.testclient import TestClient
+from fake_engine import FakeEngine
+from scripted import client_of
 
 from draftwing.config.api_keys import ApiKey
 from draftwing.server import worker_pools as lanes_module
-from draftwing.server.app import create_app
 from draftwing.server.edge.keys import client as client_var
 from draftwing.server.worker_pools import MAX_INLINE_SIZE, MAX_SHORT_SIZE, FairSemaphore, WorkerPools
 
@@ -104,7 +103,7 @@ def test_which_bodies_take_turns(size: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(WorkerPools, "read", watched)
     engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         assert client.post("/tokenize", json={"prompt": "a" * size}).status_code == 200
     assert len(taken) == (size > 65_536)
 
@@ -220,7 +219,7 @@ def test_expressions_are_long_work_unless_they_are_few(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(WorkerPools, "run", watched)
     engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         for expressions in (["a{3}"], [f"{i}" + "(ab|cd){0,8}" + "y" * 100 for i in range(16)]):
             params = {"max_new_tokens": 1, "stop_regex": expressions}
             assert client.post("/generate", json={"text": "a", "sampling_params": params}).status_code == 200

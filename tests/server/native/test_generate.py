@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, EOS, FakeEngine
+from scripted import events
 from starlette.testclient import TestClient
 
 from draftwing.server.native import rendering
@@ -50,9 +50,7 @@ def test_batch_of_one_and_n_give_lists(client: TestClient) -> None:
 
 
 def chunks(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = [x.removeprefix("data: ") for x in client.post("/generate", json=body).text.split("\n\n") if x]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+    return events(client.post("/generate", json=body).text)
 
 
 def test_stream_is_cumulative(client: TestClient, engine: FakeEngine) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, EOS, FakeEngine
+from scripted import events
 from starlette.testclient import TestClient
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "héllo 😀"}]}
 ECHO = "user:héllo 😀\n"  # what the template makes of it
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """The data of every event; the last one has to be [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_chat_response_has_the_documented_keys(client: TestClient) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, written
 
 SCRIPTED = dict(tools="hermes")
 
@@ -19,13 +19,6 @@ EDIT: dict[str, Any] = {"type": "custom", "custom": {"name": "edit", "descriptio
 SAY: dict[str, Any] = {"type": "custom", "custom": {"name": "say"}}
 TEXT = '+a "b" \\ é 😀\n-\t\n'
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
-
-
-def written(*calls: tuple[str, dict[str, Any]]) -> str:
-    return "\n".join(
-        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given, ensure_ascii=False)}}}\n</tool_call>'
-        for name, given in calls
-    )
 
 
 def streamed(api: openai.OpenAI, **body: Any) -> tuple[list[dict[str, Any]], str | None]:

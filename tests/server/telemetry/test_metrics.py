@@ -14,6 +14,7 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine, local
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics
+from scripted import client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
@@ -142,7 +143,7 @@ def test_scripted_traffic(client: TestClient) -> None:
 def test_an_abort() -> None:
     engine = FakeEngine(burst=1, pause=0.005)
     endless = {"text": "abc", "rid": "mine", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client, ThreadPoolExecutor(1) as pool:
+    with client_of(engine) as client, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.post, "/generate", json=endless)
         end = time.monotonic() + 20
         while scrape(client)("vllm:generation_tokens_total") == 0 and time.monotonic() < end:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, written
 
 SCRIPTED = dict(tools="hermes")
 
@@ -40,13 +40,6 @@ AGENTS: dict[str, Any] = {
 }  # fmt: skip
 ALL = [WEATHER, EDIT, DAY, SAY, AGENTS]
 TEXT = '*** Begin\n+a "b" \\ é 😀\n-\t\n*** End\n'
-
-
-def written(*calls: tuple[str, dict[str, Any]]) -> str:
-    return "\n".join(
-        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given, ensure_ascii=False)}}}\n</tool_call>'
-        for name, given in calls
-    )
 
 
 def offered(scripted: ScriptedEngine) -> dict[str, Any]:
