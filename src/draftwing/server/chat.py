@@ -108,7 +108,7 @@ class Chats:
         self._service = service
         self.harmony, self.reasoning = service.reasoning.harmony, service.reasoning.style
         named, source = service.options.tool_call_parser, service.tokenizer.chat_source
-        self.tools = None if self.harmony else _style(TOOL_STYLES, named) or style_of(source)
+        self.tools = None if self.harmony else TOOL_STYLES.get(named or "") or style_of(source)
 
     async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
         """The answers to a conversation, and how they are read. Raises RequestError or EngineDead.
@@ -329,10 +329,6 @@ class Chats:
             markers += style.tools.markers
         tokenizer = self._service.tokenizer
         return any(m is not None and tokenizer.backend.token_to_id(m) in tokenizer.special_ids for m in markers)
-
-
-def _style(styles: Mapping[str, Any], name: str | None) -> Any:
-    return None if name is None else styles[name]
 
 
 def template_tool(function: Function, described: bool = False) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import PrivateAttr
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
@@ -52,10 +52,8 @@ class Content(
     refusal: str | None = None
 
 
-class Item(Body, bookkeeping="status phase caller async_ created_by parsed_arguments"):
+class Item(Body, bookkeeping=" ".join(_TOLD)):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
-
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
 
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -81,8 +79,6 @@ class Item(Body, bookkeeping="status phase caller async_ created_by parsed_argum
 
 
 class TextFormat(Body):
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
