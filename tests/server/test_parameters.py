@@ -64,11 +64,17 @@ def test_edits_reach_the_engine(client: TestClient, engine: FakeEngine, path: st
     assert params.edited and params.guided
 
 
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f"],
+}
 GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
     ({"json_schema": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
     ({"json_schema": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
     ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
     ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
 ]
 FORMATS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"type": "text"}, None),
@@ -78,12 +84,8 @@ FORMATS: list[tuple[dict[str, Any], Grammar | None]] = [
         Grammar("json_schema", json.dumps(SCHEMA)),
     ),
     ({"type": "json_schema", "json_schema": {"schema": True}}, Grammar("json_schema", "true")),
+    (TAG, Grammar("structural_tag", json.dumps(TAG))),
 ]
-TAG = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
-    "triggers": ["<f"],
-}
 
 
 @pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)
@@ -105,32 +107,11 @@ def test_response_format(
     assert [request.params.grammar for request in engine.requests] == [grammar] * 2
 
 
-def test_structural_tags(client: TestClient, engine: FakeEngine) -> None:
-    for path in PATHS:
-        ok(client, path, **base(path), response_format=TAG)
-        ok(client, path, **base(path), structural_tag=TAG)
-    expected = Grammar("structural_tag", json.dumps(TAG))
-    assert [request.params.grammar for request in engine.requests] == [expected] * 4
-
-
 def test_generate_takes_a_processor_for_each(client: TestClient, engine: FakeEngine) -> None:
     ok(client, "/generate", text=["a", "b"], custom_logit_processor=["odd", None])
     ok(client, "/generate", text="a", custom_logit_processor="even", sampling_params={"custom_params": {"x": 1}})
     found = [request.params.logits_processor for request in engine.requests]
     assert found == [LogitsProcessorSpec("odd", "{}"), None, LogitsProcessorSpec("even", '{"x": 1}')]
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("keep", [False, True])
-def test_stop_regex_in_stream_and_plain_agree(client: TestClient, path: str, keep: bool) -> None:
-    body = base(path, "one 12 two 345 three") | {"stop_regex": r"\d{3}", "no_stop_trim": keep, "max_tokens": 100}
-    choice = ok(client, path, **body)["choices"][0]
-    text = choice["text"] if path == COMPLETION else choice["message"]["content"]
-    assert text.endswith("one 12 two " + "345" * keep)
-    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", r"\d{3}")
-    chunks = [c["choices"][0] for c in events(client.post(path, json=body | {"stream": True}).text)]
-    streamed = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in chunks)
-    assert streamed == text and chunks[-1]["matched_stop"] == r"\d{3}"
 
 
 def test_a_stop_regex_that_takes_too_long_ends_the_request(client: TestClient, engine: FakeEngine) -> None:

@@ -254,11 +254,11 @@ def test_an_answer_that_the_model_cannot_give_is_an_error_with_its_reason(
     reason = {"type": "abort", "message": "the model's logits are not finite", "status_code": 500}
     advance = engine._advance
 
-    def spoilt(uid: str) -> Output:
+    def failing(uid: str) -> Output:
         prompt = engine.tokenizer.decode(engine.running[uid][0].prompt_ids)
         return engine._end(uid, [], reason) if "nan" in prompt else advance(uid)
 
-    monkeypatch.setattr(engine, "_advance", spoilt)
+    monkeypatch.setattr(engine, "_advance", failing)
     for path, body in (
         ("/v1/completions", {"prompt": "nan"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "nan"}]}),

@@ -32,7 +32,7 @@ MAX_NAME = 256  # characters
 MAX_LOOSENED = 16  # functions of one request whose schemas are found not to be built
 # Values in what a template is given: it is copied to another process, which holds all others up.
 MAX_VALUES = 16_384  # in further variables
-MAX_TOLD = 65_536  # in the definitions of all tools, lists of what a parameter may be included; in all messages
+MAX_TEMPLATE_VALUES = 65_536  # in the definitions of all tools, enumerations included; in all messages
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
 _NO_CALLS = ToolChoice("none")
@@ -125,7 +125,7 @@ class Chats:
         called = _CALLED | dict(body.names) | {"thinking": body.thinking_field}
         text = await self._rendered(chat, called, size)
         style = self._message_style(chat, text)
-        params, unheard = self._with_budget(chat, body, params, style)
+        params, without_effect = self._with_budget(chat, body, params, style)
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
         field = called["tools"] if chat.offers else body.grammar_field
@@ -142,7 +142,7 @@ class Chats:
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
-        ignored = (*chat.ignored, *unheard)
+        ignored = (*chat.ignored, *without_effect)
         asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
         if asks and not self._knows_effort:
             ignored = (*ignored, called.get("effort", called["thinking"]))
@@ -200,8 +200,8 @@ class Chats:
                     names["tools"],
                 )
             variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
-            _check_values(variables["tools"], MAX_TOLD, names["tools"], f"all {names['tools']}")
-        _check_values(chat.messages, MAX_TOLD, "messages", "all messages")
+            _check_values(variables["tools"], MAX_TEMPLATE_VALUES, names["tools"], f"all {names['tools']}")
+        _check_values(chat.messages, MAX_TEMPLATE_VALUES, "messages", "all messages")
         messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:
             return render_continued(tokenizer, messages, **variables)
@@ -234,15 +234,15 @@ class Chats:
 
         What is not to reason, and would all the same, is ended at once."""
         known, silent = self._service.reasoning.known, style.start == "closed"
-        unheard: list[str] = []
+        ignored: list[str] = []
         if chat.thinking and silent and not chat.continued:
-            unheard.append(body.thinking_field)
+            ignored.append(body.thinking_field)
         if chat.thinking is False and known and not chat.continued:
             params = params.replace(thinking_budget=0)
         elif params.thinking_budget is not None and not known and body.hints_at_budget:
             params = params.replace(thinking_budget=None)
-            unheard += [] if unheard else [body.budget_field]
-        return params, unheard
+            ignored += [] if ignored else [body.budget_field]
+        return params, ignored
 
     def _message_style(self, chat: Chat, text: str) -> MessageStyle:
         style = MessageStyle(

@@ -70,16 +70,16 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
     same flat, as SGLang has it; for native endpoints the nested message alone, for Ollama's the flat one."""
     kind = dialect(path)
     if kind == "anthropic":
-        told: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+        about: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
         known = {"details": {"error_code": code}} if code and code.startswith("thread_") else {}
-        return {"type": "error", "error": told | known}
+        return {"type": "error", "error": about | known}
     if kind == "native":
         return {"error": {"message": message}}
     if kind == "ollama":
         return {"error": message}
     name = _TYPES.get(status, "InternalServerError")
-    told = {"message": message, "type": name, "param": param, "code": code or status}
-    return {"error": told, "object": "error", **told}
+    about = {"message": message, "type": name, "param": param, "code": code or status}
+    return {"error": about, "object": "error", **about}
 
 
 def dialect(path: str) -> Literal["openai", "responses", "anthropic", "ollama", "native"]:

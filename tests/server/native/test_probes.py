@@ -86,8 +86,9 @@ def test_a_dead_engine_is_alive_but_not_ready() -> None:
             async with asyncio.timeout(10):
                 while bridge.healthy:
                     await asyncio.sleep(0.005)
-            assert (await client.get("/readiness")).status_code == (await client.get("/health")).status_code == 503
+            for path in ("/readiness", "/health", "/health_generate", "/v1/loads", "/server_info"):
+                dead = await client.get(path)
+                assert dead.status_code == 503 and ("boom" in dead.text) == (path in ("/v1/loads", "/server_info"))
             assert (await client.get("/liveness")).status_code == 200
-            assert (await client.get("/v1/loads")).status_code == 503
 
     asyncio.run(run())

@@ -19,7 +19,6 @@ from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.process.link import EngineDead
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -212,14 +211,6 @@ def test_without_speculation() -> None:
     assert page("sglang:spec_accept_length") == 0 == page("sglang:spec_accept_rate")
     assert "draftwing:estimated_speedup" not in page.families
     assert not any(name.startswith("vllm:spec") for name in page.families)
-
-
-def test_a_lost_engine() -> None:
-    async def ask() -> dict[str, Any]:
-        raise EngineDead("gone")
-
-    page = rendered(Metrics("echo", lambda: 1000, ask))
-    assert page("draftwing:engine_up") == 0 and page("vllm:prompt_tokens_total") == 0
 
 
 def test_a_real_engine(tmp_path: Path) -> None:

@@ -120,6 +120,13 @@ def test_the_key_at_the_end_of_what_is_kept() -> None:
     assert line["request"].startswith("\U0001f600") and "sekrit" not in line["request"]
 
 
+def test_a_key_that_another_one_begins_with_is_hidden_whole() -> None:
+    stream, engine = io.StringIO(), FakeEngine()
+    with client_of(engine, RequestLog(2, ["sekrit", "sekrit-and-more"], stream)) as client:
+        client.post("/generate", json={"text": "sekrit-and-more"})
+    assert json.loads(json.loads(stream.getvalue())["request"]) == {"text": "***"}
+
+
 def test_no_more_is_kept_than_is_wanted() -> None:
     class Curious(Watcher):
         def __init__(self, body_bytes: int | None) -> None:

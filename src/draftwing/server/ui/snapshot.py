@@ -51,7 +51,7 @@ class Snapshots:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stats: Mapping[str, Any] = {}  # the newest numbers
-        self._told = 0.0  # monotonic, when the engine gave them
+        self._answered = 0.0  # monotonic, when the engine gave them
 
     async def take(self) -> dict[str, Any] | None:
         """A snapshot; None when the server is about to end."""
@@ -60,7 +60,7 @@ class Snapshots:
             return None
         try:
             self._stats = await engine.stats()
-            self._told = time.monotonic() - self._stats["age"]
+            self._answered = time.monotonic() - self._stats["age"]
             state = "busy" if self._stats["age"] > LATE else "up"
         except EngineDead:
             state = "down"
@@ -68,7 +68,7 @@ class Snapshots:
         return {
             "time": round(time.time(), 3),
             "engine": state,
-            "age": round(time.monotonic() - self._told, 3) if self._told else None,
+            "age": round(time.monotonic() - self._answered, 3) if self._answered else None,
             **self._numbers(),
             "unfinished": len(answers),
             "requests": self._listed(answers),

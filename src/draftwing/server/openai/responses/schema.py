@@ -36,7 +36,7 @@ INCLUDED = (
 )
 
 
-_TOLD = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
+_BOOKKEEPING = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
 
 
 class Content(
@@ -52,7 +52,7 @@ class Content(
     refusal: str | None = None
 
 
-class Item(Body, bookkeeping=" ".join(_TOLD)):
+class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
 
     type: str | None = None
@@ -278,4 +278,4 @@ def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
 
 
 def _only(item: Item, names: tuple[str, ...], where: str) -> None:
-    only(item, (*names, "type", "id", *_TOLD), where, f"{item.kind!r} item")
+    only(item, (*names, "type", "id", *_BOOKKEEPING), where, f"{item.kind!r} item")
