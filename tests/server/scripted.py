@@ -68,6 +68,12 @@ class ScriptedEngine(FakeEngine):
         self._inbox.put(request._replace(prompt_ids=said))
 
     @property
+    def grammar(self) -> str:
+        """The kind and the text of the latest request's grammar; empty where it has none."""
+        grammar = self.requests[-1].params.grammar
+        return "" if grammar is None else f"{grammar.kind}: {grammar.text}"
+
+    @property
     def prompt(self) -> str:
         """The text of the latest prompt."""
         return self.tokenizer.decode(self.requests[-1].prompt_ids, skip_special_tokens=False)

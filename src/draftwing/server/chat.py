@@ -374,7 +374,7 @@ def _check_values(data: Any, most: int, field: str, called: str) -> None:
 
 
 def _values(data: Any, most: int) -> int:
-    """How many values are in lists and mappings; where they are more than `most`, some number that is, too."""
+    """Counts the values in lists and mappings, and stops where they are more than `most`."""
     found, rest = 0, [data]
     while rest:
         part = rest.pop()

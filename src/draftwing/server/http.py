@@ -194,8 +194,8 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
-    """As `read_body`, for a body that asks for answers: what is prepared for them counts as one that waits, until they
-    do. Raises QueueFull, before the body is looked at, where there is no room."""
+    """Reads a body that asks for answers, which counts as one that waits until they are asked for. Raises QueueFull,
+    before the body is looked at, where there is no room."""
     with ExitStack() as place:
         body = await read_body(request, model, place)
         body.hold(place)

@@ -94,22 +94,22 @@ class LogprobQuota:
 
 
 def count_logprobs(output: Output, request: GenerationRequest) -> int:
-    """How many come with news of a request."""
+    """Counts the log probabilities that come with an output of a request."""
     return _width(request) * (len(output.logprobs) + len(output.prompt_logprobs))
 
 
 def first_logprobs(requests: Sequence[GenerationRequest]) -> int:
-    """How many come with the first tokens of requests."""
+    """Counts the log probabilities that come with the first tokens of requests."""
     return sum(_width(request) * (1 + _prompt_positions(request)) for request in requests)
 
 
 def _width(request: GenerationRequest) -> int:
-    """Log probabilities at a position."""
+    """Counts the log probabilities of one position."""
     wanted = request.logprobs
     return 0 if wanted is None else 1 + wanted.top + len(wanted.token_ids)
 
 
 def _prompt_positions(request: GenerationRequest) -> int:
-    """Positions of the prompt that have log probabilities."""
+    """Counts the positions of a prompt that have log probabilities."""
     wanted = request.logprobs
     return 0 if wanted is None or wanted.start < 0 else max(len(request.prompt_ids) - wanted.start, 0)

@@ -246,14 +246,14 @@ _PLAIN = frozenset({str, int, float, bool, dict, type(None)})  # types of values
 
 
 def split_effort(effort: str | int | None) -> tuple[str | None, int | None]:
-    """How much to reason, of an `Effort`, and the most tokens for it, of `EffortTokens`."""
+    """Splits an `Effort` from `EffortTokens`: how much to reason in a word, or in tokens."""
     if effort is None or (isinstance(effort, str) and not effort.isdecimal()):
         return effort, None
     return None, int(effort)
 
 
 def characters(value: Any) -> int:
-    """Of a text, or of the texts in a list; 0 for anything else."""
+    """Counts the characters of a text, or of the texts in a list; 0 for anything else."""
     if isinstance(value, list):
         return sum(map(characters, value))
     return len(value) if isinstance(value, str) else 0

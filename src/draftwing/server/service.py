@@ -99,7 +99,7 @@ class Generation:
         return self.answers
 
     async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """As `WorkerPools.render`, of the answers so far. size: see `Answer.entries`."""
+        """Makes JSON of the answers so far by `WorkerPools.render`. size: see `Answer.entries`."""
         return await self._pools.render(size, work)
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class ReadScheduler:
         self._next: asyncio.Handle | None = None
 
     def put(self, connection: LimitedConnection) -> None:
-        """It has sent something, or may be read again."""
+        """Takes a connection that has sent something, or may be read again."""
         self._waiting.setdefault(connection)
         if self._next is None:
             self._next = connection.loop.call_soon(self._turn, connection.loop)

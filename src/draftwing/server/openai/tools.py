@@ -52,7 +52,7 @@ class ChatTool(Body, hints="cache_control"):
         return len(grammar.definition) if grammar else 0
 
     def plain(self, where: str) -> tuple[Function, str]:
-        """As a function, and the field that holds it. Raises RequestError."""
+        """Makes a function of the tool, and names the field that holds it. Raises RequestError."""
         check_kind(self, where)
         if self.function is not None:
             given = self.function

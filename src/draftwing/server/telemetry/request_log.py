@@ -96,7 +96,7 @@ def prompt_tokens(answers: list[AnswerRecord]) -> int:
 
 
 def first_token_seconds(record: HttpRecord) -> float | None:
-    """Until the first token of any answer."""
+    """Returns the seconds from the arrival to the first token of any answer."""
     first = min((answer.first for answer in record.answers if answer.first is not None), default=None)
     return round(first - record.arrived, 6) if first is not None else None
 

@@ -75,7 +75,7 @@ class Snapshots:
         }
 
     def _numbers(self) -> dict[str, Any]:
-        """Empty before the engine has told any."""
+        """The engine's newest numbers; nothing before there are any."""
         stats, capacity = self._stats, self._service.engine.info.max_total_tokens
         if not stats:
             return {}
@@ -95,7 +95,7 @@ class Snapshots:
         return [self._one(answer, now) for answer in answers[:MAX_REQUESTS]]
 
     def _one(self, answer: AnswerRecord, now: float) -> dict[str, Any]:
-        """Without texts, unless the server was told to show them; never the id by which a client can abort it."""
+        """Lists a request: with texts if the server may show them, never with the id by which it could be aborted."""
         request, limits = answer.request, answer.request.limits
         found: dict[str, Any] = {
             "number": answer.number,

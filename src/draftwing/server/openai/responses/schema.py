@@ -97,7 +97,7 @@ class Reasoning(Body, hints="generate_summary mode"):
 
 
 class StreamOptions(Body, hints="include_obfuscation"):
-    """How a stream comes."""
+    """Options of a stream."""
 
 
 class ResponsesRequest(
