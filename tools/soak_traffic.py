@@ -24,7 +24,6 @@ WORDS = [
 SAMPLE = 24  # answers that are asked for again
 GRAMMARS = {"regex", "ebnf", "json_schema"}
 PROMPTS = ("messages", "prompt", "text", "input", "prediction")
-DONE = ("/generate", "/v1/c")  # paths whose streams end with [DONE]
 PATHS = [
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
 ]  # fmt: skip
@@ -132,6 +131,11 @@ def answer_of(path: str, body: Any) -> str:
     return json.dumps([one.get("text", (one.get("message") or {}).get("content")) for one in body["choices"]])
 
 
+def done_by_name(asked: Asked) -> bool:
+    """Whether its stream ends with [DONE]."""
+    return asked.body["stream"] and asked.path.startswith(("/generate", "/v1/c"))
+
+
 async def one_request(client: httpx.AsyncClient, asked: Asked, generator: random.Random, out: Outcome) -> None:
     fate = generator.random()
     if not asked.body["stream"] and fate >= 0.1:
@@ -155,7 +159,7 @@ async def one_request(client: httpx.AsyncClient, asked: Asked, generator: random
             out.counts[f"stream {response.status_code}"] += 1
             if response.status_code not in (200, 503):
                 out.problems.append(f"{response.status_code}: {last[:300]} for {short(asked)}")
-            elif response.status_code == 200 and asked.path.startswith(DONE) and last != "data: [DONE]":
+            elif response.status_code == 200 and done_by_name(asked) and last != "data: [DONE]":
                 out.problems.append(f"a stream of {asked.path} ended with {last[:200]!r}")
             return
     out.counts["left"] += 1
