@@ -187,20 +187,14 @@ class Chats:
             variables = {"reasoning_effort": effort} | variables
         tokenizer = self._service.tokenizer
         if chat.offers:
+            name, about = names["tools"], f"{names['tools']}: the model's chat template"
             if not self._takes_tools:
-                raise RequestError(
-                    f"{names['tools']}: the model's chat template knows no tools; start the server with a "
-                    "--chat-template that does",
-                    names["tools"],
-                )
-            if self.tools is None and not self.harmony:
-                raise RequestError(
-                    f"{names['tools']}: the model's chat template does not tell how it writes calls; start the server "
-                    "with --tool-call-parser",
-                    names["tools"],
-                )
+                raise RequestError(f"{about} knows no tools; start the server with a --chat-template that does", name)
+            if not self.calls_tools:
+                how = "start the server with --tool-call-parser"
+                raise RequestError(f"{about} does not tell how it writes calls; {how}", name)
             variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
-            _check_values(variables["tools"], MAX_TEMPLATE_VALUES, names["tools"], f"all {names['tools']}")
+            _check_values(variables["tools"], MAX_TEMPLATE_VALUES, name, f"all {name}")
         _check_values(chat.messages, MAX_TEMPLATE_VALUES, "messages", "all messages")
         messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:

@@ -260,9 +260,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._reading = None
-        if (
-            self.flow.read_paused or self.flow.held
-        ):  # by us, for an earlier request or because nobody takes the body yet
+        # By us, for an earlier request or because nobody takes the body yet.
+        if self.flow.read_paused or self.flow.held:
             self._await(self.body_seconds)
         else:
             self._refuse(408)
