@@ -123,7 +123,7 @@ def test_several_answers_have_no_timings(drafts: TestClient, path: str) -> None:
 
 
 class _Meta:
-    """Has what `measured` reads of an answer."""
+    """What `timings_and_metrics` reads of an answer."""
 
     def __init__(self, meta: dict[str, Any], tokens: int) -> None:
         self.meta, self.token_ids = meta, [0] * tokens

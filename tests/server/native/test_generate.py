@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import CONTEXT, EOS, FakeEngine
+from fake_engine import EOS, FakeEngine
 from scripted import events
 from starlette.testclient import TestClient
 
@@ -139,15 +139,3 @@ def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine
         data = client.post("/generate", json={"text": "abcd", "sampling_params": sampling}).json()
         assert data["text"] == text and data["output_ids"] == engine.tokenizer.encode("abc")
         assert data["meta_info"]["finish_reason"] == {"type": "stop", "matched": c[0]}
-
-
-def test_health_and_infos(client: TestClient, engine: FakeEngine) -> None:
-    health = client.get("/health")
-    assert health.status_code == 200 and health.content == b""
-    info = client.get("/server_info").json()
-    assert info["port"] == 30000 and info["speculative_algorithm"] == "none" and info["random_seed"] == 7
-    assert info["max_total_num_tokens"] == 4 * CONTEXT and info["context_length"] == CONTEXT
-    assert info["weight_bytes"] == {"Q8_0": 34}
-    assert info["floor"] == {"memory_gb_s": 17e-6, "read_ms": 2.0, "plain_step_ms": 8.0, "share": 0.25}
-    assert client.get("/model_info").json()["served_model_name"] == "echo"
-    assert client.get("/openapi.json").json()["paths"]["/generate"]["post"]["requestBody"]
