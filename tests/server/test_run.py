@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ import httpx
 import pytest
 from engine_process import engines
 from tiny_checkpoint import write_checkpoint
+
+from draftwing.utils import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +47,6 @@ def served(model: Path, port: int, files: str = "", before: str = "") -> Iterato
     finally:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.further(files=["2>&-", ">/dev/full 2>&1", "2>/dev/full"])

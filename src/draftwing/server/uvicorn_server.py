@@ -109,14 +109,11 @@ class Server(uvicorn.Server):
             logger.info("ready: %s/v1", self._url)
             if not self._engine.info.options.disable_ui:
                 logger.info("a page to chat and to watch the drafts: %s", self._url)
-            logger.info(
-                "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",
-                self._url,
-                "-H 'Authorization: Bearer YOUR_API_KEY' "
-                if self._engine.info.options.has_key
-                else "",  # the log is no place for the key
-                body.replace("'", "'\\''"),
-            )
+            # The log is no place for the key.
+            key = "-H 'Authorization: Bearer YOUR_API_KEY' " if self._engine.info.options.has_key else ""
+            quoted = body.replace("'", "'\\''")
+            call = f"curl {self._url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{quoted}'"
+            logger.info("try: %s", call)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.draining = True

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import FakeEngine, drafting_options
+from scripted import events
 from starlette.testclient import TestClient
-from test_parameters import CHAT, COMPLETION, base, events
-
-from draftwing.config.options import Options
-from draftwing.server.app import create_app
+from test_parameters import CHAT, COMPLETION, base
 
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    options = Options(
-        random_seed=7,
-        speculative_algorithm="EAGLE",
-        speculative_num_steps=3,
-        speculative_eagle_topk=2,
-        speculative_num_draft_tokens=6,
-    )
-    return FakeEngine(options)
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> Iterator[TestClient]:
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
-        yield client
+    return FakeEngine(drafting_options(3, 2, 6))
 
 
 def steps_of(client: TestClient, path: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:

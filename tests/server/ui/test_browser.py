@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine, launched, serving
 
 from draftwing.config.options import Options
 from draftwing.server.ui.snapshot import Snapshots
-from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install draftwing[browser]"
@@ -445,15 +444,9 @@ def test_long_cells_and_items_are_taken_as_they_are(url: str, open_page: Open) -
 def real(smollm2_path: Path) -> Iterator[str]:
     """The default model, with trees of two drafters."""
     tree = "--speculative-num-steps 4 --speculative-eagle-topk 3 --speculative-num-draft-tokens 10"
-    process, port = launch_server_cmd(
-        f"python -m draftwing.launch_server --model smollm2 --speculative-algorithm EAGLE3+SUFFIX {tree} "
-        "--speculative-fixed-shape --num-threads 1 --log-level error"
-    )
-    try:
-        wait_for_server(f"http://127.0.0.1:{port}", timeout=120, process=process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        terminate_process(process)
+    command = f"--model smollm2 --speculative-algorithm EAGLE3+SUFFIX {tree} --speculative-fixed-shape"
+    with launched(command, 120) as (_, url):
+        yield url
 
 
 def test_the_default_model(real: str, open_page: Open) -> None:

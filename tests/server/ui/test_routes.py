@@ -12,13 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, local
-from scripted import serving
+from fake_engine import FakeEngine
+from scripted import client_of, serving
 from starlette.testclient import TestClient
 
 import draftwing
 from draftwing.config.options import Options
-from draftwing.server.app import create_app
 from draftwing.server.ui.routes import ASSETS, load_assets
 
 FOLDER = Path(draftwing.__file__).parent / "server" / "ui" / "assets"
@@ -28,8 +27,7 @@ ELSEWHERE = ["..%2f..%2froutes.py", "%2e%2e/routes.py", "nothing.js", "index.htm
 
 
 def app(**options: Any) -> TestClient:
-    engine = FakeEngine(Options(random_seed=7, **options))
-    return TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False)
+    return client_of(FakeEngine(Options(random_seed=7, **options)))
 
 
 @pytest.fixture

@@ -97,8 +97,6 @@ class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] | None = None
 
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
-
 
 class OutputConfig(Body, hints="task_budget"):
     format: OutputFormat | None = None

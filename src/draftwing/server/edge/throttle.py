@@ -99,8 +99,10 @@ class ResponseThrottle:
         await self._app(scope, receiving, paced)
 
     async def _wait(self, seconds: float | None, most: float, large: bool) -> bool:
-        """Until it may go on. seconds: as `Throttle.wait`.  most: how long one is held that would wait for longer.
-        large: it does not wait. Whether its connection ends."""
+        """Waits until a request may go on, and returns whether its connection ends.
+
+        seconds: as `Throttle.wait`.  most: how long one is held that would wait for longer.  large: it does not wait.
+        """
         if seconds is not None and not (seconds and large):
             if seconds:
                 await asyncio.sleep(seconds)

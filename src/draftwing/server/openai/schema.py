@@ -81,7 +81,7 @@ class Message(
     tool_call_id: str | None = None
 
     def plain(self, where: str) -> dict[str, Any]:
-        """As chat templates want it: content is one string. `where` names the message in errors."""
+        """Makes the message that chat templates want: content is one string. where: the message's name in errors."""
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) not in (None, []) and self.role != role:
                 raise RequestError(f"{where}.{name} is for messages of the role {role!r}", f"{where}.{name}")
@@ -263,7 +263,7 @@ class ChatRequest(
 
     @property
     def _reasoning(self) -> tuple[str | None, int | None]:
-        """How much to reason, and the most tokens for it."""
+        """The effort of reasoning, and the most tokens for it."""
         asked = self.reasoning or ReasoningConfig()
         effort, budget = split_effort(asked.effort if self.reasoning_effort is None else self.reasoning_effort)
         return effort, budget if asked.max_tokens is None else asked.max_tokens

@@ -228,9 +228,8 @@ class RequestMetrics(Watcher):
             self._metrics[engine + name].observe(seconds)
 
 
-Number = (
-    float | Mapping[Any, float] | None
-)  # or one for each label value; a tuple of them where there are several labels
+# Or one for each label value; a tuple of them where there are several labels.
+Number = float | Mapping[Any, float] | None
 
 
 def engine_numbers(stats: Mapping[str, Any], capacity: int) -> dict[str, Number]:
@@ -256,9 +255,8 @@ def engine_numbers(stats: Mapping[str, Any], capacity: int) -> dict[str, Number]
 
 
 def _by_depth(drafters: Mapping[str, Mapping[str, Any]], key: str) -> dict[tuple[str, str], float]:
-    return {
-        (name, str(depth)): count for name, counts in drafters.items() for depth, count in enumerate(counts[key])
-    }  # fmt: skip
+    every = drafters.items()
+    return {(name, str(depth)): count for name, counts in every for depth, count in enumerate(counts[key])}
 
 
 class Metrics(Collector):

@@ -51,7 +51,7 @@ class Snapshots:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stats: Mapping[str, Any] = {}  # the newest numbers
-        self._told = 0.0  # monotonic, when the engine gave them
+        self._answered = 0.0  # monotonic, when the engine gave them
 
     async def take(self) -> dict[str, Any] | None:
         """A snapshot; None when the server is about to end."""
@@ -60,7 +60,7 @@ class Snapshots:
             return None
         try:
             self._stats = await engine.stats()
-            self._told = time.monotonic() - self._stats["age"]
+            self._answered = time.monotonic() - self._stats["age"]
             state = "busy" if self._stats["age"] > LATE else "up"
         except EngineDead:
             state = "down"
@@ -68,14 +68,14 @@ class Snapshots:
         return {
             "time": round(time.time(), 3),
             "engine": state,
-            "age": round(time.monotonic() - self._told, 3) if self._told else None,
+            "age": round(time.monotonic() - self._answered, 3) if self._answered else None,
             **self._numbers(),
             "unfinished": len(answers),
             "requests": self._listed(answers),
         }
 
     def _numbers(self) -> dict[str, Any]:
-        """Empty before the engine has told any."""
+        """The engine's newest numbers; nothing before there are any."""
         stats, capacity = self._stats, self._service.engine.info.max_total_tokens
         if not stats:
             return {}
@@ -95,7 +95,7 @@ class Snapshots:
         return [self._one(answer, now) for answer in answers[:MAX_REQUESTS]]
 
     def _one(self, answer: AnswerRecord, now: float) -> dict[str, Any]:
-        """Without texts, unless the server was told to show them; never the id by which a client can abort it."""
+        """Lists a request: with texts if the server may show them, never with the id by which it could be aborted."""
         request, limits = answer.request, answer.request.limits
         found: dict[str, Any] = {
             "number": answer.number,

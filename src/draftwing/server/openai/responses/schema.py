@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import PrivateAttr
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
@@ -36,7 +36,7 @@ INCLUDED = (
 )
 
 
-_TOLD = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
+_BOOKKEEPING = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
 
 
 class Content(
@@ -52,10 +52,8 @@ class Content(
     refusal: str | None = None
 
 
-class Item(Body, bookkeeping="status phase caller async_ created_by parsed_arguments"):
+class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
-
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
 
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -81,8 +79,6 @@ class Item(Body, bookkeeping="status phase caller async_ created_by parsed_argum
 
 
 class TextFormat(Body):
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -101,7 +97,7 @@ class Reasoning(Body, hints="generate_summary mode"):
 
 
 class StreamOptions(Body, hints="include_obfuscation"):
-    """How a stream comes."""
+    """Options of a stream."""
 
 
 class ResponsesRequest(
@@ -282,4 +278,4 @@ def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
 
 
 def _only(item: Item, names: tuple[str, ...], where: str) -> None:
-    only(item, (*names, "type", "id", *_TOLD), where, f"{item.kind!r} item")
+    only(item, (*names, "type", "id", *_BOOKKEEPING), where, f"{item.kind!r} item")
