@@ -1,7 +1,7 @@
 """The n-gram index of every implementation against torch's: the same memory, candidates, confidences and trees all
 along.
 
-What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/test_ngram_drafter.py."""
+What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/test_lookup_drafter.py."""
 
 from __future__ import annotations
 
