@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
+from lookup_slots import Slots
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,13 +35,6 @@ def ops(request: pytest.FixtureRequest) -> TorchOps:
         return TorchOps(torch.device("cpu"))
     found = make_ops(torch.device("cpu"))
     return found if found.name == "cpu" else pytest.skip("the C extension was not built, or is not wanted")
-
-
-class Slots(NamedTuple):
-    tokens: Tensor
-    kv_len: Tensor
-    last: Tensor
-    salt: Tensor
 
 
 def make_slots(rows: int, context: int) -> Slots:
