@@ -20,7 +20,6 @@ from fake_engine import FakeEngine
 from reference.learnable import write_target
 from safetensors.torch import load_file, save_file
 from scripted import serving
-from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM, Completion
 from draftwing.layers.linear_ops import formats
@@ -29,11 +28,6 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.weight_map import checkpoint_tensors
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("model") / "tiny"))
 
 
 @pytest.fixture(autouse=True)
@@ -165,8 +159,3 @@ def test_contributing_add_a_kind_of_layer(tmp_path: Path, monkeypatch: pytest.Mo
     drafted = answer(str(folder), speculative_algorithm="NGRAM", speculative_fixed_shape=True)
     assert drafted.token_ids == answer(str(folder), speculative_algorithm="none").token_ids
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0 and len(set(drafted.token_ids)) > 10
-
-
-def test_they_are_short() -> None:
-    for file in EXAMPLES.glob("*.py"):
-        assert len(file.read_text(encoding="utf8").splitlines()) < 60, file
