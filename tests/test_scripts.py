@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from reference.learnable import ENGINE, prompts, write_target
+from scripts import script
 
 from draftwing import LLM
 from draftwing.models.heads.block_config import BlockConfig
@@ -34,18 +33,6 @@ RUNS = {
     "off_is_free": ["--drafters=NGRAM", "--batches=1", "--pairs=2", "--tokens=8"],
     "open_loop": ["--drafters=NGRAM", "--rates=50", "--seconds=0.1", "--tokens=6", "--repeats=1"],
 }  # fmt: skip
-
-
-def script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"script_{path.parent.name}_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for themselves
-    with pytest.MonkeyPatch.context() as patch:  # scripts of one folder import each other
-        patch.syspath_prepend(str(path.parents[1]))
-        patch.syspath_prepend(str(path.parent))
-        spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
