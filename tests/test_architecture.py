@@ -209,6 +209,6 @@ def test_drafters_never_see_the_sampler() -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    code = "import sys, draftwing; from draftwing import SamplingParams; print('torch' in sys.modules)"
+    code = "import sys, draftwing.cli.main; from draftwing import SamplingParams; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

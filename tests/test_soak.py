@@ -1,4 +1,4 @@
-"""tools/soak.py for two minutes, on a tiny model; `make soak` runs it for longer. What it makes of a log."""
+"""tools/soak.py for two minutes, on a tiny model; `make soak` runs it for longer."""
 
 from __future__ import annotations
 

@@ -46,16 +46,6 @@ def script(*argv: str, worker: str = "fake_engine") -> str:
     return SERVER.format(folder=str(Path(__file__).parents[1] / "server"), argv=list(argv), worker=worker)
 
 
-def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as info:
-        main(["serve", "--help"])
-    assert info.value.code == 0
-    text = capsys.readouterr().out
-    for part in ("model:", "server:", "memory and scheduling:", "speculation:", "--speculative-ngram-capacity"):
-        assert part in text
-    assert main([]) == 2
-
-
 @pytest.mark.parametrize(
     ("argv", "usage", "message"),
     [
@@ -64,6 +54,8 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "word"], "draftwing chat [", "unrecognised arguments: word"),
         (["--versoin"], "draftwing [-h]", "the nearest option is --version"),
         (["serve", "--spec", "1"], "draftwing serve [options]", "--spec"),
+        (["bench", "--num-prompts", "0"], "draftwing bench [", "at least 1; found '0'"),
+        (["bench", "--concurrency", "1,0"], "draftwing bench [", "as 1,8; found '1,0'"),
     ],
 )
 def test_unknown_arguments(argv: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,8 +104,10 @@ def logged(process: subprocess.Popen[str], last: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_serve_says_where_it_is_answers_and_ends() -> None:
-    code = script()
+@pytest.mark.parametrize("key", [None, "it's $secret"])  # which a shell has to quote
+def test_serve_says_where_it_is_answers_and_ends(key: str | None) -> None:
+    """The key is in no line of the log."""
+    code = script(*(["--api-key", key] if key else []))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
         log = logged(process, "try: curl")
@@ -122,9 +116,11 @@ def test_serve_says_where_it_is_answers_and_ends() -> None:
         assert ready is not None, "".join(log)
         url = ready.split("ready: ")[1].strip()
         assert url.startswith("http://127.0.0.1:") and url.endswith("/v1")
-        assert "Authorization" not in line
+        assert ("-H 'Authorization: Bearer YOUR_API_KEY'" in line) == (key is not None)
+        assert "secret" not in "".join(log)
         body = line.split("-d '")[1].rstrip().removesuffix("'")  # what the log says to try
-        request = urllib.request.Request(f"{url}/chat/completions", body.encode(), {"content-type": "application/json"})
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(f"{url}/chat/completions", body.encode(), headers)
         with urllib.request.urlopen(request, timeout=10) as response:
             assert json.load(response)["choices"][0]["message"]["content"] == "user:Hello\n"
         process.send_signal(signal.SIGTERM)
@@ -249,15 +245,6 @@ def test_ctrl_c_ends_server_and_engine() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_server_takes_its_engine_along() -> None:
-    with serving() as (process, _):
-        (engine,) = engines(process.pid)
-        process.kill()
-        process.wait()
-        assert gone(engine)
-
-
-@pytest.mark.slow
 def test_the_server_ends_when_its_engine_died_too_often() -> None:
     with serving(pause=0.05, deaths=1) as (process, url):
         for deaths in (1, 2):
@@ -274,24 +261,6 @@ def test_the_server_ends_when_its_engine_died_too_often() -> None:
         _, log = process.communicate(timeout=10)
         assert process.returncode == 1
     assert "is not restarted again: the server ends" in log and "Traceback" not in log
-
-
-@pytest.mark.slow
-def test_the_key_is_in_no_log_and_no_answer() -> None:
-    key = "it's $secret"  # which a shell has to quote
-    code = script("--api-key", key)
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        log = []
-        for line in process.stderr:
-            log.append(line)
-            if "try: curl" in line:
-                break
-        assert "-H 'Authorization: Bearer YOUR_API_KEY'" in line and "secret" not in "".join(log)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.slow

@@ -301,9 +301,7 @@ def test_totals_are_those_of_the_requests(harness, lag, shape):
     rig = harness.Rig(model, (shape, PLAIN), drafter="oracle", lag=lag, rows=3, book=book, miss=2)
     reporter = Reporter(rig.sched, credited=(("oracle",),) * 4)
     rig.loop._watch = reporter.watch
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    metas = [output.meta for output in rig.run().final.values()]
+    metas = [output.meta for output in rig.answer(prompts, params).final.values()]
     counts = reporter.drafters["oracle"]
     assert len(metas) == 5 and counts.drafts > 0
     assert reporter.total_rows == sum(meta["spec_verify_ct"] for meta in metas)

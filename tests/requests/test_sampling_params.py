@@ -105,6 +105,10 @@ def test_deep_and_large_values_are_refused_not_crashed_on() -> None:
     assert json.loads(SamplingParams.read({"json_schema": {"a": 10**300}}).grammar.text)  # type: ignore[union-attr]
 
 
+def test_temperatures_that_no_difference_of_logits_survives_are_greedy() -> None:
+    assert [SamplingParams(temperature=value).temperature for value in (0.0, 9e-7, 1.1e-6)] == [0.0, 0.0, 1.1e-6]
+
+
 def test_a_default_length_is_cut() -> None:
     assert SamplingParams().fit(10).max_new_tokens == 10
     assert SamplingParams(max_new_tokens=None).fit(10).max_new_tokens is None

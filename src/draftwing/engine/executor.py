@@ -254,10 +254,10 @@ class Executor:
             forget(self.calibration)
         filtered = len(plan.filtered) > 0
         if key is None:
-            rows, drawing = self.table.upload_step(plan)
+            rows, groups = self.table.upload_step(plan)
             special = plan if plan.special else None
             total = len(plan.rows) * plan.shape.verified if known else 0  # rows that ask for more get whole trees
-            return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special, guidance, total)
+            return TreeStep(None, rows, plan.shape, plan.max_kv_len, groups, filtered, special, guidance, total)
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
@@ -285,7 +285,7 @@ class Executor:
             return self._batches.last_tokens(rows, step.bound)
         if special is not None and guidance is not None:
             self._features.constrain(special, rows, guidance)
-        draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
+        draft = self.propose(rows, shape, step.bound, step.groups.noisy)
         if special is not None:
             draft = self._features.adjust(special, rows, draft, guidance)
         return self._batches.trees(rows, draft, shape, step.bound, self.calibration, step.total)
