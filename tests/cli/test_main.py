@@ -49,11 +49,15 @@ def script(*argv: str, worker: str = "fake_engine") -> str:
 @pytest.mark.parametrize(
     ("argv", "usage", "message"),
     [
-        (["serve", "--max_runing_requests=3"], "draftwing serve [options]", "nearest option is --max-running-requests"),
+        (
+            ["serve", "--max_runing_requests=3"],
+            "draftwing serve [MODEL] [options]",
+            "nearest option is --max-running-requests",
+        ),
         (["bench", "--concurency", "2"], "draftwing bench [", "argument --concurency; the nearest option is --concurr"),
-        (["chat", "word"], "draftwing chat [", "unrecognised arguments: word"),
+        (["chat", "word", "more"], "draftwing chat [", "unrecognised arguments: more"),
         (["--versoin"], "draftwing [-h]", "the nearest option is --version"),
-        (["serve", "--spec", "1"], "draftwing serve [options]", "--spec"),
+        (["serve", "--spec", "1"], "draftwing serve [MODEL] [options]", "--spec"),
         (["bench", "--num-prompts", "0"], "draftwing bench [", "at least 1; found '0'"),
         (["bench", "--concurrency", "1,0"], "draftwing bench [", "as 1,8; found '1,0'"),
     ],
@@ -63,6 +67,22 @@ def test_unknown_arguments(argv: list[str], usage: str, message: str, capsys: py
         main(argv)
     error = capsys.readouterr().err
     assert info.value.code == 2 and error.startswith(f"usage: {usage}") and message in error
+
+
+ABSENT = "/no/such/model"
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "run", "bench"])
+def test_a_model_may_stand_without_its_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (
+        [ABSENT],
+        ["--port", "0", ABSENT],
+        [ABSENT, "--model", ABSENT],
+    ):
+        assert main([command, *argv]) == 2
+        assert "does not exist" in capsys.readouterr().err
+    assert main([command, "a", "--model", "b"]) == 2
+    assert "given twice: 'a' and --model 'b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
@@ -79,7 +99,7 @@ def test_a_port_in_use_is_known_before_weights_load(capsys: pytest.CaptureFixtur
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         # Loading this model would fail with another message.
-        assert main(["serve", "--port", str(port), "--model", "/no/such/model"]) == 2
+        assert main(["serve", "--port", str(port), "--model", ABSENT]) == 2
     assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
 
 

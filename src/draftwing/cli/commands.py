@@ -24,7 +24,8 @@ def add_commands(commands: Any) -> dict[str, Run]:
     """Adds a parser for each command to argparse's `commands`; returns what runs them, by name."""
     chat = commands.add_parser(
         "chat",
-        usage="draftwing chat [--url URL | options]",
+        aliases=["run"],
+        usage="draftwing chat [MODEL] [--url URL | options]",
         help="chat in the terminal",
         description="Chats with a running server (--url), or with a model that is loaded into this process.",
         allow_abbrev=False,
@@ -43,7 +44,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
 
     bench = commands.add_parser(
         "bench",
-        usage="draftwing bench [--url URL | options] [--sweep]",
+        usage="draftwing bench [MODEL] [--url URL | options] [--sweep]",
         help="measure throughput and latency",
         description="Measures a running server (--url), or an engine in this process. Prints JSON lines.",
         allow_abbrev=False,
@@ -119,7 +120,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     prompts.add_argument("--seed", type=int, default=0, metavar="INT", help="others for another one (default: 0)")
     _add_engine_options(prompts)
-    runs = {"chat": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
+    runs = {"chat": run_chat, "run": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
     return {**runs, "write-prompts": run_write_prompts}
 
 

@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 import draftwing
 from draftwing.cli.commands import Run, add_commands
-from draftwing.config.arguments import add_arguments, dashed
+from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, dashed
 from draftwing.config.choices import LOG_LEVELS
+from draftwing.config.foreign_names import explain
 from draftwing.config.options import Options
 from draftwing.config.sglang_compat import from_environment
-from draftwing.errors import DraftwingError
+from draftwing.errors import ConfigError, DraftwingError
 from draftwing.log import Forgiving, configure_logging
 from draftwing.train.command import add_train, run_train
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = arguments.get("log_level", "info")
     configure_logging(level if level in LOG_LEVELS else "info")  # a wrong one is refused in a moment
     try:
+        _take_positional_model(arguments)
         runs[command](arguments)
     except DraftwingError as error:
         Forgiving(sys.stderr).write(f"draftwing: error: {error}\n")
@@ -41,6 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _take_positional_model(arguments: dict[str, Any]) -> None:
+    """Makes `draftwing serve MODEL` the same as `--model MODEL`."""
+    given = arguments.pop(POSITIONAL_MODEL, None)
+    if given is not None and arguments.setdefault("model", given) != given:
+        raise ConfigError(f"the model is given twice: {given!r} and --model {arguments['model']!r}")
 
 
 def _serve(arguments: dict[str, Any]) -> None:
@@ -67,10 +76,12 @@ def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Exits with the usage of the command whose arguments these are, and the option that comes nearest."""
+    """Exits with the usage of the command whose arguments these are, and what to write instead."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None:
         parser.error(f"unrecognised arguments: {' '.join(unknown)}")
+    if (advice := explain(flag.removeprefix("--").replace("-", "_"))) is not None:
+        parser.error(f"unrecognised argument {flag}: {advice}")
     options = [name for name in parser._option_string_actions if name.startswith("--")]
     (near,) = difflib.get_close_matches(flag, options, n=1, cutoff=0.0)
     parser.error(f"unrecognised argument {flag}; the nearest option is {near}")
@@ -85,7 +96,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, arg
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
-        usage="draftwing serve [options]",
+        usage="draftwing serve [MODEL] [options]",
         help="serve a model over HTTP",
         description="Serves a model over HTTP: OpenAI's chat and text completions, and /generate. "
         "Option names may be written with - or _.",

@@ -10,12 +10,17 @@ from draftwing.config import sglang_compat as compat
 from draftwing.config.fields import add_fields, flag
 from draftwing.config.options import Options
 
+POSITIONAL_MODEL = "positional_model"  # where argparse puts it, beside the option
+
 
 def add_arguments(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
     """Adds all of them, grouped. Defaults stay out, so that only what was given is set.
 
     hidden: groups of `Options` that --help leaves out, and with them the options that are refused.
     """
+    parser.add_argument(
+        POSITIONAL_MODEL, nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model"
+    )
     add_fields(parser, Options)
     for title, table in (
         ("accepted for SGLang's users, without effect", compat.NO_EFFECT),

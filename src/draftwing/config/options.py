@@ -11,10 +11,18 @@ from typing import Any
 
 from draftwing.config import resolve
 from draftwing.config import sglang_compat as compat
-from draftwing.config.choices import AUX_LAYER_IDS, HARMONY_PARSERS, LOG_LEVELS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from draftwing.config.choices import (
+    AUX_LAYER_IDS,
+    DTYPE_SPELLINGS,
+    HARMONY_PARSERS,
+    LOG_LEVELS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+)
 from draftwing.config.devices import AUTO, DEVICES, Defaults
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
+from draftwing.config.foreign_names import explain
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
@@ -293,10 +301,10 @@ class Options:
             name = names.get(key)
             if name is None:
                 near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"unknown option {key!r}; the nearest one is {near!r}")
+                raise ConfigError(f"unknown option {key!r}; {explain(key) or f'the nearest one is {near!r}'}")
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
-            values[name] = value
+            values[name] = DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value
         return cls(**values)
 
     def resolve(self) -> Options:
