@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import draftwing
 from draftwing.cli.commands import Run, add_commands
+from draftwing.config import fields
 from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, dashed
 from draftwing.config.choices import LOG_LEVELS
-from draftwing.config.foreign_names import explain
+from draftwing.config.foreign_names import OURS, WITHOUT_COUNTERPART
 from draftwing.config.options import Options
 from draftwing.config.sglang_compat import from_environment
 from draftwing.errors import ConfigError, DraftwingError
@@ -80,10 +81,13 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None:
         parser.error(f"unrecognised arguments: {' '.join(unknown)}")
-    if (advice := explain(flag.removeprefix("--").replace("-", "_"))) is not None:
-        parser.error(f"unrecognised argument {flag}: {advice}")
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in WITHOUT_COUNTERPART:
+        parser.error(f"{flag} is no option of this server: {WITHOUT_COUNTERPART[name]}")
     options = [name for name in parser._option_string_actions if name.startswith("--")]
-    (near,) = difflib.get_close_matches(flag, options, n=1, cutoff=0.0)
+    near = fields.flag(OURS.get(name, ""))
+    if near not in options:
+        (near,) = difflib.get_close_matches(flag, options, n=1, cutoff=0.0)
     parser.error(f"unrecognised argument {flag}; the nearest option is {near}")
 
 

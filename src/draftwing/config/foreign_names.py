@@ -1,12 +1,12 @@
-"""Names of options that vLLM, SGLang, llama.cpp and Ollama have and this server has not, and what to do about each.
+"""Names of options that vLLM, llama.cpp and SGLang have and this server has not, and what to do about each.
 
-Such an option is refused: its value may be in another unit. The error names ours. `sglang_compat` has SGLang's options
-whose value is read.
+Such an option is refused, because its value may be in another unit. `sglang_compat` has SGLang's options whose value is
+read.
 """
 
 from __future__ import annotations
 
-OURS = {
+OURS = {  # our name of the same thing
     # vLLM
     "max_model_len": "context_length",
     "gpu_memory_utilization": "mem_fraction_static",
@@ -42,10 +42,6 @@ OURS = {
     # SGLang
     "cuda_graph_bs": "cuda_graph_max_bs",
     "log_level_http": "log_level",
-    # Ollama
-    "num_ctx": "context_length",
-    "num_parallel": "max_running_requests",
-    "origins": "allowed_hosts",
 }
 
 _ADAPTERS = "adapters (LoRA) are not supported; serve a checkpoint into which they are merged"
@@ -54,8 +50,8 @@ _OFFLOAD = "all layers and their KV are on the device that --device names"
 _DRAFTS = (
     "each part of it is an option: --speculative-algorithm, --speculative-draft-model-path, --speculative-num-steps"
 )
-_TOOLS = "tools are called wherever --tool-call-parser is given"
-NONE = {
+_TOOLS = "a model may always call the tools of a request; --tool-call-parser names the form in which it writes calls"
+WITHOUT_COUNTERPART = {  # why there is none, and what to do
     "enable_lora": _ADAPTERS,
     "lora": _ADAPTERS,
     "lora_modules": _ADAPTERS,
@@ -72,21 +68,11 @@ NONE = {
     "enable_prefix_caching": "prefixes are always cached; leave it out",
     "enable_chunked_prefill": "prompts are always prefilled in chunks of --chunked-prefill-size; leave it out",
     "flash_attn": "the attention is this server's own; leave it out",
-    "mlock": "weights are mapped from their file; leave it out",
-    "no_mmap": "weights are mapped from their file; leave it out",
+    "mlock": "how weights are read is not chosen; leave it out",
+    "no_mmap": "how weights are read is not chosen; leave it out",
     "pipeline_parallel_size": "a model is split over devices by --tp-size alone",
     "embedding": "embeddings are not supported",
     "is_embedding": "embeddings are not supported",
     "ssl_keyfile": "connections are not encrypted; put a proxy in front that does it",
     "ssl_certfile": "connections are not encrypted; put a proxy in front that does it",
 }
-
-
-def explain(name: str) -> str | None:
-    """Returns what to do about an option of another server, as a clause; None for a name that none of them has.
-
-    name: with `_`, without leading dashes.
-    """
-    if name in OURS:
-        return f"here it is --{OURS[name].replace('_', '-')}"
-    return NONE.get(name)

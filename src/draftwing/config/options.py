@@ -22,7 +22,7 @@ from draftwing.config.choices import (
 from draftwing.config.devices import AUTO, DEVICES, Defaults
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
-from draftwing.config.foreign_names import explain
+from draftwing.config.foreign_names import OURS, WITHOUT_COUNTERPART
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
@@ -300,8 +300,10 @@ class Options:
         for key, value in compat.take({key.replace("-", "_"): value for key, value in kwargs.items()}).items():
             name = names.get(key)
             if name is None:
-                near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"unknown option {key!r}; {explain(key) or f'the nearest one is {near!r}'}")
+                if key in WITHOUT_COUNTERPART:
+                    raise ConfigError(f"{key!r} is no option of this server: {WITHOUT_COUNTERPART[key]}")
+                near = OURS.get(key) or difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+                raise ConfigError(f"unknown option {key!r}; the nearest one is {near!r}")
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
             values[name] = DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value
