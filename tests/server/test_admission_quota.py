@@ -252,6 +252,8 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
             rests.extend([seconds] * mine)
             await sleep(0 if mine else seconds)
 
+        # A time that no other event loop of this process sleeps for.
+        monkeypatch.setattr(service_module, "_PAUSE_SECONDS", 0.0107)
         monkeypatch.setattr(service_module.asyncio, "sleep", rest)
 
         async def tick() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_cancelled_work_is_told_or_never_begins() -> None:
 def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is read at a time, and the next one nine times as long afterwards, whatever became of it."""
     now, events, rests = [0.0], list[str](), list[float]()
-    monkeypatch.setattr(worker_pools.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(worker_pools, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def reads(name: str) -> str:
         now[0] += 0.5

@@ -16,7 +16,7 @@ from draftwing.server.edge.throttle import RefusalThrottle, ResponseThrottle
 Asked = tuple[ResponseThrottle, list[float], list[Any]]  # with what was slept, and what was sent
 
 
-def throttled(monkeypatch: pytest.MonkeyPatch, status: int) -> Asked:
+def throttled(status: int) -> Asked:
     """An application that always answers so, behind a throttle whose clock stands still."""
     slept: list[float] = []
 
@@ -29,8 +29,7 @@ def throttled(monkeypatch: pytest.MonkeyPatch, status: int) -> Asked:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"x"})
 
-    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
-    return ResponseThrottle(app, lambda: 0.0), slept, []
+    return ResponseThrottle(app, lambda: 0.0, sleep=sleep), slept, []
 
 
 async def ask(asked: Asked, path: str = "/a", key: str = "a", size: int = 0) -> None:
@@ -66,8 +65,8 @@ def test_a_client_is_refused_so_often_in_a_second() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 403, 404, 413, 429, 499, 500, 503])
-def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = throttled(monkeypatch, status)
+def test_refusals_wait_and_answers_do_not(status: int) -> None:
+    asked = throttled(status)
     _, slept, sent = asked
 
     async def run() -> None:
@@ -104,8 +103,7 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
             slept.append(seconds)
             await go.wait()
 
-        monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
-        refusals = ResponseThrottle(app, lambda: 0.0)
+        refusals = ResponseThrottle(app, lambda: 0.0, sleep=sleep)
         while refusals._refusals.wait("") is not None:
             pass
         async with asyncio.TaskGroup() as together:
@@ -132,11 +130,9 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
         ("/nothing", 404, 0, True, False),
     ],
 )
-def test_what_does_not_wait(
-    path: str, status: int, size: int, waits: bool, closes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_wait(path: str, status: int, size: int, waits: bool, closes: bool) -> None:
     """Large bodies, which would be held meanwhile, and health checks."""
-    asked = throttled(monkeypatch, status)
+    asked = throttled(status)
 
     async def run() -> None:
         for _ in range(10):
@@ -182,8 +178,7 @@ def test_what_needs_no_key_is_begun_one_after_the_other(
             sleeping.append((now[0] + seconds, awake := asyncio.Event()))
             await awake.wait()
 
-        monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
-        paced = ResponseThrottle(app, lambda: now[0])
+        paced = ResponseThrottle(app, lambda: now[0], sleep=sleep)
         async with asyncio.TaskGroup() as together:
             for _ in range(4 + 65 + 3):
                 together.create_task(paced({"type": "http", "method": method, "path": path}, None, send))  # type: ignore[arg-type]
