@@ -83,6 +83,8 @@ def test_a_tokenizer_from_elsewhere(model: str, tmp_path: Path) -> None:
         assert llm.generate("Hello", GREEDY)[0].token_ids
 
 
+@pytest.mark.further(length=1)
+@pytest.mark.further(algorithm="STANDALONE", length=5)
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
 @pytest.mark.parametrize("length", [1, 2.5, 5])
 def test_simulated_accept_length(model: str, head: str, algorithm: str, length: float) -> None:

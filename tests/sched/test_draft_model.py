@@ -113,6 +113,7 @@ def rate(drafts: bool, count: int, size: int, hit: float) -> float:
     return (written - before) / (ended - begun)
 
 
+@pytest.mark.further(count=128)
 @pytest.mark.parametrize(("count", "size"), [(128, 100), (16, 4000)])
 def test_a_draft_model_costs_little_where_it_is_not_worth_it(count: int, size: int) -> None:
     """Nearly all of its drafts are right, and a whole crowd of short prompts that begins together is worth a pass; who

@@ -177,6 +177,8 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     assert rate > 0.97 * world.rate(best, hits)
 
 
+@pytest.mark.further(which="the best")
+@pytest.mark.further(by=2.5)
 @pytest.mark.parametrize("by", [2.5, 5.0])
 @pytest.mark.parametrize("which", ["the best", "all trees"])
 def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: str) -> None:

@@ -14,7 +14,7 @@ import tokenizers
 from scripted import launched
 from tiny_checkpoint import write_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.further(served=1)]
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 SCHEMA: dict[str, Any] = {
