@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 
-from draftwing.config.arguments import add_arguments, dashed
-from draftwing.config.options import Options
+import pytest
+
+from draftwing.cli.main import main
+from draftwing.config import sglang_compat
+from draftwing.config.arguments import PAGE, add_arguments, dashed
+from draftwing.config.fields import flag
+from draftwing.config.options import REQUESTS, SERVER, Options
 
 
 def parse(*argv: str) -> Options:
@@ -36,3 +42,32 @@ def test_every_option_has_both_spellings_and_reaches_its_field() -> None:
 def test_underscores_in_values_stay() -> None:
     assert parse("--model_path=my_org/my_model").model == "my_org/my_model"
     assert parse("--model", "my_model").model == "my_model"
+
+
+def helped(command: str, option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as info:
+        main([command, option])
+    assert info.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "bench", "train", "write-prompts"])
+def test_help_has_the_common_options_and_help_all_the_others(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, whole = (
+        helped(command, option, capsys, monkeypatch).partition("\noptions:")[2] for option in ("--help", "--help-all")
+    )
+    hidden = {"serve": (), "train": (SERVER, REQUESTS)}.get(command, (SERVER,))
+    for spec in dataclasses.fields(Options):
+        name = flag(spec.name)
+        if spec.metadata["group"] not in hidden:
+            assert (f"  {name} " in short) == spec.metadata["common"] and re.search(f"  {name}\\b", whole), name
+        elif spec.name != "api_key":
+            assert f"  {name} " not in short + whole, name
+    for foreign in sglang_compat.FOREIGN:
+        assert f"  {flag(foreign)}" not in short
+        assert (re.search(f"  {flag(foreign)}\\b", whole) is not None) == (command == "serve"), foreign
+    assert "--help-all" in short and PAGE in short
+    assert command != "serve" or len(short.splitlines()) < 60

@@ -109,7 +109,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
 
     prompts = commands.add_parser(
         "write-prompts",
-        usage="draftwing write-prompts --model M --out FILE [options]",
+        usage="draftwing write-prompts [MODEL] --out FILE [options]",
         help="let a model write prompts, for `train --prompts`",
         description="The model writes what a user may say, by its own chat template: more prompts to train a draft on.",
         allow_abbrev=False,
@@ -129,8 +129,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options, so that the command of a server can be tried here; --help is without those that only concern a
-    server, and without those that are refused."""
+    """Adds all options, so that the command of a server can be tried here; the help is without those that only concern
+    a server, and without those that only SGLang has."""
     add_arguments(parser, hidden=(SERVER,))
     next(action for action in parser._actions if action.dest == "api_key").help = "for --url: the key of that server"
 
