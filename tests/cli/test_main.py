@@ -109,7 +109,7 @@ def test_modules_are_the_command(module: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", module, *argv, "--port", "-1"], capture_output=True, text=True, timeout=30
     )
-    assert run.returncode == 2 and run.stderr == "draftwing: error: port must be at least 0; found -1\n"
+    assert run.returncode == 2 and run.stderr == "draftwing: error: --port must be at least 0; found -1\n"
 
 
 def logged(process: subprocess.Popen[str], last: str) -> list[str]:

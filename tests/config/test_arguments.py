@@ -29,13 +29,13 @@ def test_every_option_has_both_spellings_and_reaches_its_field() -> None:
     examples = {str: "x", int: "7", float: "0.5"}
     for field in dataclasses.fields(Options):
         for name in (field.name, *field.metadata["aliases"]):
-            for flag in ("--" + name, "--" + name.replace("_", "-")):
+            for typed in ("--" + name, "--" + name.replace("_", "-")):
                 confidence = str(field.type)
                 if confidence == "bool":
-                    assert getattr(parse(flag), field.name) is True
+                    assert getattr(parse(typed), field.name) is True
                     continue
                 kind = next(kind for kind in examples if confidence.startswith(kind.__name__))
-                for argv in ((flag, examples[kind]), (f"{flag}={examples[kind]}",)):
+                for argv in ((typed, examples[kind]), (f"{typed}={examples[kind]}",)):
                     assert getattr(parse(*argv), field.name) == kind(examples[kind])
 
 

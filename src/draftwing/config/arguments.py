@@ -52,8 +52,10 @@ def add_arguments(
 
 
 def add_help_all(parser: argparse.ArgumentParser, shown: Collection[str], never: Collection[str] = ()) -> None:
-    """Adds --help-all, and leaves of a parser's arguments those in --help that are `shown`, without aliases and details.
-    never: those that neither shows."""
+    """Adds --help-all, and leaves in --help of a parser's arguments those that are `shown`, without aliases and details.
+
+    never: those that neither shows.
+    """
     whole: dict[argparse.Action, dict[str, Any]] = {}
     for action in parser._actions:
         if action.dest in never:
@@ -83,7 +85,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with what --help leaves out, and exits. whole: attributes of actions that --help has shortened."""
+    """Prints the help with what --help leaves out, and exits. whole: attributes of actions before they were shortened."""
 
     def __init__(self, *args: Any, whole: Mapping[argparse.Action, Mapping[str, Any]], **settings: Any) -> None:
         super().__init__(*args, nargs=0, default=argparse.SUPPRESS, **settings)

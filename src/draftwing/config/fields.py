@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,18 @@ def _check(name: str, meta: Mapping[str, Any], kinds: tuple[type[Any], ...], val
 def flag(name: str) -> str:
     """Returns what is typed for a field."""
     return "--" + name.replace("_", "-")
+
+
+def as_typed(message: str, *classes: type[Any]) -> str:
+    """Returns a message about fields of these classes with their names as options: those that it begins with and those
+    that have an underscore, unless they are part of a quoted value or a path."""
+    names = {name for cls in classes for name in names_of(cls)}
+
+    def typed(found: re.Match[str]) -> str:
+        word = found[0]
+        return flag(word) if word in names and ("_" in word or found.start() == 0) else word
+
+    return re.sub(r"""(?<![\w./'"-])\w+(?![\w/'"-]|\.\w)""", typed, message)
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}") -> None:

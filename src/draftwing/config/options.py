@@ -22,7 +22,7 @@ from draftwing.config.choices import (
 from draftwing.config.devices import AUTO, DEVICES, Defaults
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
-from draftwing.config.foreign_names import OURS, WITHOUT_COUNTERPART
+from draftwing.config.foreign_names import OF_REQUESTS, OURS, WITHOUT_COUNTERPART
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
@@ -56,8 +56,8 @@ class Options:
     )  # fmt: skip
     quantization: str = option(
         "auto", MODEL,
-        "quantise weights when they are loaded; GPU: fp8, w4a16; CPU: q8_0, q4_0, q4_k; auto: q8_0 on a CPU; none: also "
-        "dequantise a quantised checkpoint",
+        "quantise weights when they are loaded; GPU: fp8, w4a16; CPU: q8_0, q4_0, q4_k; auto: q8_0 on a CPU; none: "
+        "dequantise a quantised checkpoint, too",
         choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"), common=True,
     )  # fmt: skip
     load_format: str = option(
@@ -248,7 +248,8 @@ class Options:
     )  # fmt: skip
     speculative_eagle_topk: int | None = option(
         None, SPECULATION,
-        f"branches of the draft tree (default: the head's, else {CHAIN.topk}, on Llama {LLAMA_TREE.topk})", minimum=TOPK[0], maximum=TOPK[1], common=True,
+        f"branches of the draft tree (default: the head's, else {CHAIN.topk}, on Llama {LLAMA_TREE.topk})",
+        minimum=TOPK[0], maximum=TOPK[1], common=True,
     )  # fmt: skip
     speculative_num_draft_tokens: int | None = option(
         None, SPECULATION,
@@ -257,7 +258,7 @@ class Options:
     )  # fmt: skip
     speculative_fixed_shape: bool = option(
         False, SPECULATION,
-        "draft the whole tree at every step (default: the engine drafts smaller trees, or nothing, where that is faster)",
+        "draft the whole tree at every step (default: smaller trees, or nothing, where that is faster)",
     )  # fmt: skip
     speculative_explain: bool = option(
         False, SPECULATION,
@@ -308,6 +309,8 @@ class Options:
             if name is None:
                 if key in WITHOUT_COUNTERPART:
                     raise ConfigError(f"{key!r} is no option of this server: {WITHOUT_COUNTERPART[key]}")
+                if key in OF_REQUESTS:
+                    raise ConfigError(f"{key!r} is no option of the engine: it is a field of each request")
                 near = OURS.get(key) or difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"unknown option {key!r}; the nearest one is {near!r}")
             if name in values:
