@@ -244,7 +244,7 @@ def test_options_know_its_tree_and_what_it_reads(caplog: pytest.LogCaptureFixtur
         options = asked.resolve()
     assert options.speculative_shape == TreeShape(4, 2, 9) and not options.speculative_fixed_shape
     assert options.drafter.endswith(":WithModel") and options.resolve() == options
-    assert "WithModel, speculative_token_map has no effect" in caplog.text
+    assert "WithModel, --speculative-token-map has no effect" in caplog.text
     steps = Options(speculative_algorithm=WithModel, speculative_num_steps=2).resolve()
     assert steps.speculative_shape.tree == (2, 2, 7)
     Odd.num_steps = 1

@@ -52,7 +52,7 @@ def add_arguments(
 
 
 def add_help_all(parser: argparse.ArgumentParser, shown: Collection[str], never: Collection[str] = ()) -> None:
-    """Adds --help-all, and leaves in --help of a parser's arguments those that are `shown`, without aliases and details.
+    """Adds --help-all. Of a parser's arguments --help then has those that are `shown`, without aliases and details.
 
     never: those that neither shows.
     """
@@ -85,7 +85,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with what --help leaves out, and exits. whole: attributes of actions before they were shortened."""
+    """Prints the help with what --help leaves out, and exits. whole: what was changed of each argument, as it was."""
 
     def __init__(self, *args: Any, whole: Mapping[argparse.Action, Mapping[str, Any]], **settings: Any) -> None:
         super().__init__(*args, nargs=0, default=argparse.SUPPRESS, **settings)

@@ -6,6 +6,7 @@ No torch here: options are checked before anything heavy is imported.
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from draftwing.config.choices import (
     DTYPE_SPELLINGS,
     HARMONY_PARSERS,
     LOG_LEVELS,
+    OF_CHECKPOINTS,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
 )
@@ -26,6 +28,8 @@ from draftwing.config.foreign_names import OF_REQUESTS, OURS, WITHOUT_COUNTERPAR
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
 REQUESTS, CUDA = "requests", "CUDA"
@@ -316,6 +320,10 @@ class Options:
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
             values[name] = DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value
+        if values.get("quantization") in OF_CHECKPOINTS:
+            logger.warning(
+                "--quantization %s has no effect: a checkpoint says how it is quantised", values.pop("quantization")
+            )
         return cls(**values)
 
     def resolve(self) -> Options:

@@ -199,6 +199,11 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
         raise ConfigError(f"--tp-size {size}: expected a drafter in a module that other processes can import")
     if isinstance(options.device, type) and options.device.__module__ == "__main__":
         raise ConfigError(f"--tp-size {size}: expected a device in a module that other processes can import")
+    if not device.has_own_memory and size > device.threads:
+        log.warning(
+            "--tp-size %d: expected at most one process for each CPU core, found %d cores; more are slower than fewer",
+            size, device.threads,
+        )  # fmt: skip
     threads = options.num_threads or max(device.threads // size, 1)
     return replace(options, num_threads=threads)
 

@@ -33,7 +33,7 @@ def serve(options: Options) -> None:
     SystemExit with code 1 when the engine is lost for good: whoever runs the server may start another one."""
     with terminable(), bind(options.host, options.port) as sock:
         if options.trust_remote_code:
-            logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
+            logger.warning("--trust-remote-code has no effect: code that comes with a checkpoint is never executed")
         watchers = open_watchers(options, read_keys(options))
         with opened(options) as (engine, tokenizer):
             from draftwing.server.uvicorn_server import make_server
