@@ -223,6 +223,6 @@ def test_more_ranks_than_cores(target: Path, monkeypatch: pytest.MonkeyPatch, ca
     config = load_config(target)
     for threads in (2, 1):
         monkeypatch.setattr(CpuDevice, "threads", threads)
-        spread(Options(model=str(target), tp_size=2), config, CpuDevice())
+        spread(Options(model=str(target), tp_size=2).resolve(), config, CpuDevice())
         assert len(caplog.records) == (threads == 1)
     assert "--tp-size 2" in caplog.text
