@@ -87,8 +87,8 @@ class _Formatter(argparse.HelpFormatter):
 class _HelpAll(argparse.Action):
     """Prints the help with what --help leaves out, and exits. whole: what was changed of each argument, as it was."""
 
-    def __init__(self, *args: Any, whole: Mapping[argparse.Action, Mapping[str, Any]], **settings: Any) -> None:
-        super().__init__(*args, nargs=0, default=argparse.SUPPRESS, **settings)
+    def __init__(self, whole: Mapping[argparse.Action, Mapping[str, Any]], **settings: Any) -> None:
+        super().__init__(**settings | {"nargs": 0, "default": argparse.SUPPRESS})
         self._whole = whole
 
     def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:

@@ -27,8 +27,9 @@ def check_target(options: Options, path: Path, config: ModelConfig) -> None:
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
     if path.is_dir() and not options.dummy:
         weight_files(path)
-    asked, stored = options.quantization, _stored_as(path, config)
-    if stored and asked not in ("auto", "none", *stored):
+    asked = options.quantization
+    stored = () if asked in ("auto", "none") else _stored_as(path, config)
+    if stored and asked not in stored:
         logger.warning(
             "--quantization %s: the checkpoint is quantised already (%s) and stays so; only its other matrices change",
             asked, ", ".join(stored),
