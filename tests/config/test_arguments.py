@@ -11,8 +11,9 @@ import pytest
 from draftwing.cli.main import main
 from draftwing.config import sglang_compat
 from draftwing.config.arguments import PAGE, add_arguments, dashed
-from draftwing.config.fields import flag
+from draftwing.config.fields import as_typed, flag
 from draftwing.config.options import REQUESTS, SERVER, Options
+from draftwing.train.settings import Settings
 
 
 def parse(*argv: str) -> Options:
@@ -71,3 +72,21 @@ def test_help_has_the_common_options_and_help_all_the_others(
         assert (re.search(f"  {flag(foreign)}\\b", whole) is not None) == (command == "serve"), foreign
     assert "--help-all" in short and PAGE in short
     assert command != "serve" or len(short.splitlines()) < 60
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("port must be at most 9; found 10", "--port must be at most 9; found 10"),
+        ("the port of a host", "the port of a host"),
+        ("tp_size needs num_threads.", "--tp-size needs --num-threads."),
+        ("found 'num_threads', /num_threads, num_threads/x and num_threads.json", None),
+        (
+            "--mem-fraction-static and mem_fraction: no_such_option",
+            "--mem-fraction-static and --mem-fraction: no_such_option",
+        ),
+        ("max_tokens must be at least 16", "--max-tokens must be at least 16"),
+    ],
+)
+def test_names_in_errors_are_options(message: str, typed: str | None) -> None:
+    assert as_typed(message, Options, Settings) == (typed or message)

@@ -64,7 +64,7 @@ def _serve(arguments: dict[str, Any]) -> None:
     _open_standard_files()
     unread = [f"{name} ({fields.flag(ours)})" for name, ours in of_others(os.environ, fields.names_of(Options)).items()]
     if unread:
-        logger.info("not read, as other servers do; the options here are: %s", ", ".join(unread))
+        logger.info("variables of other servers are not read here; the options instead: %s", ", ".join(unread))
     options = serve_options(arguments).resolve()
     from draftwing.server.run import serve
 
