@@ -32,9 +32,11 @@ class LineHandler(logging.StreamHandler[Any]):
     """Writes lines. A progress bar that stands in the terminal's last line goes away before, until its next update."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        module = sys.modules.get("tqdm")
-        for bar in tuple(getattr(module.tqdm, "_instances", ())) if module is not None else ():
-            bar.clear()
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if getattr(tqdm, "_instances", None):
+            with tqdm.get_lock():
+                for bar in tqdm._instances:
+                    bar.clear(nolock=True)
         super().emit(record)
 
 
