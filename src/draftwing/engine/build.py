@@ -349,7 +349,7 @@ def check_draft_tokenizer(options: Options, draft_path: Path, target: Tokenizer)
 def log_drafter(options: Options) -> None:
     """Logs the drafter, its largest tree, and how to turn it off: it may be there by default."""
     if not options.drafts:
-        log.info("speculative decoding: off; --speculative-algorithm says who drafts")
+        log.info("speculative decoding: off; --speculative-algorithm turns it on")
         return
     draft = options.speculative_draft_model_path
     bundled = shipped_head(options.model, options.drafter_spec)
