@@ -32,7 +32,7 @@ class LineHandler(logging.StreamHandler[Any]):
     """Writes lines. A progress bar that stands in the terminal's last line goes away before, until its next update."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if getattr(tqdm, "_instances", None):
             with tqdm.get_lock():
                 for bar in tqdm._instances:

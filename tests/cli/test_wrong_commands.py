@@ -64,6 +64,8 @@ WRONG = [
     ("serve -hf org/name", "--model$"),
     ("serve --temp 0.2", "'temperature'"),
     ("serve --dp-size 2", "--tp-size"),
+    ("serve --spec-typ x", "draftwing serve --help-all"),
+    ("pull --wholly-unknown x", "draftwing pull --help"),
     ("serve --model /no/such/folder", MODELS),
     ("serve --model ./nothing.gguf", MODELS),
     ("pull smollm3", MODELS),

@@ -114,8 +114,10 @@ def _refuse_name(parser: argparse.ArgumentParser, flag: str, name: str) -> NoRet
     if name in WITHOUT_COUNTERPART:
         parser.error(f"{flag} is no option of this server: {WITHOUT_COUNTERPART[name]}")
     able = [option for option in options if option.startswith("--") and _name(option) not in sglang_compat.FOREIGN]
-    (near,) = difflib.get_close_matches(flag, able, n=1, cutoff=0.0)
-    parser.error(f"unrecognised argument {flag}; the nearest option is {near}")
+    near = difflib.get_close_matches(flag, able, n=1)
+    help_option = "--help-all" if "--help-all" in options else "--help"
+    known = f"the nearest option is {near[0]}" if near else f"{parser.prog} {help_option} lists those that are known"
+    parser.error(f"unrecognised argument {flag}; {known}")
 
 
 def _name(flag: str) -> str:
