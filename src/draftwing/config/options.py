@@ -55,13 +55,16 @@ class Options:
     trust_remote_code: bool = option(False, MODEL, "no effect: code that comes with a checkpoint is never executed")
     dtype: str = option(
         "auto", MODEL,
-        "type of activations and of unquantised weights; auto: 16 bits where the device computes with them",
+        "type of activations and of unquantised weights; auto: on CUDA the checkpoint's 16-bit type, on a CPU bfloat16 "
+        "where it is native, else float32. A CPU computes float16, and bfloat16 without AVX-512, in float32",
         choices=("auto", "float32", "bfloat16", "float16"), common=True,
     )  # fmt: skip
     quantization: str = option(
         "auto", MODEL,
-        "quantise weights when they are loaded; GPU: fp8, w4a16; CPU: q8_0, q4_0, q4_k; auto: q8_0 on a CPU; none: "
-        "dequantise a quantised checkpoint, too",
+        "quantise weights when they are loaded; GPU: fp8 (a scale for each row), w4a16 (4 bits in groups of 128); CPU: "
+        "q8_0 (fp8 is the same), q4_0 (w4a16), q4_k, with activations rounded to 8 bits; auto: q8_0 on a CPU with "
+        "--dtype auto, nothing on a GPU. A quantised checkpoint stays as it is where there are kernels; none: it is "
+        "dequantised",
         choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"), common=True,
     )  # fmt: skip
     load_format: str = option(
@@ -73,7 +76,7 @@ class Options:
         common=True,
     )  # fmt: skip
     tp_size: int = option(
-        1, MODEL, "GPUs to split the model over (tensor parallel)",
+        1, MODEL, "GPUs to split the model over (tensor parallel); with --device cpu processes",
         aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64, common=True,
     )  # fmt: skip
     context_length: int | None = option(
@@ -182,8 +185,8 @@ class Options:
 
     mem_fraction_static: float | None = option(
         None, MEMORY,
-        "share of memory for weights and KV cache; without it on a CPU: a KV cache of 2 GiB, or of a quarter of free "
-        "memory", aliases=("mem_fraction",), minimum=0.01, maximum=0.99, common=True,
+        "share of memory for weights and KV cache; without it most of a GPU's, on a CPU for the KV cache the smaller "
+        "of 2 GiB and a quarter of free memory", aliases=("mem_fraction",), minimum=0.01, maximum=0.99, common=True,
     )  # fmt: skip
     max_total_tokens: int | None = option(
         None, MEMORY, "tokens in the KV cache, in place of a share of the memory", minimum=2
@@ -247,12 +250,14 @@ class Options:
     )  # fmt: skip
     speculative_num_steps: int | None = option(
         None, SPECULATION,
-        f"depth of the draft tree (default: the head's, else {CHAIN.depth}, on Llama {LLAMA_TREE.depth})",
+        f"depth of the draft tree; NGRAM: draft tokens - 1 (default: the head's, else {CHAIN.depth}, on Llama "
+        f"{LLAMA_TREE.depth})",
         minimum=STEPS[0], maximum=STEPS[1], common=True,
     )  # fmt: skip
     speculative_eagle_topk: int | None = option(
         None, SPECULATION,
-        f"branches of the draft tree (default: the head's, else {CHAIN.topk}, on Llama {LLAMA_TREE.topk})",
+        f"branches of the draft tree; NGRAM: max bfs breadth (default: the head's, else {CHAIN.topk}, on Llama "
+        f"{LLAMA_TREE.topk})",
         minimum=TOPK[0], maximum=TOPK[1], common=True,
     )  # fmt: skip
     speculative_num_draft_tokens: int | None = option(
