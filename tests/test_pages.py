@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -123,11 +124,11 @@ def test_nouns() -> None:
 def flags() -> set[str]:
     """Of all commands and of the benchmarks' scripts."""
     found = set()
-    for command in COMMANDS:
+    for command, option in itertools.product(COMMANDS, ("--help", "--help-all")):
         text = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), pytest.raises(SystemExit):
             patch.setenv("COLUMNS", "1000")
-            main([command, "--help"])
+            main([command, option])
         found |= set(re.findall(r"--[a-z][a-z0-9-]*", text.getvalue()))
     scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     return found | {flag for file in scripts for flag in re.findall(r'"(--[a-z-]+)"', text_of(file))}

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from engine_process import engines
 
+import draftwing
 from draftwing.cli.main import main
 
 # The real command, but for the model: no weights, a tokenizer of bytes, and the worker of fake_engine.py.
@@ -109,7 +110,7 @@ def test_modules_are_the_command(module: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", module, *argv, "--port", "-1"], capture_output=True, text=True, timeout=30
     )
-    assert run.returncode == 2 and run.stderr == "draftwing: error: port must be at least 0; found -1\n"
+    assert run.returncode == 2 and run.stderr == "draftwing: error: --port must be at least 0; found -1\n"
 
 
 def logged(process: subprocess.Popen[str], last: str) -> list[str]:
@@ -130,21 +131,23 @@ def test_serve_says_where_it_is_answers_and_ends(key: str | None) -> None:
     code = script(*(["--api-key", key] if key else []))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
-        log = logged(process, "try: curl")
-        line = log[-1]
-        ready = next((line for line in log if "ready: " in line), None)
-        assert ready is not None, "".join(log)
-        url = ready.split("ready: ")[1].strip()
-        assert url.startswith("http://127.0.0.1:") and url.endswith("/v1")
-        assert ("-H 'Authorization: Bearer YOUR_API_KEY'" in line) == (key is not None)
+        log = logged(process, "OpenAI API: ")
+        first, *_, page, last = log[1:]
+        assert f"draftwing {draftwing.__version__}: model smollm2, device auto" in first
+        url = last.split()[-1]
+        assert url.startswith("http://127.0.0.1:") and url == f"{page.split()[-1]}/v1"
         assert "secret" not in "".join(log)
-        body = line.split("-d '")[1].rstrip().removesuffix("'")  # what the log says to try
+        body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(f"{url}/chat/completions", body.encode(), headers)
         with urllib.request.urlopen(request, timeout=10) as response:
             assert json.load(response)["choices"][0]["message"]["content"] == "user:Hello\n"
+        for path in ("health", "readiness", "health_generate", "metrics", "metrics?x=1"):
+            urllib.request.urlopen(urllib.request.Request(f"{url[:-3]}/{path}", headers=headers), timeout=10).close()
         process.send_signal(signal.SIGTERM)
-        process.stderr.read()
+        assert process.stderr is not None
+        (line,) = process.stderr.read().splitlines()  # of the one request that is none of a probe
+        assert '"POST /v1/chat/completions HTTP/1.1" 200' in line
         assert process.wait(15) == 0
     finally:
         process.kill()
@@ -168,9 +171,9 @@ def serving(*argv: str, pause: float = 0.0005, deaths: int = 5) -> Iterator[tupl
     try:
         assert process.stderr is not None
         for line in process.stderr:
-            if "ready: " in line:
+            if "OpenAI API: " in line:
                 break
-        yield process, line.split("ready: ")[1].strip().removesuffix("/v1")
+        yield process, line.split()[-1].removesuffix("/v1")
     finally:
         process.kill()
         process.communicate()

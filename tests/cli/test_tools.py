@@ -203,7 +203,7 @@ def test_points_leave_out_what_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["serve", "--speculative-algorithm", "STANDALONE"], "STANDALONE needs speculative_draft_model_path"),
+        (["serve", "--speculative-algorithm", "STANDALONE"], "STANDALONE needs --speculative-draft-model-path"),
         (["serve", "--host", "no such host"], "is not an address"),
         (["bench", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
         (["chat", "--url", "http://127.0.0.1:1"], "no answer from"),

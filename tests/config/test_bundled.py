@@ -189,8 +189,8 @@ def test_the_default_head_drafts_in_its_own_tree(shipped: Path, caplog: pytest.L
     assert answers[None][0].meta_info["spec_verify_ct"] > 0
     lines = [record.getMessage() for record in caplog.records if "turns it off" in record.getMessage()]
     assert lines == [
-        f"EAGLE3 drafts with {shipped}, at most 2 steps, topk 2, 5 draft tokens; --speculative-algorithm none turns it "
-        "off"
+        "speculative decoding: EAGLE-3 (bundled head), at most 2 steps, topk 2, 5 draft tokens; "
+        "--speculative-algorithm none turns it off"
     ]
 
 

@@ -136,7 +136,9 @@ def test_what_cannot_work_is_refused_with_the_rule(fields: dict[str, Any], rule:
 def test_options_without_effect_are_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         options = Options(speculative_num_steps=3, max_total_tokens=100, mem_fraction_static=0.5).resolve()
-    assert "speculative_num_steps has no effect" in caplog.text and "mem_fraction_static has no effect" in caplog.text
+    assert (
+        "--speculative-num-steps has no effect" in caplog.text and "--mem-fraction-static has no effect" in caplog.text
+    )
     assert options.speculative_num_steps is None and options.mem_fraction_static is None
 
 
@@ -156,7 +158,7 @@ def test_sizes_by_the_device(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         on_cpu = given.for_engine(CPU_DEFAULTS)
         assert sizes(on_cpu) == (16, -1, None) and on_cpu.for_engine(CPU_DEFAULTS) == on_cpu == on_cpu.resolve()
-    assert [r.getMessage() for r in caplog.records] == ["without CUDA, cuda_graph_max_bs has no effect"]
+    assert [r.getMessage() for r in caplog.records] == ["without CUDA, --cuda-graph-max-bs has no effect"]
     on_cuda = given.for_engine(defaults_for(10**12))
     assert on_cuda.for_engine(defaults_for(10**12)) == on_cuda == on_cuda.resolve()
     assert not options.deterministic and Options(enable_deterministic_inference=True).deterministic

@@ -94,7 +94,9 @@ def load_prompts(path: str | None, count: int) -> list[str]:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
             prompts = [_prompt(json.loads(line)) for line in lines if line.strip()]
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"--prompts: {path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"--prompts: {path} is not a file of JSON lines with prompts: {error}") from None
         if not prompts:
             raise ConfigError(f"--prompts: {path} is empty")

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
             metavar="INTS",
             help=f"values to try (default: {default})",
         )
-    _add_engine_options(bench)
+    _add_engine_options(bench, uncommon=("save_shape", "check_card", "steps", "topk", "draft_tokens", "output"))
 
     token_map = commands.add_parser(
         "token-map",
@@ -109,7 +109,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
 
     prompts = commands.add_parser(
         "write-prompts",
-        usage="draftwing write-prompts --model M --out FILE [options]",
+        usage="draftwing write-prompts [MODEL] --out FILE [options]",
         help="let a model write prompts, for `train --prompts`",
         description="The model writes what a user may say, by its own chat template: more prompts to train a draft on.",
         allow_abbrev=False,
@@ -128,10 +128,10 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="URL", help="address of a running server, such as http://127.0.0.1:30000")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options, so that the command of a server can be tried here; --help is without those that only concern a
-    server, and without those that are refused."""
-    add_arguments(parser, hidden=(SERVER,))
+def _add_engine_options(parser: argparse.ArgumentParser, uncommon: Collection[str] = ()) -> None:
+    """Adds all options, so that the command of a server can be tried here; the help is without those that only concern
+    a server, and without those that only SGLang has. uncommon: own options that only --help-all shows."""
+    add_arguments(parser, hidden=(SERVER,), uncommon=uncommon)
     next(action for action in parser._actions if action.dest == "api_key").help = "for --url: the key of that server"
 
 

@@ -24,6 +24,7 @@ from draftwing.config.drafters import (
     shipped_head,
     token_map_in,
 )
+from draftwing.config.fields import flag
 from draftwing.config.trees import TREE, Given, grown_shape, matched_shape
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
@@ -49,7 +50,7 @@ def resolved(options: Options) -> Options:
         raise ConfigError(f"gpt-oss writes reasoning and calls in one format; found {found}: give both or one of them")
     fraction = options.mem_fraction_static
     if options.max_total_tokens is not None and fraction is not None:
-        logger.warning("max_total_tokens sets the size of the KV pool; mem_fraction_static has no effect")
+        logger.warning("--max-total-tokens sets the size of the KV cache; --mem-fraction-static has no effect")
         fraction = None
     seed = secrets.randbits(31) if options.random_seed is None else options.random_seed
     options = dataclasses.replace(options, mem_fraction_static=fraction, random_seed=seed)
@@ -77,7 +78,7 @@ def _without_cuda(options: Options) -> dict[str, Any]:
     defaults = {spec.name: spec.default for spec in dataclasses.fields(options) if spec.name in IDLE_WITHOUT_CUDA}
     asked = [name for name, default in defaults.items() if getattr(options, name) != default]
     if asked:
-        logger.warning("without CUDA, %s has no effect", ", ".join(asked))
+        logger.warning("without CUDA, %s has no effect", ", ".join(map(flag, asked)))
     return defaults
 
 
@@ -146,7 +147,7 @@ def _without_effect(options: Options, drafter: DrafterSpec, draft: str | None) -
         and getattr(options, spec.name) != spec.default
     }
     if idle:
-        logger.warning("with speculative_algorithm %s, %s has no effect", drafter.name, ", ".join(idle))
+        logger.warning("with --speculative-algorithm %s, %s has no effect", drafter.name, ", ".join(map(flag, idle)))
     return idle
 
 

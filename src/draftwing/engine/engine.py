@@ -99,7 +99,13 @@ class Engine:
             log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
         times = parts.executor.device.step_times()
         credited = self.options.drafter_spec.credited
-        self.reporter = Reporter(parts.sched, simulated=simulated, credited=credited, times=times)
+        self.reporter = Reporter(
+            parts.sched,
+            simulated=simulated,
+            credited=credited,
+            times=times,
+            log_seconds=self.options.log_interval,
+        )
         self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)

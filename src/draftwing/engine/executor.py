@@ -9,7 +9,6 @@ batch), `verify` (the target's forward), `commit`. On CUDA they are captured as 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -17,7 +16,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, DraftBatch
@@ -32,7 +30,7 @@ from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
-from draftwing.log import Forgiving
+from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
@@ -203,9 +201,7 @@ class Executor:
         seconds = {}
         sizes = len(self.prefills.sizes) if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
-        with tqdm(
-            total=len(todo) + sizes, desc="capturing graphs", file=Forgiving(sys.stderr), leave=False, disable=quiet
-        ) as bar:
+        with progress_bar(total=len(todo) + sizes, desc="capturing graphs", disable=quiet) as bar:
             if self.prefills is not None:
                 self.prefills.capture(bar)
             if self._backlog is not None:

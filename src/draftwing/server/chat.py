@@ -26,6 +26,7 @@ from draftwing.server.schema import GenerationBody
 from draftwing.server.service import Generation, Service
 from draftwing.server.worker_pools import MAX_SHORT_SIZE
 from draftwing.text.continuation import render_continued
+from draftwing.text.tokenizer import BUNDLED_TEMPLATE
 
 MAX_TOOLS = 512
 MAX_NAME = 256  # characters
@@ -189,7 +190,9 @@ class Chats:
         if chat.offers:
             name, about = names["tools"], f"{names['tools']}: the model's chat template"
             if not self._takes_tools:
-                raise RequestError(f"{about} knows no tools; start the server with a --chat-template that does", name)
+                chatml = "<|im_start|>" in (tokenizer.chat_source or "")
+                how = f"{BUNDLED_TEMPLATE} --tool-call-parser hermes" if chatml else "FILE, a template of it that does"
+                raise RequestError(f"{about} knows no tools; start the server with --chat-template {how}", name)
             if not self.calls_tools:
                 how = "start the server with --tool-call-parser"
                 raise RequestError(f"{about} does not tell how it writes calls; {how}", name)

@@ -13,6 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import draftwing
 from draftwing.config.api_keys import ApiKey, read_keys
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineLink
@@ -32,8 +33,9 @@ def serve(options: Options) -> None:
     """Serves until SIGINT, SIGTERM or SIGHUP. Raises ConfigError, CheckpointError or EngineDead before it listens, and
     SystemExit with code 1 when the engine is lost for good: whoever runs the server may start another one."""
     with terminable(), bind(options.host, options.port) as sock:
+        logger.info("draftwing %s: model %s, device %s", draftwing.__version__, options.model, options.device)
         if options.trust_remote_code:
-            logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
+            logger.warning("--trust-remote-code has no effect: code that comes with a checkpoint is never executed")
         watchers = open_watchers(options, read_keys(options))
         with opened(options) as (engine, tokenizer):
             from draftwing.server.uvicorn_server import make_server

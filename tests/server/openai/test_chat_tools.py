@@ -273,7 +273,7 @@ def test_servers_that_cannot() -> None:
         assert choice.message.content == f"{BLOCK}{CALL}"
         assert httpx.get(f"{url}/model_info").json()["tool_call_parser"] is None
     with serving(ScriptedEngine("x", "deepseek-r1", "hermes", WITHOUT_TOOLS)) as url:
-        with pytest.raises(openai.BadRequestError, match=r"knows no tools.*--chat-template"):
+        with pytest.raises(openai.BadRequestError, match=r"knows no tools.*--chat-template FILE"):
             client_of(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
         info = httpx.get(f"{url}/model_info").json()
         assert (info["reasoning_parser"], info["tool_call_parser"]) == ("deepseek-r1", "hermes")

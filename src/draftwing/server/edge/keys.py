@@ -19,7 +19,7 @@ from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})  # they concern what other clients do
 FREE_PATHS = frozenset({"/health", "/health_generate", "/liveness", "/readiness"})
 METRICS_PATHS = frozenset({"/metrics", "/v1/loads"})
-DOCS_PATHS = frozenset({"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})
 
 client: ContextVar[ApiKey | None] = ContextVar("draftwing_client", default=None)
 """The key of the current HTTP request; None where none was needed."""

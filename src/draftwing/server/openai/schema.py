@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import show
+from draftwing.requests.refusals import no_text, show
 from draftwing.requests.request import (
     MAX_COMPLETION_LOGPROBS,
     LogprobParams,
@@ -115,10 +115,7 @@ class Message(
         parts = [part.said(self.role == "assistant") for part in self.content]
         for i, text in enumerate(parts):
             if text is None:
-                raise RequestError(
-                    f"{where}.content.{i} must be {{'type': 'text', 'text': ...}}; other kinds are not supported",
-                    f"{where}.content.{i}",
-                )
+                raise no_text(self.content[i].type, f"{where}.content.{i}", f"{where}.content.{i}")
         return "".join(text or "" for text in parts)
 
 

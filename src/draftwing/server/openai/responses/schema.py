@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import PrivateAttr
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import show
+from draftwing.requests.refusals import no_text, show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody
 from draftwing.server.conversation import Conversation, only
@@ -270,10 +270,7 @@ def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
     texts = [part.refusal if part.type == "refusal" else part.text for part in content]
     for i, (part, text) in enumerate(zip(content, texts, strict=True)):
         if part.type not in kinds or text is None:
-            raise RequestError(
-                f"{where}.{i} must be {{'type': {kinds[0]!r}, 'text': ...}}; found the type {show(part.type)}",
-                f"{where}.{i}",
-            )
+            raise no_text(part.type, f"{where}.{i}", f"{where}.{i}", kinds[0])
     return "".join(text or "" for text in texts)
 
 
