@@ -39,7 +39,9 @@ class Options:
     same as once."""
 
     model: str = option(
-        "smollm2", MODEL, "an alias (smollm2), a folder in Hugging Face's format, a hub id, or a .gguf file",
+        "smollm2", MODEL,
+        "an alias (smollm2, qwen3-0.6b, ...: `draftwing list`), a folder in Hugging Face's format, a hub id, or a .gguf "
+        "file",
         aliases=("model_path",),
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
@@ -144,9 +146,9 @@ class Options:
     )
 
     sampling_defaults: str = option(
-        "openai", REQUESTS,
-        "whose defaults hold for sampling fields that a request does not give: those of the model's "
-        "generation_config.json, or OpenAI's", choices=("model", "openai"),
+        "model", REQUESTS,
+        "defaults of sampling fields that a request does not set: the model's (generation_config.json, the metadata of "
+        "a .gguf file, or the alias), or OpenAI's (temperature 1, no limits)", choices=("model", "openai"),
     )  # fmt: skip
     reasoning_parser: str | None = option(
         None, REQUESTS, "how the model marks its reasoning; it is then returned in a field of its own",
@@ -212,14 +214,14 @@ class Options:
         None,
         SPECULATION,
         "the drafter; EAGLE3+NGRAM or another one with a model and a lookup draft together, module:Class is one of "
-        "your own (default: EAGLE3 for smollm2, whose head is bundled, none for other models)",
+        "your own (default: for an alias the first of its heads, for other models none)",
         aliases=("speculative_algo",),
         metavar=_ALGORITHMS,
     )
     speculative_draft_model_path: str | None = option(
         None, SPECULATION,
-        "model or head that drafts, given like --model (default: for smollm2 its bundled head; with EAGLE and NEXTN "
-        "the model's own prediction layers)", aliases=("speculative_draft_model",),
+        "model or head that drafts, given like --model (default: for an alias its head; with EAGLE and NEXTN the "
+        "model's own prediction layers)", aliases=("speculative_draft_model",),
     )  # fmt: skip
     speculative_draft_model_revision: str | None = option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
