@@ -98,9 +98,8 @@ def measured(llm: LLM, setting: str, texts: Sequence[str], tokens: int) -> tuple
     lengths = [len(answer.token_ids) for answer in answers]
     ends = [answer.finish_reason["type"] == "stop" for answer in answers]
     loops = [longest_loop(answer.token_ids) for answer in answers]
-    own = [
-        one[0] for a, loop in zip(answers, loops, strict=True) if loop < LOOP for one in a.meta_info["output_token_logprobs"]
-    ]
+    without = [answer for answer, loop in zip(answers, loops, strict=True) if loop < LOOP]
+    own = [entry[0] for answer in without for entry in answer.meta_info["output_token_logprobs"]]
     return Quality(
         setting,
         statistics.mean(end and n <= tokens // 2 for end, n in zip(ends, lengths, strict=True)),

@@ -102,9 +102,7 @@ ALIASES: Mapping[str, Alias] = {
         HubModel("google/gemma-3-1b-it", "dcc83ea841ab6100d6b47a070329e1ba4cf78752"), "1B", "gemma", gated=True
     ),
     "mimo-7b": Alias(HubModel("XiaomiMiMo/MiMo-7B-RL"), "7B", "MIT", heads={"mtp": None}),
-    "gpt-oss-20b": Alias(
-        HubModel("openai/gpt-oss-20b", "6cee5e81ee83917806bbde320786a8fb61efebee"), "20B", _APACHE
-    ),
+    "gpt-oss-20b": Alias(HubModel("openai/gpt-oss-20b", "6cee5e81ee83917806bbde320786a8fb61efebee"), "20B", _APACHE),
 }
 
 

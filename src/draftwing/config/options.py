@@ -40,8 +40,8 @@ class Options:
 
     model: str = option(
         "smollm2", MODEL,
-        "an alias (smollm2, qwen3-0.6b, ...: `draftwing list`), a folder in Hugging Face's format, a hub id, or a .gguf "
-        "file",
+        "an alias such as smollm2 (`draftwing list` shows all), a folder in Hugging Face's format, a hub id, or a "
+        ".gguf file",
         aliases=("model_path",),
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
