@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny"
@@ -41,7 +41,6 @@ def running(files: Mapping[str, bytes]) -> Iterator[FakeHub]:
 
 def connect(monkeypatch: pytest.MonkeyPatch, url: str, cache: object) -> None:
     """Has the hub's client ask this address and use this cache."""
-    constants: Any = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

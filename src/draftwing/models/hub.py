@@ -90,7 +90,7 @@ def fetch_default_model() -> Path:
     It is kept under `$XDG_CACHE_HOME/draftwing` (`~/.cache/draftwing`) and replaced when it is damaged.
     Raises CheckpointError when it cannot be downloaded or its SHA-256 is wrong.
     """
-    target = cache_folder() / "smollm2" / _FILE
+    target = default_model_file()
     if _intact(target):
         return target
     if target.exists():
@@ -108,6 +108,11 @@ def fetch_default_model() -> Path:
     except OSError as error:
         raise CheckpointError(f"the default model cannot be stored in {target.parent}: {error}") from error
     return target
+
+
+def default_model_file() -> Path:
+    """Returns where the default model is kept once it is fetched."""
+    return cache_folder() / DEFAULT_MODEL / _FILE
 
 
 def _intact(file: Path) -> bool:
