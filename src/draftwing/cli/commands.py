@@ -19,6 +19,7 @@ from draftwing.errors import ConfigError
 
 Run = Callable[[dict[str, Any]], None]
 Emit = Callable[[dict[str, Any]], None]
+PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def add_commands(commands: Any) -> dict[str, Run]:
@@ -212,6 +213,7 @@ def run_bench(arguments: dict[str, Any]) -> None:
     if own["check_card"] is not None and own["plot"] is not None:
         raise ConfigError("--plot draws throughput; --check-card measures none")
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
+    params |= PLAIN_SAMPLING  # whatever the model's defaults are: a server has them, an engine of this process not
     prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
     if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")
