@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +51,17 @@ def test_entries_are_repositories_at_commits() -> None:
 )
 def test_who_drafts_for_an_alias(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
     assert drafting(**given) == expected
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs/model_library.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"
+    ]
+    assert [row[0] for row in rows] == list(ALIASES)
+    for name, model, parameters, licence, drafts in rows:
+        alias = ALIASES[name]
+        assert parameters == alias.parameters and licence == alias.licence + (", gated" if alias.gated else "")
+        assert alias.hub is None or model == alias.hub.repo
+        head = next(iter(alias.heads.values()), None)
+        assert head is None or drafts == head.repo
