@@ -65,7 +65,7 @@ def run_list(arguments: dict[str, Any]) -> None:
     if arguments["json"]:
         print(json.dumps(facts, indent=1))
         return
-    rows = [("MODEL", "SIZE", "FORMAT", "ARCHITECTURE", "DRAFTER", "SERVED")]
+    rows: list[Sequence[str]] = [("MODEL", "SIZE", "FORMAT", "ARCHITECTURE", "DRAFTER", "SERVED")]
     rows += [_row(one) for one in facts]
     print(table(rows) if stored else "no models are in the caches")
     others = [name for name in ALIASES if name not in {model.name for model in stored}]
