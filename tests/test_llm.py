@@ -133,11 +133,12 @@ def test_chats_go_on(llm: LLM) -> None:
 
 
 def test_defaults_of_the_model() -> None:
-    engine = FakeEngine(defaults={"top_k": 20, "temperature": 0.6})
+    engine = FakeEngine(defaults={"top_k": 20, "temperature": 0.6, "max_new_tokens": 300})
     llm = LLM.from_engine(engine)  # type: ignore[arg-type]
-    for params in (None, {"top_k": 5}, SamplingParams()):
+    for params in (None, {"top_k": 5}, SamplingParams(top_k=5), SamplingParams(temperature=1.0, max_new_tokens=None)):
         llm.generate("a", params)
-    assert [(r.params.top_k, r.params.temperature) for r in engine.requests] == [(20, 0.6), (5, 0.6), (-1, 1.0)]
+    found = [(r.params.top_k, r.params.temperature, r.params.max_new_tokens) for r in engine.requests]
+    assert found == [(20, 0.6, 128), (5, 0.6, 128), (5, 0.6, 128), (20, 1.0, None)]
 
 
 @pytest.mark.parametrize("prompts", [5, None, [None], [["a"]], ["a", ""], [[]], "\ud800", [True], ["a", 1], [1, "a"]])

@@ -100,7 +100,8 @@ class LLM:
         """Completes prompts and returns `params.n` completions per prompt, prompt after prompt.
 
         prompts: one or several, each a text or a list of token ids.
-        params: `SamplingParams` or a dict of its fields, one for all prompts or one per prompt.
+        params: `SamplingParams` or a dict of its fields, one for all prompts or one per prompt. Fields that are not set
+        are the model's defaults (`engine.info.defaults`), as over HTTP.
         wishes: see `RequestOptions`.
 
         Raises RequestError for a prompt that can never run; nothing is generated then.
@@ -200,13 +201,14 @@ class LLM:
         return [self._checked(one) for one in params]
 
     def _checked(self, params: Params | None) -> tuple[SamplingParams, bool]:
-        """Fields that a mapping does not have are the model's defaults; an object has all of them."""
+        """Fields that were not set, in an object or a mapping, are the model's defaults."""
         if params is None or isinstance(params, Mapping):
-            fields = params or {}
-            return SamplingParams.read({**self.engine.info.defaults, **fields}), "max_new_tokens" in fields
+            params = SamplingParams.read(params or {})
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams or a dict of its fields; found {show(params)}", "params")
-        return params, True
+        given = params.model_fields_set
+        others = {name: value for name, value in self.engine.info.sampling.items() if name not in given}
+        return params.replace(**others), "max_new_tokens" in given
 
 
 def _single(prompts: Any) -> bool:

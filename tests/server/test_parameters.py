@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, drafting_options
+from fake_engine import CONTEXT, FakeEngine, drafting_options
 from scripted import client_of, events
 from starlette.testclient import TestClient
 
@@ -237,6 +237,24 @@ def test_defaults_of_the_model() -> None:
         ok(client, "/generate", text="a", sampling_params={"top_k": 5, "temperature": None})
     found = [(r.params.temperature, r.params.top_k, r.params.repetition_penalty) for r in engine.requests]
     assert found == [(0.6, 20, 1.1), (0.0, 20, 1.1), (0.6, 5, 1.1)]
+
+
+def test_a_length_of_the_model_holds_where_nothing_else_limits_the_answer() -> None:
+    engine = FakeEngine(defaults={"max_new_tokens": 300})
+    messages = {"messages": [{"role": "user", "content": "a"}]}
+    with client_of(engine) as client:
+        ok(client, CHAT, **messages)
+        ok(client, CHAT, **messages, max_tokens=400)
+        ok(client, "/v1/responses", input="a")
+        ok(client, "/v1/messages", **messages, model="m", max_tokens=400)
+        ok(client, "/api/chat", **messages, model="m", stream=False)
+        ok(client, "/api/chat", **messages, model="m", stream=False, options={"num_predict": -1})
+        ok(client, COMPLETION, prompt="a")
+        ok(client, "/generate", text="a")
+        ok(client, CHAT, messages=[{"role": "user", "content": "a" * (CONTEXT - 100)}])
+        assert client.get("/ui/info").json()["sampling_defaults"] == {"max_tokens": 300}
+    *found, cut = [request.params.max_new_tokens for request in engine.requests]
+    assert found == [300, 400, 300, 400, 300, None, 16, 128] and cut is not None and cut < 100
 
 
 def test_expressions_are_compiled_once_and_in_a_thread(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

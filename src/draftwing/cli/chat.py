@@ -33,11 +33,13 @@ def over_http(client: Client, fields: dict[str, Any]) -> Talk:
 
 def in_process(engine: Engine, fields: dict[str, Any]) -> Talk:
     """fields: as in `/generate`'s sampling_params."""
-    params = SamplingParams.read({**engine.info.defaults, "max_new_tokens": None, **fields})
+    params = SamplingParams.read({"max_new_tokens": None, **engine.info.defaults, **fields})
     session = Session(engine)
 
     def talk(messages: Messages) -> Iterator[str]:
-        answers = session.prepare([GenerationRequest("", engine.tokenizer.encode_chat(messages), params)])
+        ids = engine.tokenizer.encode_chat(messages)
+        fitting = params if "max_new_tokens" in fields else params.fit(engine.info.context_length - len(ids))
+        answers = session.prepare([GenerationRequest("", ids, fitting)])
         with closing(session.stream(answers)) as pieces:
             yield from (text for _, text in pieces)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from draftwing.cli.models import add_model_commands
 from draftwing.config.arguments import add_arguments
 from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.options import SERVER, Options
@@ -18,6 +19,7 @@ from draftwing.errors import ConfigError
 
 Run = Callable[[dict[str, Any]], None]
 Emit = Callable[[dict[str, Any]], None]
+PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def add_commands(commands: Any) -> dict[str, Run]:
@@ -32,15 +34,11 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     _add_source(chat)
     chat.add_argument("--system", metavar="STR", help="system prompt")
-    chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: no limit)")
-    chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: 1)")
+    chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: the model's)")
+    chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: the model's)")
     _add_engine_options(chat)
 
-    pull = commands.add_parser(
-        "pull", help="fetch a model", description="Fetches a model, so that a server starts with it at once."
-    )
-    pull.add_argument("model", help="an alias (smollm2) or a hub id")
-    pull.add_argument("--revision", metavar="STR", help="branch, tag or commit of a hub id")
+    models = add_model_commands(commands)
 
     bench = commands.add_parser(
         "bench",
@@ -120,8 +118,8 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     prompts.add_argument("--seed", type=int, default=0, metavar="INT", help="others for another one (default: 0)")
     _add_engine_options(prompts)
-    runs = {"chat": run_chat, "run": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
-    return {**runs, "write-prompts": run_write_prompts}
+    runs = {"chat": run_chat, "run": run_chat, "bench": run_bench, "token-map": run_token_map}
+    return {**models, **runs, "write-prompts": run_write_prompts}
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -151,12 +149,6 @@ def _sizes(text: str) -> list[int]:
 def _taken(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
     """Takes a command's own arguments out of all; the rest are options of an engine."""
     return {name: arguments.pop(name) for name in names}
-
-
-def run_pull(arguments: dict[str, Any]) -> None:
-    from draftwing.models.hub import resolve_model
-
-    print(resolve_model(arguments["model"], arguments["revision"]))
 
 
 def run_token_map(arguments: dict[str, Any]) -> None:
@@ -221,6 +213,7 @@ def run_bench(arguments: dict[str, Any]) -> None:
     if own["check_card"] is not None and own["plot"] is not None:
         raise ConfigError("--plot draws throughput; --check-card measures none")
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
+    params |= PLAIN_SAMPLING  # whatever the model's defaults are: a server has them, an engine of this process not
     prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
     if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")

@@ -43,8 +43,8 @@ class Options:
     same as once."""
 
     model: str = option(
-        "smollm2", MODEL, "an alias, hub id, .gguf file, or folder in Hugging Face's format; may stand without --model",
-        aliases=("model_path",), common=True,
+        "smollm2", MODEL, "an alias (`draftwing list`), hub id, .gguf file, or folder in Hugging Face's format; may stand "
+        "without --model", aliases=("model_path",), common=True,
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
     revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")
@@ -158,9 +158,9 @@ class Options:
     )
 
     sampling_defaults: str = option(
-        "openai", REQUESTS,
-        "whose defaults hold for sampling fields that a request does not give: those of the model's "
-        "generation_config.json, or OpenAI's", choices=("model", "openai"),
+        "model", REQUESTS,
+        "defaults of sampling fields that a request does not set: the model's (generation_config.json, the metadata of "
+        "a .gguf file, or the alias), or OpenAI's (temperature 1, no limits)", choices=("model", "openai"),
     )  # fmt: skip
     reasoning_parser: str | None = option(
         None, REQUESTS, "how the model marks its reasoning; it then has a field of its own",
@@ -225,16 +225,16 @@ class Options:
     speculative_algorithm: str | type[Any] | None = option(  # noqa: RUF009
         None,
         SPECULATION,
-        "what drafts tokens; two together: EAGLE3+NGRAM; module:Class: your own; none: no speculation (default: EAGLE3 "
-        "for smollm2, whose head is bundled, else none)",
+        "what drafts tokens; two together: EAGLE3+NGRAM; module:Class: your own; none: no speculation (default: for an "
+        "alias the first of its heads, else none)",
         aliases=("speculative_algo",),
         metavar=_ALGORITHMS,
         common=True,
     )
     speculative_draft_model_path: str | None = option(
         None, SPECULATION,
-        "draft model or head, given like --model (default: the bundled head of smollm2; EAGLE and NEXTN: the model's "
-        "own prediction layers)", aliases=("speculative_draft_model",), common=True,
+        "draft model or head, given like --model (default: the head of an alias; EAGLE and NEXTN: the model's own "
+        "prediction layers)", aliases=("speculative_draft_model",), common=True,
     )  # fmt: skip
     speculative_draft_model_revision: str | None = option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"

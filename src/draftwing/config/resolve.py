@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftwing.config.aliases import ALIASES
 from draftwing.config.choices import HARMONY_PARSERS
 from draftwing.config.devices import Defaults, check_device
 from draftwing.config.drafters import (
@@ -21,6 +22,8 @@ from draftwing.config.drafters import (
     TOKEN_MAP,
     DrafterSpec,
     find_drafter,
+    head_drafter,
+    published_head,
     shipped_head,
     token_map_in,
 )
@@ -92,6 +95,11 @@ def _speculation(options: Options) -> Options:
     if draft is None:
         head = shipped_head(options.model, drafter)
         draft = None if head is None else str(head)
+        published = published_head(options.model, drafter)
+        if published is not None:
+            draft, commit = published
+            revision = options.speculative_draft_model_revision or commit
+            options = dataclasses.replace(options, speculative_draft_model_revision=revision)
     _check_draft_model(drafter, draft)
     if draft is not None and TOKEN_MAP in drafter.options:
         tokens = token_map_in(Path(draft).expanduser())
@@ -116,7 +124,10 @@ def _default(options: Options) -> DrafterSpec:
     nothing of them."""
     if options.dummy or options.speculative_draft_model_path is not None:
         return NO_DRAFTER
-    return NO_DRAFTER if shipped_head(options.model, DEFAULT) is None else DEFAULT
+    if shipped_head(options.model, DEFAULT) is not None:
+        return DEFAULT
+    heads = ALIASES[options.model].heads if options.model in ALIASES else {}
+    return next(map(head_drafter, heads), NO_DRAFTER)
 
 
 def _check_draft_model(drafter: DrafterSpec, draft: str | None) -> None:

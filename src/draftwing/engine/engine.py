@@ -66,7 +66,7 @@ class Engine:
         parts = build(options, path, tokenizer, rank_failed)
         self.options = parts.options
         try:
-            defaults = sampling_defaults(path) if options.sampling_defaults == "model" else {}
+            defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
             self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
         except BaseException:
             parts.executor.close()

@@ -308,10 +308,11 @@ class GenerationBody(Body):
     ) -> SamplingParams:
         """Checked parameters. Raises RequestError.
 
-        defaults: of the model, for what is not given.  fields: others that the body asks for by fields of its own.
+        defaults: of the model, for what is not given; without a length among them the context is the limit.
+        fields: others that the body asks for by fields of its own.
         called: what those are called in the body, where no class says it.
         """
-        given, names = {**defaults, **fields}, {**self.names, **(called or {})}
+        given, names = {"max_new_tokens": None, **defaults, **fields}, {**self.names, **(called or {})}
         for name, ours in self._sampled().items():
             value = getattr(self, name)
             if value is not None:

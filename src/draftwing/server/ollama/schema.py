@@ -116,7 +116,8 @@ class OllamaBody(ChatLogprobs, hints="shift"):
         fields |= {ours: getattr(given, name) for name, ours in SAMPLED.items() if getattr(given, name) is not None}
         if isinstance(given.seed, int) and given.seed < 0:
             del fields["sampling_seed"]
-        fields["max_new_tokens"] = self._most
+        if given.num_predict is not None:
+            fields["max_new_tokens"] = self._most
         if isinstance(self.format, dict):
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         elif self.format:
@@ -129,7 +130,8 @@ class OllamaBody(ChatLogprobs, hints="shift"):
 
 
 class OllamaChatRequest(OllamaBody):
-    """Body of /api/chat. Without options.num_predict an answer runs to the context limit."""
+    """Body of /api/chat. Without options.num_predict an answer runs to the model's default length, or to the context
+    limit; -1 is no limit."""
 
     source = "messages"
 

@@ -146,9 +146,7 @@ class OpenAIBody(
     "repetition_penalty logit_bias allowed_token_ids bad_words custom_logit_processor custom_params "
     "response_format json_schema regex ebnf structural_tag",
 ):
-    """What chat and text completions share. `default_length` is max_tokens where it is not given."""
-
-    default_length: ClassVar[int | None]
+    """What chat and text completions share."""
 
     model: Name | None = None
     stream_options: StreamOptions | None = None
@@ -167,7 +165,7 @@ class OpenAIBody(
             raise RequestError("stream_options is only for stream: true", "stream_options")
         if self.speculative_trace and not self.stream:
             raise RequestError("speculative_trace is only for stream: true", "speculative_trace")
-        return super().sampling(defaults, max_new_tokens=self.default_length, **fields)
+        return super().sampling(defaults, **fields)
 
     @property
     def predicted(self) -> str:
@@ -201,9 +199,9 @@ class ChatRequest(
     not_built="functions function_call modalities moderation audio web_search_options add_special_tokens "
     "chat_template echo include_reasoning input_ids task",
 ):
-    """Body of /v1/chat/completions. Without max_tokens an answer runs to the context limit."""
+    """Body of /v1/chat/completions. Without max_tokens an answer runs to the model's default length, or to the context
+    limit."""
 
-    default_length = None
     source, id_prefix = "messages", "chatcmpl-"
     names: ClassVar = {"top_logprobs_num": "top_logprobs"}
 
@@ -270,10 +268,12 @@ class ChatRequest(
         return "reasoning" if self.reasoning is not None and self.reasoning_effort is None else "reasoning_effort"
 
 
-class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
-    """Body of /v1/completions."""
+DEFAULT_LENGTH = 16  # tokens of a completion
 
-    default_length = 16
+
+class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
+    """Body of /v1/completions. Without max_tokens an answer has at most 16 tokens, as OpenAI's."""
+
     source, id_prefix = "prompt", "cmpl-"
     names: ClassVar = {"top_logprobs_num": "logprobs"}
 
@@ -285,7 +285,7 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
     add_special_tokens: bool | None = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
-        params = super().sampling(defaults, **fields)
+        params = super().sampling(defaults, max_new_tokens=DEFAULT_LENGTH, **fields)
         if self.best_of is not None and self.best_of != params.n:
             raise RequestError(
                 f"best_of must equal n, which is {params.n}: answers are not ranked; found {show(self.best_of)}",

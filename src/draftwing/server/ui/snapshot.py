@@ -16,6 +16,7 @@ LATE = 0.1  # seconds since the engine gave its numbers, from which on it did no
 MAX_REQUESTS = 32  # the oldest unfinished ones that are listed
 MAX_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
+_ASKED = {"max_new_tokens": "max_tokens"}  # fields of `SamplingParams` by their names in the page's requests
 TOTALS = (
     "committed_tokens", "verified_rows", "prefilled_tokens", "queried_tokens", "hit_tokens", "retractions", "steps",
     "step_seconds", "host_seconds", "stage_seconds", "staged_steps",
@@ -39,7 +40,7 @@ def facts(service: Service) -> dict[str, Any]:
         "topk": topk,
         "num_draft_tokens": nodes,
         "sources": list(SOURCES),
-        "sampling_defaults": dict(info.defaults),
+        "sampling_defaults": {_ASKED.get(name, name): value for name, value in info.defaults.items()},
         "shows_texts": info.options.ui_show_texts,
         **info.options.label,
     }

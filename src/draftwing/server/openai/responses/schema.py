@@ -187,7 +187,7 @@ class ResponsesRequest(
         form = None if self.text is None else self.text.format
         made = None if form is None else _response_format(form)
         fields |= {"response_format": made, "thinking_budget": self._effort[1]}
-        return super().sampling(defaults, max_new_tokens=None, **fields)
+        return super().sampling(defaults, **fields)
 
     def _check(self) -> None:
         if not self.items:
