@@ -56,7 +56,9 @@ def build_wheel(sdist: Path, machine: str, dist: Path) -> None:
     linked = f"{name} -shared -Wl,--strip-all"  # and no path of this Python
     with tempfile.TemporaryDirectory() as folder:
         environ = {"CC": name, "LDSHARED": linked, "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
-        run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", folder, sdist, **environ)
+        run(
+            sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", folder, sdist, **environ
+        )
         (wheel,) = Path(folder).glob("*.whl")
         if modules := missing(wheel, machine):
             sys.exit(f"{wheel.name} lacks {', '.join(modules)}: compile with `python setup.py build_ext` to see why")
