@@ -1,9 +1,9 @@
 """The optional C extension; everything else is in pyproject.toml.
 
 The same sources are compiled once for each instruction set of `src/draftwing/ops/cpu/isa.py`, and Python picks one when
-it is imported: so a wheel runs on every CPU of its kind. They use Python's stable ABI, so it runs with every Python from
-3.11 on, too. Without a C compiler (or Python's headers) the install goes on without them, and torch does the same work
-more slowly; a set that the compiler does not know is left out alone.
+it is imported: so a wheel runs on every CPU of its kind. They use Python's stable ABI, so it runs with every Python
+from 3.11 on, too. Without a C compiler (or Python's headers) the install goes on without them, and torch does the same
+work more slowly; a set that the compiler does not know is left out alone.
 DRAFTWING_BUILD_ISA names the sets to build, separated by commas, for those who wait for the compiler often.
 """
 

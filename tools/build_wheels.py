@@ -3,8 +3,8 @@
     python tools/build_wheels.py --machines x86_64 aarch64
 
 A wheel has every instruction set of `ops/cpu/isa.py` for its machine and runs with each CPython from 3.11 on. It is
-built with this machine's compiler, or a cross compiler (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross); one
-that asks for a newer glibc than torch's own wheels (auditwheel), or for more than the stable ABI (abi3audit) is refused.
+built with this machine's compiler, or a cross compiler (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross). One
+that asks for a newer glibc than torch's own wheels (auditwheel) or for more than the stable ABI (abi3audit) is refused.
 """
 
 from __future__ import annotations

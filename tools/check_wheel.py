@@ -4,8 +4,8 @@
 
 Each goes into a virtual environment of its own and runs with an empty PATH: `draftwing --version`, the C kernels (which
 a source distribution cannot have there, and must say so), the heads, `serve` with the default model, a streamed answer,
-the page, and `chat`. Exits with 1 at the first thing that is not as it should be. The default model comes from the cache
-of `draftwing pull`; other packages, torch among them, from where pip is configured to look.
+the page, and `chat`. Exits with 1 at the first thing that is not as it should be. The default model comes from the
+cache of `draftwing pull`; other packages, torch among them, from where pip is configured to look.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
+import tomllib
 import urllib.request
 import venv
 from collections.abc import Iterator
@@ -161,10 +161,16 @@ def check(package: Path, torch: str) -> None:
     print(f"{package.name}: kernels {kernels}; {answer!r}", flush=True)
 
 
+def torch_wanted() -> str:
+    """What pyproject.toml asks for."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    return next(str(requirement) for requirement in project["dependencies"] if requirement.startswith("torch"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", type=Path, nargs="+", metavar="FILE", help=".whl or .tar.gz")
-    parser.add_argument("--torch", default="torch", metavar="REQUIREMENT", help="of pip, which is installed first")
+    parser.add_argument("--torch", default=torch_wanted(), metavar="REQUIREMENT", help="of pip; installed first")
     args = parser.parse_args()
     for package in args.packages:
         try:
