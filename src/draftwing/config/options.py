@@ -43,8 +43,8 @@ class Options:
     same as once."""
 
     model: str = option(
-        "smollm2", MODEL, "an alias (`draftwing list`), hub id, .gguf file, or folder in Hugging Face's format; may stand "
-        "without --model", aliases=("model_path",), common=True,
+        "smollm2", MODEL, "an alias (`draftwing list`), hub id, .gguf file, or folder in Hugging Face's format; may "
+        "stand without --model", aliases=("model_path",), common=True,
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
     revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")

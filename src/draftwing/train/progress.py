@@ -102,7 +102,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 def draw_curves(path: Path, rows: Sequence[Row]) -> bool:
     """Loss and acceptance over the steps; False where there is no matplotlib or nothing to draw."""
     if importlib.util.find_spec("matplotlib") is None:
-        logger.info("curves.png is not drawn without matplotlib (pip install matplotlib); see metrics.csv")
+        logger.info("curves.png is not drawn without matplotlib (pip install 'draftwing[train]'); see metrics.csv")
         return False
     if not rows:
         return False
