@@ -164,11 +164,10 @@ def test_defaults_of_speculation() -> None:
             assert told[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
 
 
-@pages
-def test_results_are_current(page: Path) -> None:
+def test_results_are_current() -> None:
     """Tables of results, and of default trees, are those that tools/result_tables.py writes."""
-    text = text_of(page)
-    assert script(ROOT / "tools" / "result_tables.py").written(text) == text
+    written = script(ROOT / "tools" / "result_tables.py").written
+    assert [page.name for page in PAGES if written(text_of(page)) != text_of(page)] == []
 
 
 def test_every_result_is_shown() -> None:
