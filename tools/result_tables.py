@@ -9,7 +9,7 @@ result's "headline" alone. `<!-- default trees -->` is what the drafters and the
 
 A result is a JSON object:
 
-- date, commit (of draftwing), hardware, software (versions), model, workload, command (null: not recorded)
+- date, commit (of draftwing), hardware, software (versions), model, workload, commands (none: not recorded)
 - columns: their titles, with units; rows: lists of as many numbers, texts or nulls
 - headline: first cells of the rows that stand in the README
 """
@@ -49,7 +49,7 @@ def result_table(result: dict[str, Any], headline: bool) -> str:
         "Measured": "; ".join([f"{result['date']}, {result['hardware']}", *result["software"]]),
         "Model": result["model"],
         "Work": result["workload"],
-        "Command": f"`{result['command']}`" if result["command"] else "not recorded",
+        "Command": "; ".join(f"`{command}`" for command in result["commands"]) or "not recorded",
     }
     if headline:
         del facts["Command"]
