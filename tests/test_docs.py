@@ -21,7 +21,7 @@ from draftwing.utils import print_highlight, terminate_process, wait_for_server
 ROOT = Path(__file__).parent.parent
 examples = script(ROOT / "tools" / "readme_commands.py").examples
 PAGES = (
-    "README.md", "docs/constrained.md", "docs/installation.md", "docs/migrating.md", "docs/recipes.md",
+    "README.md", "docs/constrained.md", "docs/installation.md", "docs/migrating.md", "docs/python.md", "docs/recipes.md",
     "docs/speculative_decoding.md", "docs/troubleshooting.md",
 )  # fmt: skip
 OTHERS = ("pip ", "uv ", "uvx ", "hf ", "docker ", "git ")  # programs whose commands are not looked at
@@ -61,6 +61,7 @@ def test_a_command_is_taken_as_it_is_typed(command: str) -> None:
     words = ["serve", "--model", "m", *words] if command in SGLANG else words
     parser, _, _ = main._parser()
     given: dict[str, Any] = vars(parser.parse_args([words[0], *main.dashed(words[1:])]))
+    main._take_positional_model(given)
     if given.pop("command") == "serve":
         options = main.serve_options(given, {}).resolve()
         asked = given.get("speculative_algorithm")
@@ -106,7 +107,7 @@ def test_the_server_of_a_notebook(smollm2_path: Path, capsys: pytest.CaptureFixt
     assert response.usage is not None and 1 <= response.usage.completion_tokens <= 64
 
 
-@pytest.mark.parametrize("page", ["docs/constrained.md", "docs/speculative_decoding.md"])
+@pytest.mark.parametrize("page", ["docs/constrained.md", "docs/python.md", "docs/speculative_decoding.md"])
 def test_python(page: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text(encoding="utf8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

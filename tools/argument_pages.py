@@ -1,7 +1,7 @@
 """Writes the tables of options in docs/: `python tools/argument_pages.py`, after a change of options.
 
-docs/server_arguments.md has every option of `draftwing serve`, docs/migrating.md the names of other programs. What
-stands between their marks is made of the code.
+docs/server_arguments.md has every option of `draftwing serve`, docs/migrating.md the names of other programs,
+docs/python.md the fields of `SamplingParams`. What stands between their marks is made of the code.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from draftwing.config import sglang_compat as compat
 from draftwing.config.fields import flag
 from draftwing.config.foreign_names import OURS, WITHOUT_COUNTERPART
 from draftwing.config.options import Options
+from draftwing.requests.sampling_params import OTHER_NAMES, SamplingParams
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("server_arguments.md", "migrating.md")
+PAGES = ("server_arguments.md", "migrating.md", "python.md")
 _DEFAULT = re.compile(r" ?\(default:? ((?:[^()]|\([^()]*\))*)\)")
 
 
@@ -30,7 +31,12 @@ def main() -> None:
 
 def written(page: str) -> str:
     """The page with what is between its marks made anew."""
-    parts = {"options": options(), "SGLang's options": sglang_options(), "other names": other_names()}
+    parts = {
+        "options": options(),
+        "SGLang's options": sglang_options(),
+        "other names": other_names(),
+        "sampling fields": sampling_fields(),
+    }
     for name, lines in parts.items():
         start, end = f"<!-- {name}: made by tools/argument_pages.py -->", f"<!-- end of {name} -->"
         if start in page:
@@ -65,6 +71,7 @@ def row(name: str, default: Any, meta: Mapping[str, Any]) -> str:
     if meta["choices"]:
         text += f". One of {', '.join(f'`{choice}`' for choice in meta['choices'])}"
     names = ", ".join(f"`{flag(one)}`" for one in (name, *meta["aliases"]))
+    names = f"**{names}**" if meta.get("common") else names
     return f"| {names} | {cell(shown)} | {cell(text)} |"
 
 
@@ -85,6 +92,16 @@ def other_names() -> Iterator[str]:
     answers |= {name: cell(why) for name, why in WITHOUT_COUNTERPART.items()}
     for name in sorted(answers):
         yield f"| `{flag(name)}` | {answers[name]} |"
+
+
+def sampling_fields() -> Iterator[str]:
+    yield "| field | default | meaning |"
+    yield "|---|---|---|"
+    other = {name: f", `{other}`" for other, name in OTHER_NAMES.items()}
+    for name, field in SamplingParams.model_fields.items():
+        if field.description is not None:  # others are made of several fields
+            shown = "not set" if field.default in (None, ()) else f"`{field.default}`"
+            yield f"| `{name}`{other.get(name, '')} | {shown} | {cell(field.description)} |"
 
 
 def cell(text: str) -> str:
