@@ -21,8 +21,8 @@ from draftwing.utils import print_highlight, terminate_process, wait_for_server
 ROOT = Path(__file__).parent.parent
 examples = script(ROOT / "tools" / "readme_commands.py").examples
 PAGES = (
-    "README.md", "docs/constrained.md", "docs/installation.md", "docs/migrating.md", "docs/python.md", "docs/recipes.md",
-    "docs/speculative_decoding.md", "docs/troubleshooting.md",
+    "README.md", "docs/constrained.md", "docs/installation.md", "docs/migrating.md", "docs/python.md",
+    "docs/recipes.md", "docs/speculative_decoding.md", "docs/troubleshooting.md",
 )  # fmt: skip
 OTHERS = ("pip ", "uv ", "uvx ", "hf ", "docker ", "git ")  # programs whose commands are not looked at
 PORT_OF_PAGES = "http://127.0.0.1:30000"

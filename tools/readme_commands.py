@@ -50,7 +50,8 @@ class Example(NamedTuple):
 class Outcome(NamedTuple):
     example: Example
     code: int
-    output: str  # of both streams
+    output: str
+    errors: str
     seconds: float
 
 
@@ -82,14 +83,12 @@ def run_all(found: list[Example], folder: Path, limit: float = 120) -> Iterator[
             began = time.monotonic()
             if example.language == "bash" and example.words[:2] == ["draftwing", "serve"]:
                 stack.enter_context(_served(example, folder, limit))
-                yield Outcome(example, 0, "", time.monotonic() - began)
+                yield Outcome(example, 0, "", "", time.monotonic() - began)
                 continue
             words = ["python", "-c", example.text] if example.language == "python" else ["bash", "-c", example.text]
-            done = subprocess.run(
-                words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                timeout=limit, check=False,
-            )  # fmt: skip
-            yield Outcome(example, done.returncode, done.stdout.decode(errors="replace"), time.monotonic() - began)
+            done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit)
+            texts = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+            yield Outcome(example, done.returncode, *texts, time.monotonic() - began)
 
 
 @contextlib.contextmanager
@@ -130,7 +129,7 @@ def main() -> int:
             print(f"not run, needs {example.needs}: {example.text}", flush=True)
     for one in run_all(found, Path.cwd()):
         failed += one.code != 0
-        print(f"$ {one.example.text}\n{one.output}exit code {one.code}, {one.seconds:.1f} s", flush=True)
+        print(f"$ {one.example.text}\n{one.output}{one.errors}exit code {one.code}, {one.seconds:.1f} s", flush=True)
     return int(failed > 0)
 
 
