@@ -10,7 +10,7 @@ from pathlib import Path
 from test_pages import table_rows, text_of
 
 ROOT = Path(__file__).parent.parent
-NAME = re.compile(r"[A-Z][A-Z0-9_]+")
+NAME = re.compile(r"[A-Z][A-Z0-9_]*[A-Z0-9]")
 INTERNAL = {"PYTHONPATH", "TQDM_DISABLE"}  # set for processes of draftwing's own, and read by nobody here
 
 
