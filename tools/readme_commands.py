@@ -42,8 +42,10 @@ class Example(NamedTuple):
         if self.language == "python":
             return ""
         program, *arguments = self.words
-        if program == "draftwing" and any(_HUB_ID.fullmatch(word) for word in arguments):
-            return "a model of the hub"
+        if program == "draftwing":
+            named = arguments[1] if len(arguments) > 1 else "smollm2"
+            other = named != "smollm2" and not named.startswith("-") and " " not in named  # not a question
+            return "a model of the hub" if other or any(map(_HUB_ID.fullmatch, arguments)) else ""
         return _NEEDS.get(program, "")
 
 
