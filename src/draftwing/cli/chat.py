@@ -48,11 +48,14 @@ def ask(answerer: Answerer, question: str, system: str | None, fields: Fields) -
     print(stopwatch.line(usage), file=sys.stderr)
 
 
-def piped_question(question: str | None) -> str | None:
-    """Returns the question with what comes on standard input, where that is no terminal; None: there is neither."""
-    if sys.stdin is not None and sys.stdin.isatty():
-        return question
-    piped = "" if sys.stdin is None else sys.stdin.read().strip()
+def at_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def piped_question(question: str | None) -> str:
+    """Returns the question, and what comes on standard input where that is no terminal. Raises ConfigError where there
+    is neither."""
+    piped = "" if sys.stdin is None or at_terminal() else sys.stdin.read().strip()
     if not question and not piped:
         raise ConfigError("there is no question: give one after the model, or on standard input")
     return "\n\n".join(filter(None, (question, piped)))
@@ -124,7 +127,8 @@ class Chat:
             self._messages.append({"role": "assistant", "content": text})
         if usage.tokens or stopped:
             self._screen.write("\n")
-            self._screen.write(f"[{stopwatch.line(usage, stopped)}]\n", dim=True)
+            self._screen.write(f"[{stopwatch.line(usage, stopped)}]", dim=True)
+            self._screen.write("\n")
         return bool(text)
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -272,7 +276,7 @@ class Stopwatch:
         if stopped:
             parts.append("stopped")
         elif usage.finish == "length":
-            parts.append("cut at the limit of tokens (/set max_tokens)")
+            parts.append("cut at max_tokens")
         elif usage.finish == "abort":
             parts.append("aborted")
         return ", ".join(parts)

@@ -212,10 +212,10 @@ def run_chat(arguments: dict[str, Any]) -> None:
     named = {"max_new_tokens": own["max_tokens"], "temperature": own["temperature"]}
     fields = {name: value for name, value in named.items() if value is not None}
     chat.check_fields(fields)  # before a model is loaded
-    question = chat.piped_question(own["question"])
-    with _answerer(own["url"], arguments, question is None or sys.stderr.isatty()) as answerer:
-        if question is not None:
-            chat.ask(answerer, question, own["system"], fields)
+    typed = own["question"] is None and chat.at_terminal()
+    with _answerer(own["url"], arguments, typed or sys.stderr.isatty()) as answerer:
+        if not typed:
+            chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields)
             return
         with LineReader(cache_folder() / "chat_history", [*chat.COMMANDS]) as lines:
             chat.Chat(answerer, lines, own["system"], fields).run()
