@@ -56,7 +56,7 @@ def script(*argv: str, worker: str = "fake_engine") -> str:
             "nearest option is --max-running-requests",
         ),
         (["bench", "--concurency", "2"], "draftwing bench [", "argument --concurency; the nearest option is --concurr"),
-        (["chat", "word", "more"], "draftwing chat [", "unrecognised arguments: more"),
+        (["chat", "word", "a question", "more"], "draftwing chat [", "unrecognised arguments: more"),
         (["--versoin"], "draftwing [-h]", "the nearest option is --version"),
         (["serve", "--spec", "1"], "draftwing serve [MODEL] [options]", "--spec"),
         (["bench", "--num-prompts", "0"], "draftwing bench [", "at least 1; found '0'"),

@@ -1,81 +1,22 @@
-"""chat, pull and bench: against a live server, and in this process with a tiny model."""
+"""pull and bench: against a live server, and in this process with a tiny model."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
-from fake_engine import FakeEngine, local
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
 from draftwing.cli.bench import PROMPTS, load_prompts
-from draftwing.cli.chat import in_process
 from draftwing.cli.client import Client, ServerError
 from draftwing.cli.main import main
 from draftwing.cli.sweep import Grid, flags, points
 from draftwing.config.options import Options
 from draftwing.engine.benchmark import Local, measure
 from draftwing.errors import ConfigError
-from draftwing.server.app import create_app
-from draftwing.server.run import bind
-
-
-@pytest.fixture
-def echo() -> FakeEngine:
-    return FakeEngine(Options(api_key="key", random_seed=1))
-
-
-@pytest.fixture
-def url(echo: FakeEngine) -> Iterator[str]:
-    sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(local(echo), echo.tokenizer), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
-    sock.close()
-
-
-def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-
-
-def test_chat_with_a_server(
-    url: str, echo: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    type_in(monkeypatch, "héllo", "", "again", "/reset", "new", "bad", "/exit", "never read")
-    assert main(["chat", "--url", f"{url}/v1", "--api-key", "key", "--system", "be brief"]) == 0
-    out, error = capsys.readouterr()
-    # The stand-in answers with the whole conversation: so the history is seen, and that it can be forgotten.
-    first = "system:be brief\nuser:héllo\n"
-    assert out.startswith(first + "\n" + first + f"assistant:{first}\nuser:again\n\n")
-    assert out.rstrip("\n").endswith("system:be brief\nuser:new") and "never" not in out
-    assert error == "error: the chat template refuses these messages: no bad words\n" or "no bad words" in error
-    assert [r.params.max_new_tokens for r in echo.requests] == [None] * 3
-
-
-def test_chat_in_process(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with LLM(model, max_total_tokens=2000, max_running_requests=4) as llm:
-        expected = llm.chat([{"role": "user", "content": "hello"}], {"temperature": 0, "max_new_tokens": 12})
-        pieces = in_process(llm.engine, {"temperature": 0})([{"role": "user", "content": "hello"}])
-        assert next(pieces) is not None
-        pieces.close()  # type: ignore[attr-defined]
-        assert llm.engine.idle()
-    type_in(monkeypatch, "hello")
-    argv = ["chat", "--model", model, "--temperature", "0", "--max-tokens", "12", "--max-total-tokens", "2000"]
-    assert main(argv) == 0
-    assert capsys.readouterr().out.strip("\n") == expected[0].text.strip("\n")
 
 
 def test_pull_prints_where_the_model_is(model: str, capsys: pytest.CaptureFixture[str]) -> None:

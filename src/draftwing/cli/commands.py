@@ -6,16 +6,21 @@ import argparse
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftwing.cli.models import add_model_commands
-from draftwing.config.arguments import add_arguments
+from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments
 from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.options import SERVER, Options
 from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
+from draftwing.files import cache_folder
+
+if TYPE_CHECKING:
+    from draftwing.cli.answerers import Answerer
 
 Run = Callable[[dict[str, Any]], None]
 Emit = Callable[[dict[str, Any]], None]
@@ -27,9 +32,10 @@ def add_commands(commands: Any) -> dict[str, Run]:
     chat = commands.add_parser(
         "chat",
         aliases=["run"],
-        usage="draftwing chat [MODEL] [--url URL | options]",
+        usage="draftwing chat [MODEL] [QUESTION] [--url URL | options]",
         help="chat in the terminal",
-        description="Chats with a running server (--url), or with a model that is loaded into this process.",
+        description="Chats with a running server (--url), or with a model that is loaded into this process. With a "
+        "question, or with a text on standard input, it prints one answer and ends.",
         allow_abbrev=False,
     )
     _add_source(chat)
@@ -37,6 +43,9 @@ def add_commands(commands: Any) -> dict[str, Run]:
     chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: the model's)")
     chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: the model's)")
     _add_engine_options(chat)
+    chat.add_argument(
+        "question", nargs="?", metavar="QUESTION", help="a text with white space is a question even without a MODEL"
+    )
 
     models = add_model_commands(commands)
 
@@ -172,27 +181,58 @@ def run_write_prompts(arguments: dict[str, Any]) -> None:
     print(f"{found} prompts of {own['count']} are in {own['out']}")
 
 
+def take_question(arguments: dict[str, Any], unknown: Sequence[str]) -> list[str]:
+    """Tells `draftwing chat`'s model and question apart, in `arguments`; returns what is left of the `unknown` words.
+
+    A text with white space that is no path is a question; with --url everything is. Else the model comes first.
+    """
+    # argparse gives no second word to a command that has had options since the first one.
+    words = [arguments.pop(name, None) for name in (POSITIONAL_MODEL, "question")]
+    words = [*filter(None, words), *(word for word in unknown if not word.startswith("-"))]
+    model = words and arguments["url"] is None and (len(words[0].split()) < 2 or Path(words[0]).exists())
+    if model:
+        arguments[POSITIONAL_MODEL] = words.pop(0)
+    arguments["question"] = words.pop(0) if words else None
+    return [*(word for word in unknown if word.startswith("-")), *words]
+
+
 def run_chat(arguments: dict[str, Any]) -> None:
     from draftwing.cli import chat
+    from draftwing.cli.line_input import LineReader
+
+    own = _taken(arguments, "url", "system", "max_tokens", "temperature", "question")
+    named = {"max_new_tokens": own["max_tokens"], "temperature": own["temperature"]}
+    fields = {name: value for name, value in named.items() if value is not None}
+    chat.check_fields(fields)  # before a model is loaded
+    typed = own["question"] is None and chat.at_terminal()
+    with _answerer(own["url"], arguments, typed or sys.stderr.isatty()) as answerer:
+        if not typed:
+            chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields)
+            return
+        with LineReader(cache_folder() / "chat_history", [*chat.COMMANDS]) as lines:
+            chat.Chat(answerer, lines, own["system"], fields).run()
+
+
+@contextlib.contextmanager
+def _answerer(url: str | None, arguments: dict[str, Any], tells: bool) -> Iterator[Answerer]:
+    """A server, or the model that `arguments` name. tells: whether to say that it is being loaded."""
+    from draftwing.cli.answerers import InProcess, Remote
     from draftwing.cli.client import Client
 
-    own = _taken(arguments, "url", "system", "max_tokens", "temperature")
-    limits = {"max_tokens": own["max_tokens"], "temperature": own["temperature"]}
-    given = {name: value for name, value in limits.items() if value is not None}
-    if own["url"] is not None:
-        client = Client(own["url"], arguments.pop("api_key", None))
+    if url is not None:
+        client = Client(url, arguments.pop("api_key", None))
         _refuse_options(arguments)
-        client.get("/v1/models")  # that it is there, before anybody types a question
-        chat.converse(chat.over_http(client, given), own["system"])
+        yield Remote(client)
         return
-    fields = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in given.items()}
     # The engine's lines would stand between the answers.
     options = Options.from_kwargs(**{"log_level": "warning", **arguments}).resolve()
     logging.getLogger("draftwing").setLevel(options.log_level.upper())
+    if tells:
+        print(f"loading {options.served_model_name or options.model} ...", file=sys.stderr)
     from draftwing.engine.engine import Engine
 
     with contextlib.closing(Engine(options)) as engine:
-        chat.converse(chat.in_process(engine, fields), own["system"])
+        yield InProcess(engine)
 
 
 def run_bench(arguments: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import draftwing
-from draftwing.cli.commands import Run, add_commands
+from draftwing.cli.commands import Run, add_commands, take_question
 from draftwing.config import fields, sglang_compat
 from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, dashed
 from draftwing.config.choices import LOG_LEVELS
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     known, unknown = parser.parse_known_args(words)
     arguments = vars(known)
     command = arguments.pop("command")
+    if "question" in arguments:
+        unknown = take_question(arguments, unknown)
     if unknown:
         _refuse(commands.get(command, parser), unknown)
     if command is None:
