@@ -69,7 +69,7 @@ def create_app(
     add_native_routes(app, service, chats)
     add_metrics_route(app, metrics)
     if not service.options.disable_ui:
-        add_ui_routes(app, service)
+        add_ui_routes(app, service, chats)
     _add_heads(app)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
     free = _free(service.options)

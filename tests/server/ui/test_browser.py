@@ -124,7 +124,7 @@ def test_a_message_and_its_tree(url: str, open_page: Open, size: Any) -> None:
     wait_for_end(page)
     assert int(page.locator("input[type=range]").get_attribute("max")) > early
     assert page.locator(".assistant .text strong").text_content() == "tree"
-    assert page.locator(".says").text_content() == "4 drafted, 2 of them right: one forward, 3 tokens."
+    assert page.locator(".says").text_content() == "4 drafted, 2 accepted: one forward pass, 3 tokens."
     assert page.locator(".tree g.accepted").count() == 2 and page.locator(".tree g.own").count() == 1
     assert page.locator(".tree g.by-lookup").count() == 2
     assert page.locator(".numbers dd").first.text_content().strip() != "0.00"
@@ -268,7 +268,7 @@ def test_settings_reach_the_engine(url: str, open_page: Open, engine: FakeEngine
     page.locator("#settings-toggle").click()
     page.get_by_label("System prompt of this conversation").fill("Be brief.")
     page.get_by_label("Temperature").fill("0.2")
-    page.get_by_label("Most tokens").fill("5")
+    page.get_by_label("Maximum tokens").fill("5")
     ask(page, "What?")
     wait_for_end(page)
     (request,) = engine.requests
@@ -307,7 +307,7 @@ def test_the_engine_while_it_does_not_answer_and_when_it_stopped(
         page.wait_for_selector(".card:has-text('Nothing runs. Once something does')")
         option = {"option": "chains of 2", "price_ms": None, "chosen": True}
         shown |= explains(options=[option], summary="chains of 2 are drafted, whatever they cost")
-        page.wait_for_selector(".card:has-text('What steps cost is not weighed here')")
+        page.wait_for_selector(".card:has-text('Costs are not compared')")
         assert page.locator("#engine > p").is_hidden() and page.get_by_label("Options").count() == 0
         shown |= {"engine": "busy", "age": 7.2}
         page.wait_for_selector("#engine > p:has-text('does not answer. These are its numbers of 7 s ago.')")
@@ -424,7 +424,7 @@ def test_what_a_model_writes_is_drawn_in_linear_time(url: str, open_page: Open) 
 
 
 def test_long_cells_and_items_are_taken_as_they_are(url: str, open_page: Open) -> None:
-    cell = "**long**" + "x" * 2000
+    cell = "**long**" + "x" * 10000
     lines = f"| a | b |\n  :-: |---\n| **short** | {cell} |\n\n- **short**\n- {cell}\n\n# C# #\n\n| a |\n| : |"
     page = open_page(url)
     page.evaluate(
@@ -454,7 +454,7 @@ def test_the_default_model(real: str, open_page: Open) -> None:
     page = open_page(real)
     page.locator("#settings-toggle").click()
     page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Most tokens").fill("60")
+    page.get_by_label("Maximum tokens").fill("60")
     page.locator("#settings-toggle").click()
     page.get_by_label("Side by side").check()
     ask(page, "List 3 countries and their capitals.")

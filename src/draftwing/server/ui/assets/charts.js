@@ -14,7 +14,7 @@ export function lines(series, length, words, most = 0) {
     if (!at) svg.append(s("path", { class: "area", d: `M${known[0][0]} 40 L${path} L${known.at(-1)[0]} 40Z` }));
     svg.append(s("path", { class: `line ${kind}`, d: `M${path}` }));
   });
-  return svg;
+  return svg.childElementCount ? svg : h("p", { class: "chart none" }, "No values yet");
 }
 
 /** Shares of a whole beside each other, and what they are. parts: [class, name, value, words]. */

@@ -1,7 +1,10 @@
 // The conversation: questions, answers, and the list of conversations beside them.
 
 import { AnswerView, figures, newAnswer, rateOf, run } from "./answers.js";
+import { Attachments } from "./attachments.js";
+import { ContextGauge } from "./context.js";
 import { byId, h, number, speak } from "./dom.js";
+import { saidView } from "./question.js";
 import { Settings } from "./settings.js";
 
 const EXAMPLES = [
@@ -22,6 +25,8 @@ export class Chat {
     this.question = byId("question");
     this.send = byId("send");
     this.list = byId("messages");
+    this.attachments = new Attachments();
+    this.gauge = new ContextGauge(facts.context_length);
     this.makeModes();
     this.listen();
     this.open(store.conversations[0] ?? store.add());
@@ -117,12 +122,13 @@ export class Chat {
   render() {
     const { messages } = this.conversation;
     this.list.replaceChildren(...(messages.length ? messages.map((one, i) => this.rendered(one, i)) : [this.welcome()]));
+    this.gauge.show(messages);
     this.list.scrollTop = messages.length ? this.list.scrollHeight : 0;
   }
 
   welcome() {
     const example = (words) => h("button", { type: "button", onclick: () => { this.question.value = words; this.submit(); } }, words);
-    const drafts = this.facts.algorithm === "none" ? "" : " While it answers you see what is drafted ahead, and what of it was right.";
+    const drafts = this.facts.algorithm === "none" ? "" : " While it answers you see which tokens are drafted, and which of them are accepted.";
     return h("div", { class: "welcome" }, h("h2", {}, `Talk to ${this.facts.model}`),
       h("p", {}, `It runs on this server alone.${drafts}`), h("div", { class: "examples" }, EXAMPLES.map(example)));
   }
@@ -130,7 +136,7 @@ export class Chat {
   rendered(message, i) {
     if (message.role === "user") {
       const edit = h("button", { type: "button", class: "quiet", onclick: () => this.edit(i) }, "Edit");
-      return h("div", { class: "message user", role: "group", "aria-label": "You" }, edit, h("div", { class: "said" }, message.content));
+      return h("div", { class: "message user", role: "group", "aria-label": "You" }, edit, saidView(message.content));
     }
     const last = i === this.conversation.messages.length - 1;
     message.views = message.answers.map((answer) => {
@@ -158,8 +164,9 @@ export class Chat {
   // -- asking --
 
   submit() {
-    const content = this.question.value.trim();
-    if (!content || this.running) return;
+    if (this.running || !this.settings.valid()) return;
+    const content = this.attachments.take(this.question.value.trim());
+    if (!content) return;
     this.question.value = "";
     this.fit();
     const { conversation } = this;
@@ -172,7 +179,7 @@ export class Chat {
   /** Takes a question back, and all that came after it. */
   edit(i) {
     if (this.running) return;
-    this.question.value = this.conversation.messages[i].content;
+    this.question.value = this.attachments.restore(this.conversation.messages[i].content);
     this.conversation.messages.length = i;
     this.store.save();
     this.render();
@@ -181,7 +188,7 @@ export class Chat {
   }
 
   again() {
-    if (this.running) return;
+    if (this.running || !this.settings.valid()) return;
     this.conversation.messages.pop();
     this.question.focus(); // the button goes, and Escape is heard here
     this.answer();
@@ -257,7 +264,7 @@ export class Chat {
 function verdict(answers) {
   const [first, second] = answers;
   if (answers.some((answer) => answer.running || answer.error || !answer.finish || answer.finish === "stopped")) return [];
-  const forwards = first.steps && second.steps ? ` in ${number(first.steps)} forwards instead of ${number(second.steps)}` : "";
+  const forwards = first.steps && second.steps ? ` in ${number(first.steps)} forward passes instead of ${number(second.steps)}` : "";
   const faster = rateOf(first) && rateOf(second) ? rateOf(first) / rateOf(second) : null;
   const speed = `${forwards}${faster ? `, ${number(faster, 2)} times as fast` : ""}`;
   if (first.content === second.content) return [h("b", {}, "The same text"), `${speed}.`];

@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { byId, h } from "./dom.js";
 import { Drafts } from "./drafts.js";
 import { Engine } from "./engine.js";
+import { showModel } from "./model.js";
 import { Store } from "./store.js";
 
 async function begin() {
@@ -16,9 +17,7 @@ async function begin() {
       h("button", { type: "button", onclick: () => begin() }, "Try again")));
     return;
   }
-  const drafting = facts.algorithm === "none" ? "no drafts" : `drafts by ${facts.algorithm}`;
-  const warning = facts.simulated ? ` · simulated: ${facts.simulated.join(", ")}` : "";
-  byId("facts").replaceChildren(h("b", {}, facts.model), ` · ${drafting} · ${facts.device}, ${facts.dtype}${warning}`);
+  showModel(facts);
   document.title = `${facts.model} · draftwing`;
   const engine = new Engine(facts);
   new Chat(facts, new Store(), new Drafts(facts));

@@ -11,7 +11,7 @@ const PASSING = new Set(["trace", "running", "views", "verdict"]);
 export class Store {
   constructor() {
     this.conversations = conversations();
-    this.settings = { temperature: 0.5, ...read(SETTINGS) };
+    this.settings = { ...read(SETTINGS) };
   }
 
   add() {
