@@ -69,7 +69,9 @@ def test_files_are_sent_compressed_to_those_who_can_read_it(client: TestClient) 
 
 
 def test_files_of_others_are_those_that_the_list_names() -> None:
-    listed = re.findall(r"^\| `([\w/.]+)` \| `[^`]+` \| `([0-9a-f]{64})` \|$", (FOLDER / "vendor/README.md").read_text(), re.M)
+    listed = re.findall(
+        r"^\| `([\w/.]+)` \| `[^`]+` \| `([0-9a-f]{64})` \|$", (FOLDER / "vendor/README.md").read_text(), re.M
+    )
     assert dict(listed) == {
         path.removeprefix("vendor/"): hashlib.sha256(body).hexdigest() for path, body in vendored().items()
     }
@@ -88,9 +90,13 @@ def test_a_browser_loads_nothing_else(client: TestClient) -> None:
         addresses = re.findall(r"https?://[^\s\"'`]+|[\"'(]//\w[^\s\"'`]*", text)
         assert set(addresses) <= {"http://www.w3.org/2000/svg"}, name
         assert not MARKUP.search(text), f"{name}: what others write could become markup, or the policy forbids it"
-        named |= set(re.findall(r"/ui/assets/([\w./]+)", text)) | set(re.findall(r'(?:from |import\()"\./([\w./]+)"', text))
+        named |= set(re.findall(r"/ui/assets/([\w./]+)", text)) | set(
+            re.findall(r'(?:from |import\()"\./([\w./]+)"', text)
+        )
     languages = {name for name in vendored() if name.startswith("vendor/highlight/")} - {"vendor/highlight/core.js"}
-    assert named | languages == set(texts()) - {"index.html"} | set(vendored()), "files that are named, and that there are"
+    assert named | languages == set(texts()) - {"index.html"} | set(vendored()), (
+        "files that are named, and that there are"
+    )
     listed = re.search(r"LANGUAGES = new Set\(\((.*?)\)", texts()["code.js"], re.S)
     assert listed is not None
     assert set(re.findall(r"[a-z]+", listed[1])) == {Path(name).stem for name in languages}

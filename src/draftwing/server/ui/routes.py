@@ -67,7 +67,9 @@ def is_file(path: str) -> bool:
 
 def load_assets() -> dict[str, Asset]:
     """The page's files by their path below `assets`."""
-    return {path: Asset(file.read_bytes(), kind) for path, file, kind in _served(files("draftwing.server.ui") / "assets")}
+    return {
+        path: Asset(file.read_bytes(), kind) for path, file, kind in _served(files("draftwing.server.ui") / "assets")
+    }
 
 
 def _served(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable, str]]:

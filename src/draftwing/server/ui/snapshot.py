@@ -17,9 +17,8 @@ LATE = 0.1  # seconds since the engine gave its numbers, from which on it did no
 MAX_REQUESTS = 32  # the oldest unfinished ones that are listed
 MAX_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
-SAMPLING = (
-    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty",
+_SAMPLING = (  # fields of SamplingParams whose defaults the page shows
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
 TOTALS = (
     "committed_tokens", "verified_rows", "prefilled_tokens", "queried_tokens", "hit_tokens", "retractions", "steps",
@@ -50,7 +49,7 @@ def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
         "topk": topk,
         "num_draft_tokens": nodes,
         "sources": list(SOURCES),
-        "sampling_defaults": {name: getattr(params, name) for name in SAMPLING} | dict(info.defaults),
+        "sampling_defaults": {name: getattr(params, name) for name in _SAMPLING} | dict(info.defaults),
         "knows_effort": knows_effort,
         "shows_texts": info.options.ui_show_texts,
         **info.options.label,

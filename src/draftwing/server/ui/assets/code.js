@@ -23,13 +23,17 @@ class Elements {
 
   addText(text) { if (text) this.open.at(-1).append(text); }
 
-  startScope(name) {
+  openNode(name) {
     const part = h("span", { class: `hl-${name.split(/[.:]/)[0]}` });
     this.open.at(-1).append(part);
     this.open.push(part);
   }
 
-  endScope() { this.open.pop(); }
+  closeNode() { if (this.open.length > 1) this.open.pop(); }
+
+  startScope(name) { this.openNode(name); }
+
+  endScope() { this.closeNode(); }
 
   __addSublanguage(other) { this.open.at(-1).append(other.root); }
 
@@ -89,6 +93,6 @@ export class CodeBlock {
   colour() {
     if (!this.library || this.text.length > MOST) return;
     const { _emitter: found } = this.library.highlight(this.text, { language: this.language, ignoreIllegals: true });
-    this.body.replaceChildren(found.root);
+    if (found.root.textContent === this.text) this.body.replaceChildren(found.root);
   }
 }

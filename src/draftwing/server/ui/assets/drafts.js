@@ -123,21 +123,21 @@ export class Drafts {
     this.stop();
     const same = trace === this.trace;
     this.figures = figures;
-    this.follows = live && (!same || this.follows);
-    if (!same) this.begin(trace, live);
+    const newest = same ? this.follows : live; // what has just ended stays where it was
+    this.follows = live && newest;
+    if (!same) this.begin(trace);
     if (!trace.steps.length) return this.show("Waiting for the first step.");
-    if (this.follows) this.at = trace.steps.length - 1;
+    if (newest) this.at = trace.steps.length - 1;
     this.draw();
   }
 
-  begin(trace, live) {
+  begin(trace) {
     this.trace = trace;
     this.tokens.replaceChildren();
     this.marked = [];
     this.spans = []; // of the tokens, by step
     this.source.hidden = this.problem.hidden = true;
-    const drafted = trace.steps.findIndex((step) => step.nodes.length);
-    this.at = live ? Math.max(trace.steps.length - 1, 0) : Math.max(drafted, 0);
+    this.at = Math.max(trace.steps.findIndex((step) => step.nodes.length), 0); // the first with drafts
   }
 
   /** There are more steps of the answer that is shown. */

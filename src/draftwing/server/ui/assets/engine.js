@@ -59,11 +59,11 @@ export class Engine {
     const span = Math.max(this.seen.length, SPAN / 4);
     const cards = [
       card("third", "Tokens per second", big(number(now.rates.tokens), "in the last second"),
-        sub(now.speedup ? `Recent requests ran about ${number(now.speedup, 2)} times as fast as without drafts.` : ""),
+        sub(now.speedup ? `Recent speedup from drafts: about ${number(now.speedup, 2)}×` : ""),
         lines([[series((one) => one.rates.tokens), ""]], span, "Tokens per second")),
       card("third", "Requests", big(number(now.running), `running, ${number(now.waiting)} waiting`), sub(""),
         lines([[series((one) => one.running), ""], [series((one) => one.waiting), "second"]], span, "Requests", 2)),
-      card("third", "Acceptance length", big(number(now.rates.accept, 2), "tokens per step of a request, in the last seconds"), sub(""),
+      card("third", "Acceptance length", big(number(now.rates.accept, 2), "tokens per step, the last seconds"), sub(""),
         lines([[series((one) => one.rates.accept), ""]], span, "Acceptance length", 2)),
       card("", "KV pool", pool(now.kv)),
       card("", "Where the time goes", stages(this.seen)),

@@ -38,7 +38,7 @@ const { defaults: OPTIONS } = new Marked({ gfm: true, breaks: true }, { extensio
   },
 ] });
 
-const VIEWS = new WeakMap(); // what grows a block of code, by its element
+const VIEWS = new WeakMap(); // what grows a block of code or a table, by its element
 const first = (...places) => Math.min(...places.map((at) => (at < 0 ? Infinity : at)));
 const found = (type, match) => match && { type, raw: match[0], name: match[1], text: match[2] };
 
@@ -89,8 +89,8 @@ export class MarkdownView {
   clear() {
     this.text = "";
     this.done = 0; // characters whose elements stay as they are
-    this.links = {};
-    this.tail = []; // { raw, element } of the blocks that may change yet
+    this.links = {}; // addresses with names
+    this.tail = []; // { token, element } of the blocks that may change yet
     this.code = null; // the block of code at the end, while no line ends it
     this.element.replaceChildren();
   }
@@ -101,7 +101,7 @@ export class MarkdownView {
     if (text === this.text) return;
     this.text = text;
     if (this.code && this.grow()) return;
-    const tokens = blocks(text.slice(this.done), this.links);
+    const tokens = blocks(text.slice(this.done), { ...this.links });
     this.place(tokens);
     this.settle(tokens);
   }
@@ -116,15 +116,19 @@ export class MarkdownView {
       return false;
     }
     this.code.seen = body.length;
-    view.grow(body);
+    view.grow(bare(body));
     return true;
   }
 
   place(tokens) {
-    const same = tokens.findIndex((token, i) => token.raw !== this.tail[i]?.raw || token.type !== this.tail[i].type);
-    const from = same < 0 ? tokens.length : same;
+    const same = tokens.findIndex((token, i) => token.raw !== this.tail[i]?.token.raw || token.type !== this.tail[i].token.type);
+    let from = same < 0 ? tokens.length : same;
+    if (from < tokens.length && this.tail[from] && longer(this.tail[from], tokens[from])) {
+      this.tail[from].token = tokens[from];
+      from += 1;
+    }
     this.tail.slice(from).forEach(({ element }) => element?.remove());
-    const made = tokens.slice(from).map((token) => ({ raw: token.raw, type: token.type, element: block(token, 0) }));
+    const made = tokens.slice(from).map((token) => ({ token, element: block(token, 0) }));
     this.element.append(...made.map(({ element }) => element).filter(Boolean));
     this.tail = [...this.tail.slice(0, from), ...made];
   }
@@ -136,7 +140,10 @@ export class MarkdownView {
     const ends = fence && new RegExp(`^ {0,3}${fence[0]}{${fence.length},}[ \\t]*$`, "m");
     const open = fence && !ends.test(tokens[last].raw.slice(head.length));
     const keep = open ? last : Math.max(tokens.findLastIndex((token, i) => i < last && seen(token)), 0);
-    for (const { raw } of tokens.slice(0, keep)) this.done += raw.length;
+    for (const { type, raw, tag, href, title } of tokens.slice(0, keep)) {
+      this.done += raw.length;
+      if (type === "def") this.links[tag] ??= { href, title };
+    }
     this.tail = this.tail.slice(keep);
     if (open) this.code = { ends, from: head.length, seen: this.text.length - this.done - head.length, view: VIEWS.get(this.tail[0].element) };
   }
@@ -167,28 +174,60 @@ function block(token, depth) {
 const inside = (tokens, depth) => tokens.map((token) => block(token, depth + 1)).filter(Boolean);
 
 function codeBlock({ text, lang }) {
-  const view = new CodeBlock(text, /^[^\s{,]*/.exec(lang ?? "")[0]);
+  const view = new CodeBlock(bare(text), /^[^\s{,]*/.exec(lang ?? "")[0]);
   VIEWS.set(view.element, view);
   return view.element;
 }
 
-function list({ items, ordered, start }, depth) {
-  const rows = items.map((item) => {
-    const parts = item.tokens.filter(({ type }) => type !== "checkbox");
-    const box = item.task && h("input", { type: "checkbox", disabled: true, checked: item.checked, "aria-label": item.checked ? "done" : "to do" });
-    const body = parts.map((token) => (token.type === "text" && !item.loose ? [...inline(token.tokens ?? [token]), "\n"] : block(token, depth + 1)));
-    return h("li", { class: item.task ? "task" : null }, box, body);
-  });
+/** A text without line breaks at its end. */
+function bare(text) {
+  let end = text.length;
+  while (text[end - 1] === "\n") end -= 1;
+  return text.slice(0, end);
+}
+
+function list(token, depth) {
+  const { items, ordered, start } = token;
   const first = ordered && start !== 1 && start !== "" ? { start } : {};
-  return h(ordered ? "ol" : "ul", first, rows);
+  return h(ordered ? "ol" : "ul", first, items.map((item) => listItem(item, depth)));
+}
+
+function listItem({ tokens, task, checked, loose }, depth) {
+  const box = task && h("input", { type: "checkbox", disabled: true, checked, "aria-label": checked ? "done" : "to do" });
+  const body = tokens.filter(({ type }) => type !== "checkbox")
+    .map((token) => (token.type === "text" && !loose ? inline(token.tokens ?? [token]) : block(token, depth + 1)));
+  return h("li", { class: task ? "task" : null }, box, body);
 }
 
 function table({ header, rows }) {
-  const cell = (tag) => ({ tokens, align }) => h(tag, { scope: tag === "th" ? "col" : null, class: align ? `to-${align}` : null }, inline(tokens));
-  return h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, h("table", {},
-    h("thead", {}, h("tr", {}, header.map(cell("th")))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell("td")))))));
+  const body = h("tbody", {}, rows.map(tableRow));
+  const element = h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, h("table", {},
+    h("thead", {}, h("tr", {}, header.map((cell) => tableCell("th", cell)))), body));
+  VIEWS.set(element, body);
+  return element;
 }
+
+const tableRow = (cells) => h("tr", {}, cells.map((cell) => tableCell("td", cell)));
+
+function tableCell(tag, { tokens, align }) {
+  return h(tag, { scope: tag === "th" ? "col" : null, class: align ? `to-${align}` : null }, inline(tokens));
+}
+
+/** Makes a list or a table longer, if it began as the one that is shown, and leaves what is the same; whether it did. */
+function longer({ token: old, element }, token) {
+  if (token.type !== old.type || !["list", "table"].includes(token.type)) return false;
+  const isList = token.type === "list";
+  if (isList ? ["ordered", "start", "loose"].some((name) => old[name] !== token[name]) : !sameCells(old.header, token.header)) return false;
+  const [before, parts] = isList ? [old.items, token.items] : [old.rows, token.rows];
+  const changed = parts.findIndex((part, i) => before[i] === undefined || (isList ? part.raw !== before[i].raw : !sameCells(part, before[i])));
+  const keep = changed < 0 ? parts.length : changed;
+  const into = isList ? element : VIEWS.get(element);
+  [...into.children].slice(keep).forEach((child) => child.remove());
+  into.append(...parts.slice(keep).map(isList ? (item) => listItem(item, 0) : tableRow));
+  return true;
+}
+
+const sameCells = (some, others) => some.length === others.length && some.every(({ text, align }, i) => text === others[i].text && align === others[i].align);
 
 /** Text nodes and elements for the tokens of a line. */
 function inline(tokens = [], depth = 0) {
