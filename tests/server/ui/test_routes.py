@@ -152,8 +152,11 @@ def test_facts() -> None:
     assert facts["algorithm"] == "NGRAM" and facts["num_steps"] > 0 and facts["shows_texts"] is False
     assert facts["sampling_defaults"]["temperature"] == 1 and facts["sampling_defaults"]["top_k"] == -1
     assert facts["weight_bytes"] == {"Q8_0": 34} and facts["knows_effort"] is False
-    with app() as client:
-        assert client.get("/ui/info").json()["algorithm"] == "none"
+    with client_of(FakeEngine(Options(random_seed=7), defaults={"temperature": 0.2, "max_new_tokens": 64})) as client:
+        facts = client.get("/ui/info").json()
+    assert facts["algorithm"] == "none"
+    found = facts["sampling_defaults"]
+    assert (found["temperature"], found["max_tokens"], found["min_p"]) == (0.2, 64, 0)
 
 
 def snapshots(url: str, count: int) -> list[dict[str, Any]]:

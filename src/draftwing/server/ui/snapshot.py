@@ -17,6 +17,7 @@ LATE = 0.1  # seconds since the engine gave its numbers, from which on it did no
 MAX_REQUESTS = 32  # the oldest unfinished ones that are listed
 MAX_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
+_ASKED = {"max_new_tokens": "max_tokens"}  # fields of `SamplingParams` by their names in the page's requests
 _SAMPLING = (  # fields of SamplingParams whose defaults the page shows
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
@@ -49,7 +50,8 @@ def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
         "topk": topk,
         "num_draft_tokens": nodes,
         "sources": list(SOURCES),
-        "sampling_defaults": {name: getattr(params, name) for name in _SAMPLING} | dict(info.defaults),
+        "sampling_defaults": {name: getattr(params, name) for name in _SAMPLING}
+        | {_ASKED.get(name, name): value for name, value in info.defaults.items()},
         "knows_effort": knows_effort,
         "shows_texts": info.options.ui_show_texts,
         **info.options.label,

@@ -78,7 +78,7 @@ export class Attachments {
     this.files = [];
     this.chips = h("div", { class: "chips", hidden: true });
     this.problem = h("p", { class: "error note", role: "alert", hidden: true });
-    const button = h("button", { type: "button", class: "quiet attach", "aria-label": "Attach text files", title: "Attach text files",
+    const button = h("button", { type: "button", class: "quiet attach", "aria-label": "Attach text files", title: `Attach text files, up to ${LIMIT / 1024} KiB each`,
       onclick: () => chooseFile("", (file) => this.add([file]), true) }, "+");
     const ask = document.querySelector(".ask");
     ask.prepend(button);

@@ -27,7 +27,7 @@ export const PRESETS = {
 
 /** What the server does where a number is not given, in words. defaults: the server's. */
 export function standard({ name, otherwise }, defaults) {
-  const value = defaults[name] ?? defaults[name === "max_tokens" ? "max_new_tokens" : name];
+  const value = defaults[name];
   return value == null || (name === "top_k" && value < 1) ? otherwise : String(value);
 }
 
