@@ -36,7 +36,7 @@ export class Settings {
     return h("details", { class: "full further", open }, h("summary", {}, "Stop strings, JSON schema, other fields"),
       this.field("stop", "Stop strings, one a line (\\n is a line break)", text({ rows: 2 })),
       this.field("schema", "JSON schema of the answer", text({ placeholder: '{"type": "object", "properties": {...}}' })),
-      this.field("extra", "Request fields as JSON", text({ placeholder: '{"top_a": 0.2, "logit_bias": {"42": -100}}' })));
+      this.field("extra", "Request fields as JSON", text({ placeholder: '{"logit_bias": {"42": -100}, "ignore_eos": true}' })));
   }
 
   /** A control with its label and a place for what is wrong with its value. */

@@ -28,7 +28,7 @@ export function drawTree(step, before, room) {
 /** A step in one sentence. */
 export function inWords(step) {
   const drafted = step.nodes.length, accepted = acceptedOf(step).length;
-  if (!drafted) return "No drafts: one forward pass, one token.";
+  if (!drafted) return `No drafts: one forward pass, ${plural(step.tokens.length, "token")}.`;
   return `${drafted} drafted, ${accepted || "none"} accepted: one forward pass, ${plural(step.tokens.length, "token")}.`;
 }
 
