@@ -112,7 +112,7 @@ def test_numbers_of_any_precision_are_sent_and_others_are_refused(run: Run) -> N
     script = """
     const { read, requestFields } = await import("./sampling.js");
     const problems = Object.entries(data.wrong).map(([name, typed]) => [name, Boolean(read(name, typed).problem)]);
-    const [sent, rest] = [data.right, data.wrong].map(requestFields);
+    const [sent, rest] = [data.right, data.wrong].map((one) => requestFields(one));
     give({ sent, rest, problems: Object.fromEntries(problems) });"""
     found = run(script, {"right": right, "wrong": wrong})
     assert found["sent"] == {name: float(value) for name, value in right.items()}
@@ -288,7 +288,7 @@ def test_a_trace_in_a_file_is_the_trace(run: Run) -> None:
     const trace = new Trace(true);
     trace.add(data.steps);
     const file = traceFile(trace, { version: "9", model: "m", algorithm: "NGRAM" });
-    const again = readTrace(file);
+    const again = readTrace(traceFile(readTrace(file), { model: "another" }));
     const refusal = (text) => { try { readTrace(text); return ""; } catch (error) { return error.message; } };
     give({ file: JSON.parse(file), again, perStep: again.perStep, refused: data.wrong.map(refusal) });"""
     head = {"format": "draftwing-trace", "version": 1}
@@ -296,7 +296,7 @@ def test_a_trace_in_a_file_is_the_trace(run: Run) -> None:
     bad = [{}, {**head, "version": 2}, {**head, "steps": []}, {**head, "steps": [steps[0], orphan]}]
     found = run(script, {"steps": steps, "wrong": ["nonsense", *map(json.dumps, bad)]})
     assert found["file"]["steps"] == found["again"]["steps"] == steps
-    assert (found["file"]["draftwing"], found["file"]["model"]) == ("9", "m")
+    assert (found["file"]["draftwing"], found["file"]["model"], found["again"]["source"]["model"]) == ("9", "m", "m")
     assert (found["again"]["forwards"], found["again"]["tokens"], found["again"]["lost"]) == (2, 3, 2)
     assert found["perStep"] == 1.5 and all(found["refused"]) and "Entry 1" in found["refused"][-1]
 

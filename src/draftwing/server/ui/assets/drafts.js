@@ -2,7 +2,7 @@
 
 import { byId, h, number, s } from "./dom.js";
 import { chooseFile, saveFile } from "./files.js";
-import { acceptedOf, classOf, readTrace, traceFile } from "./trace.js";
+import { acceptedOf, classOf, readTrace, sourceOf, traceFile } from "./trace.js";
 import { drawTree, inWords } from "./tree.js";
 
 const LIVE = 260; // milliseconds between two trees while an answer runs: eyes are slower than steps
@@ -91,7 +91,7 @@ export class Drafts {
   }
 
   saved() {
-    saveFile(`draftwing-trace-${new Date().toISOString().slice(0, 19).replace(/:/g, "")}.json`, traceFile(this.trace, this.trace.facts ?? this.facts));
+    saveFile(`draftwing-trace-${new Date().toISOString().slice(0, 19).replace(/:/g, "")}.json`, traceFile(this.trace, this.facts));
   }
 
   /** Shows a trace of a file; says what is wrong with it if it is none. */
@@ -100,7 +100,7 @@ export class Drafts {
     try {
       const trace = readTrace(await file.text());
       this.open(trace, null, false);
-      this.source.textContent = `${file.name}: ${trace.from}`;
+      this.source.textContent = `${file.name}: ${sourceOf(trace.source)}`;
       this.source.hidden = false;
     } catch (error) {
       this.problem.textContent = error.message;

@@ -45,7 +45,7 @@ function rows(facts) {
     ["Computed in", facts.dtype],
     ["Context", `${number(facts.context_length)} tokens`],
     ["KV cache", `${number(facts.max_total_tokens)} tokens for all requests together`],
-    ["Drafter", algorithm === "none" ? "none: every step gives one token" : algorithm],
+    ["Drafter", algorithm === "none" ? "no speculation: every step gives one token" : algorithm],
     ["Draft model", facts.draft_model_path],
     ["Largest draft tree", algorithm === "none" ? "" : `depth ${depth}, top-k ${topk}, ${nodes} tokens`],
     ["Device", [deviceOf(facts), facts.device === "cpu" ? several(facts.device_names) : ""].filter(Boolean).join(", ")],

@@ -80,9 +80,9 @@ function readExtra(text) {
 
 const plain = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** Fields of a request of all settings that are right. */
-export function requestFields(settings) {
-  return Object.assign({}, ...NAMES.map((name) => read(name, settings[name]).fields));
+/** Fields of a request of all settings that are right. names: of those that are offered. */
+export function requestFields(settings, names = NAMES) {
+  return Object.assign({}, ...names.map((name) => read(name, settings[name]).fields));
 }
 
 /** Where a JSON text is wrong, in words with line and column; null where it is right. */

@@ -54,6 +54,7 @@ export class Settings {
   checkbox(name, words) {
     const input = h("input", { id: `set-${name}`, type: "checkbox", checked: Boolean(this.store.settings[name]) });
     input.addEventListener("change", () => this.changed(name, input.checked ? "on" : ""));
+    this.inputs.set(name, { input });
     return h("div", { class: "field check" }, input, h("label", { for: input.id }, words));
   }
 
@@ -71,8 +72,8 @@ export class Settings {
 
   /** Marks a value that cannot be sent, and says why; whether there is none. */
   check(name) {
-    if (!this.inputs.has(name)) return true;
-    const { input, problem } = this.inputs.get(name);
+    const { input, problem } = this.inputs.get(name) ?? {};
+    if (!problem) return true;
     const words = read(name, this.store.settings[name]).problem ?? "";
     if (words) input.setAttribute("aria-invalid", "true");
     else input.removeAttribute("aria-invalid");
@@ -98,17 +99,17 @@ export class Settings {
 
   reset() {
     for (const name of NAMES) this.put(name, "");
-    byId("set-logprobs").checked = false;
   }
 
   put(name, value) {
     const { input } = this.inputs.get(name) ?? {};
-    if (input) input.value = value;
+    if (input?.type === "checkbox") input.checked = Boolean(value);
+    else if (input) input.value = value;
     this.changed(name, value);
   }
 
   /** Fields of a request. */
   get sampling() {
-    return requestFields(this.store.settings);
+    return requestFields(this.store.settings, [...this.inputs.keys()]);
   }
 }

@@ -50,14 +50,15 @@ export function shown(text, most = 14) {
   return characters.length > most ? `${characters.slice(0, most - 1).join("")}…` : characters.join("");
 }
 
-/** The text of a file with a trace. facts: of the server. */
+/** The text of a file with a trace. facts: of the server, where the trace is not of a file itself. */
 export function traceFile(trace, facts) {
   const { version, model, algorithm, num_steps: depth, topk, num_draft_tokens: nodes, device, dtype } = facts;
-  const head = { format: FORMAT, version: VERSION, draftwing: version, model, device, dtype, drafter: { algorithm, depth, topk, nodes } };
-  return `${JSON.stringify({ ...head, drafts: trace.drafts, lost: trace.lost, steps: trace.steps })}\n`;
+  const source = trace.source ?? { draftwing: version, model, device, dtype, drafter: { algorithm, depth, topk, nodes } };
+  const { drafts, lost, steps } = trace;
+  return `${JSON.stringify({ format: FORMAT, version: VERSION, ...source, drafts, lost, steps })}\n`;
 }
 
-/** The trace in a file of this page, with `from`, what it is of. Raises Error in words for anything else. */
+/** The trace in a file of this page, with `source`, where it comes from. Raises Error in words for anything else. */
 export function readTrace(text) {
   let file;
   try {
@@ -72,8 +73,15 @@ export function readTrace(text) {
   if (!file.steps.length) throw new Error("There is no step in this file.");
   const trace = new Trace(file.drafts !== false);
   trace.add(file.steps);
-  trace.from = [file.model, file.drafter?.algorithm, file.draftwing && `draftwing ${file.draftwing}`].filter((one) => typeof one === "string").join(" · ");
+  const { draftwing, model, device, dtype, drafter } = file;
+  trace.source = { draftwing, model, device, dtype, drafter };
   return trace;
+}
+
+/** Where a trace of a file comes from, in words. */
+export function sourceOf({ draftwing, model, drafter }) {
+  const known = (one) => typeof one === "string" && one;
+  return [model, drafter?.algorithm, known(draftwing) && `draftwing ${draftwing}`].filter(known).join(" · ");
 }
 
 const isToken = (one) => typeof one?.text === "string";
