@@ -308,6 +308,8 @@ def test_what_a_model_writes_stays_text(open_page: Open) -> None:
 SLOW = {
     "a divider": "'|a|\\n|' + ' '.repeat(n) + '-'.repeat(n) + ' '.repeat(n) + 'x'",
     "a heading": "'#' + ' '.repeat(5 * n) + '\\rx'",
+    "emphasis": "'**_a '.repeat(20 * n)",
+    "spaces": "'|a|\\n|' + ' '.repeat(300 * n) + '-' + ' '.repeat(300 * n) + 'x'",
 }
 
 
