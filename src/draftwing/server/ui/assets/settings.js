@@ -25,7 +25,7 @@ export class Settings {
   presets() {
     const button = (words, values) => h("button", { type: "button", onclick: () => this.preset(values) }, words);
     const reset = h("button", { type: "button", class: "quiet", onclick: () => this.reset() }, "Reset to the server's defaults");
-    return h("div", { class: "full presets", role: "group", "aria-label": "Presets of sampling" },
+    return h("div", { class: "full sampling", role: "group", "aria-label": "Presets of sampling" },
       h("span", { class: "note" }, "Sampling"), Object.entries(PRESETS).map(([words, values]) => button(words, values)), reset);
   }
 
@@ -55,7 +55,7 @@ export class Settings {
     const input = h("input", { id: `set-${name}`, type: "checkbox", checked: Boolean(this.store.settings[name]) });
     input.addEventListener("change", () => this.changed(name, input.checked ? "on" : ""));
     this.inputs.set(name, { input });
-    return h("div", { class: "field check" }, input, h("label", { for: input.id }, words));
+    return h("div", { class: "field toggle" }, input, h("label", { for: input.id }, words));
   }
 
   open(conversation) {
