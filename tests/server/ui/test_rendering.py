@@ -138,7 +138,7 @@ def test_settings_of_any_precision_reach_the_engine_and_wrong_ones_are_marked(
     page.locator("#settings-toggle").click()
     page.get_by_role("button", name="Precise").click()
     assert page.get_by_label("Temperature").input_value() == "0" and page.get_by_label("Top-p").input_value() == ""
-    page.get_by_role("button", name="Reset").click()
+    page.get_by_role("button", name="Reset to the server").click()
     ask(page, "By itself")
     wait_for_end(page)
     params = engine.requests[-1].params
