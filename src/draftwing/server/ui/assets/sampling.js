@@ -9,7 +9,7 @@ export const NUMBERS = [
   ["repetition_penalty", "Repetition penalty", 0.01, 2],
   ["presence_penalty", "Presence penalty", -2, 2],
   ["frequency_penalty", "Frequency penalty", -2, 2],
-  ["max_tokens", "Maximum tokens", 1, 1e9, true, "up to the context length"],
+  ["max_tokens", "Maximum tokens", 1, 1e9, true, "no limit"],
   ["seed", "Seed", 0, Number.MAX_SAFE_INTEGER, true, "random"],
 ].map(([name, words, min, max, whole = false, otherwise = ""]) => ({ name, words, min, max, whole, otherwise }));
 export const EFFORTS = ["none", "minimal", "low", "medium", "high", "xhigh"];
