@@ -206,6 +206,7 @@ def test_files_go_along_with_a_question(url: str, open_page: Open, engine: FakeE
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (tmp_path / "large.txt").write_text("x" * 300_000)
     page = open_page(url)
+    page.on("filechooser", lambda _: None)  # the browser asks us from now on
 
     def attach(*names: str) -> None:
         with page.expect_file_chooser() as chooser:
@@ -259,6 +260,7 @@ def test_a_trace_is_saved_and_opened_without_an_answer(
     download.value.save_as(saved)
     assert json.loads(saved.read_text())["model"] == "echo"
     other = open_page(url)
+    other.on("filechooser", lambda _: None)
 
     def load(path: Path) -> None:
         with other.expect_file_chooser() as chooser:
@@ -296,6 +298,50 @@ def test_the_model_and_the_theme(url: str, open_page: Open) -> None:
     assert background() == dark and page.get_by_label("Theme").input_value() == "dark"
     page.get_by_label("Theme").select_option("")
     assert background() == light
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_the_keyboard_reaches_everything(url: str, open_page: Open, size: Any) -> None:
+    page = open_page(url, size)
+    page.on("filechooser", lambda _: None)  # the browser asks us from now on
+
+    def tab_to(name: str) -> None:
+        for _ in range(80):
+            page.keyboard.press("Tab")
+            found, visible = page.evaluate("""() => {
+              const { activeElement: one } = document;
+              const style = getComputedStyle(one), name = one.ariaLabel ?? (one.labels?.[0] ?? one).textContent.trim();
+              return [name, style.outlineStyle !== "none" || one === document.body || one.id === "question"];
+            }""")
+            assert visible, f"no outline: {found}"
+            if found.startswith(name):
+                return
+        raise AssertionError(f"{name} is not reached by Tab")
+
+    tab_to("Settings")
+    page.keyboard.press("Enter")
+    tab_to("Temperature")
+    page.keyboard.type("0.3")
+    tab_to("Token probabilities")
+    page.keyboard.press("Space")
+    tab_to("Your question")
+    page.keyboard.type("By keys")
+    page.keyboard.press("Enter")
+    wait_for_end(page)
+    tab_to("Probabilities")
+    page.keyboard.press("Enter")
+    tab_to("Tokens with their probabilities")
+    page.keyboard.press("End")
+    assert page.locator(".odds [aria-selected=true]").get_attribute("data-at") != "0"
+    tab_to("Attach text files")
+    with page.expect_file_chooser():
+        page.keyboard.press("Enter")
+    tab_to("Step with the most accepted drafts")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".tree g.accepted")
+    tab_to("Theme")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
