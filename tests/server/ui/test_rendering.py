@@ -324,6 +324,8 @@ def test_the_keyboard_reaches_everything(url: str, open_page: Open, size: Any) -
     page.keyboard.type("0.3")
     tab_to("Token probabilities")
     page.keyboard.press("Space")
+    tab_to("Settings")
+    page.keyboard.press("Enter")
     tab_to("Your question")
     page.keyboard.type("By keys")
     page.keyboard.press("Enter")
