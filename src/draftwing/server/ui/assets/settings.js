@@ -18,8 +18,8 @@ export class Settings {
     this.store = store;
     this.system = h("textarea", { id: "system", rows: 2, placeholder: "You are a helpful assistant." });
     this.system.addEventListener("input", () => {
-      this.conversation.system = this.system.value;
-      store.save();
+      Object.assign(this.conversation, { system: this.system.value, changed: Date.now() });
+      store.save(this.conversation);
     });
     const fields = FIELDS.map(([name, words, step, min, max, otherwise]) => {
       const shown = facts.sampling_defaults[name] ?? otherwise;
