@@ -13,7 +13,7 @@
 // Two copies of a conversation, of two tabs or of a file, are merged: all nodes of both, the newer one of those with the
 // same id. What else a message has (attachments, figures) is kept as it is, if it is JSON.
 
-const PASSING = new Set(["trace", "running"]); // too large to keep, or of the moment
+const PASSING = new Set(["trace", "probabilities", "running"]); // too large to keep, or of the moment
 const TITLE = 46; // characters
 
 export class Conversation {
@@ -95,13 +95,17 @@ export class Conversation {
     this.chosen = { ...other.chosen, ...this.chosen };
   }
 
-  /** Whether each of the words is somewhere in it, in any version. Returns the text around the first word; null if not. */
+  /** Looks for words, in all versions. Returns the text around one of them, "" if the title has them; null if one is
+   * nowhere. */
   find(words) {
-    const texts = [this.title, ...this.nodes.flatMap((node) => node.answers?.map(({ content }) => content) ?? node.content)];
-    const plain = texts.map(folded);
-    if (!words.every((word) => plain.some((text) => text.includes(word)))) return null;
-    const at = plain.findIndex((text, i) => i && text.includes(words[0]));
-    return at > 0 ? around(texts[at], plain[at].indexOf(words[0])) : "";
+    const texts = this.nodes.flatMap(({ content, answers }) => answers?.map((answer) => answer.content) ?? content);
+    const had = texts.map((text) => words.filter((word) => folded(text).includes(word)));
+    const inTitle = words.filter((word) => folded(this.title).includes(word));
+    if (!words.every((word) => inTitle.includes(word) || had.some((some) => some.includes(word)))) return null;
+    const most = Math.max(...had.map(({ length }) => length));
+    if (!most || inTitle.length === words.length) return "";
+    const at = had.findIndex(({ length }) => length === most);
+    return around(texts[at], folded(texts[at]).indexOf(had[at][0]));
   }
 }
 

@@ -207,7 +207,7 @@ export class Chat {
       return;
     }
     const { drafts } = node.answers[0];
-    conversation.add(parent, "assistant", content, { edited: true, answers: [{ content, reasoning: "", drafts, tokens: null, seconds: 0, finish: "stop" }] });
+    conversation.add(parent, "assistant", content, { edited: true, answers: [{ content, reasoning: "", drafts, tokens: null, seconds: 0 }] });
     this.store.save(conversation);
     this.draw();
     this.question.focus();

@@ -42,8 +42,8 @@ export class Messages {
   }
 
   question(node) {
-    const foot = h("div", { class: "message-foot" }, this.versions(node),
-      copyButton(() => node.content), this.button("Edit", () => this.edit(node, element)));
+    const foot = h("div", { class: "message-foot" }, copyButton(() => node.content),
+      this.button("Edit", () => this.edit(node, element)), this.versions(node));
     const element = h("div", { class: "message user", role: "group", "aria-label": "You", "data-node": node.id },
       h("div", { class: "said" }, node.content), foot);
     return element;
@@ -57,7 +57,7 @@ export class Messages {
       const whole = answer === node.answers.at(-1) ? [
         this.button("Ask again", () => this.does.again(node)),
         single && answer.content && this.button("Edit", () => this.edit(node, view.element)),
-        single && last && answer.content && this.button("Continue", () => this.does.goOn(node)),
+        single && last && answer.content && answer.finish !== "stop" && this.button("Continue", () => this.does.goOn(node)),
         this.versions(node),
       ] : [];
       const view = new AnswerView(answer, head, [traced && this.button("Show drafts", () => this.does.watch(answer)), whole]);

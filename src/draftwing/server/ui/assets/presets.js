@@ -14,7 +14,7 @@ export class Presets {
     this.standard = h("input", { type: "checkbox", id: "preset-default" });
     this.save = h("button", { type: "button" }, "Save as preset");
     this.remove = h("button", { type: "button" }, "Delete preset");
-    this.field.after(h("div", { class: "presets" }, h("label", { for: "preset" }, "Preset"), this.choice, this.save, this.remove,
+    this.field.after(h("div", { class: "prompts" }, h("label", { for: "preset" }, "Preset"), this.choice, this.save, this.remove,
       h("label", { class: "check" }, this.standard, "for new conversations")));
     this.choice.addEventListener("change", () => {
       this.field.value = this.kept.texts[this.choice.value] ?? "";

@@ -17,7 +17,7 @@ export class Sidebar {
     this.search = byId("search");
     this.search.addEventListener("input", () => this.draw());
     this.search.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape") return;
+      if (event.key !== "Escape" || !this.search.value) return;
       event.stopPropagation(); // it empties the field, and stops no answer
       this.search.value = "";
       this.draw();
