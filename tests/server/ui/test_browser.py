@@ -132,43 +132,6 @@ def test_the_keyboard_alone(url: str, open_page: Open) -> None:
     assert unnamed == 0, "every control has a name"
 
 
-def test_conversations_are_kept_and_deleted(url: str, open_page: Open) -> None:
-    page = open_page(url)
-    ask(page, "One thing")
-    wait_for_end(page)
-    page.locator("#new").click()
-    ask(page, "Another thing")
-    wait_for_end(page)
-    page.reload()
-    page.wait_for_selector(".message")
-    titles = page.locator(".conversations .open")
-    assert titles.all_text_contents() == ["Another thing", "One thing"]
-    titles.nth(1).click()
-    assert page.locator(".message.user .said").text_content() == "One thing"
-    page.get_by_label("Delete One thing").click()  # a browser without anybody at it answers no
-    assert "One thing" in page.locator(".conversations").text_content()
-    page.once("dialog", lambda dialog: dialog.accept())
-    page.get_by_label("Delete One thing").click()
-    assert "One thing" not in page.locator(".conversations").text_content()
-
-
-def test_ask_again_and_edit(url: str, open_page: Open, engine: FakeEngine) -> None:
-    page = open_page(url)
-    ask(page, "First try")
-    wait_for_end(page)
-    page.get_by_role("button", name="Ask again").click()
-    page.wait_for_selector("#send[data-stops]")
-    wait_for_end(page)
-    assert [request.prompt_ids for request in engine.requests[:1]] * 2 == [one.prompt_ids for one in engine.requests]
-    page.locator(".message.user").hover()
-    page.get_by_role("button", name="Edit").click()
-    assert page.locator("#question").input_value() == "First try" and page.locator(".message").count() == 0
-    page.keyboard.type(", second")
-    page.keyboard.press("Enter")
-    wait_for_end(page)
-    assert "user:First try, second" in engine.tokenizer.decode(engine.requests[-1].prompt_ids)
-
-
 def test_settings_reach_the_engine(url: str, open_page: Open, engine: FakeEngine) -> None:
     page = open_page(url)
     page.locator("#settings-toggle").click()
@@ -237,28 +200,6 @@ def test_a_server_with_a_key(open_page: Open) -> None:
         assert page.locator(".assistant .text").text_content() == "fine"
         stored = page.evaluate("JSON.stringify([{...localStorage}, document.cookie])")
         assert "right" not in stored, "the key is kept in the tab alone"
-
-
-def test_what_is_kept_under_its_names_by_others(url: str, open_page: Open) -> None:
-    own = '{"id": "1", "title": "Own", "system": "", "messages": [{"role": "user", "content": "Own"}]}'
-    others = ("{}", "7", '"a"', "null", '[null, {"id": 1}, {"system": "", "messages": [{"role": "assistant"}]}]')
-    page = open_page(url)
-    for kept in others:
-        page.evaluate("(kept) => localStorage.setItem('draftwing-conversations', kept)", kept)
-        page.reload()
-        page.wait_for_selector(".welcome")
-    page.evaluate("(kept) => localStorage.setItem('draftwing-conversations', kept)", f"[{own}, 7]")
-    page.reload()
-    page.wait_for_selector(".conversations .open:has-text('Own')")
-
-
-def test_a_browser_without_room_says_so(url: str, open_page: Open) -> None:
-    page = open_page(url)
-    full = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
-    page.evaluate(f"() => {{ {full} }}")
-    ask(page, "Remember this")
-    wait_for_end(page)
-    assert "no room" in page.locator("#kept").text_content()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

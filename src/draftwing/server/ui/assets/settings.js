@@ -9,8 +9,8 @@ export class Settings {
     this.inputs = new Map(); // by name of the setting
     this.system = h("textarea", { id: "system", rows: 2, placeholder: "You are a helpful assistant." });
     this.system.addEventListener("input", () => {
-      this.conversation.system = this.system.value;
-      store.save();
+      Object.assign(this.conversation, { system: this.system.value, changed: Date.now() });
+      store.save(this.conversation);
     });
     byId("settings").append(
       h("div", { class: "full" }, h("label", { for: "system" }, "System prompt of this conversation"), this.system),
