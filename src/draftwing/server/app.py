@@ -78,7 +78,7 @@ def create_app(
     add_metrics_route(app, metrics)
     add_reference(app)
     if not service.options.disable_ui:
-        add_ui_routes(app, service)
+        add_ui_routes(app, service, chats)
     _add_heads(app)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
     free = _free(service.options)

@@ -145,7 +145,7 @@ class Chats:
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
         ignored = (*chat.ignored, *without_effect)
         asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
-        if asks and not self._knows_effort:
+        if asks and not self.knows_effort:
             ignored = (*ignored, called.get("effort", called["thinking"]))
         try:
             asked = GenerationRequest("", ids, params, logprobs=logprobs)
@@ -205,7 +205,7 @@ class Chats:
         return tokenizer.render_chat(messages, add_generation_prompt=chat.prompted, **variables)
 
     @property
-    def _knows_effort(self) -> bool:
+    def knows_effort(self) -> bool:
         """Whether the chat template can use how much to reason, or whether to."""
         source = self._service.tokenizer.chat_template or ""
         return "reasoning_effort" in source or "thinking" in source

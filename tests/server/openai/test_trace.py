@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, drafting_options
+from fake_engine import EOS, FakeEngine, drafting_options
 from scripted import events
 from starlette.testclient import TestClient
 from test_parameters import CHAT, COMPLETION, base
@@ -39,6 +39,13 @@ def test_steps_tell_the_tree(client: TestClient, path: str) -> None:
     assert (good["parent"], deeper["parent"], good["by"], wrong["by"]) == (None, 0, "model", "lookup")
     assert (good["text"], good["accepted"], wrong["accepted"]) == (second["tokens"][0]["text"], True, False)
     assert 0 <= wrong["survival"] <= 1 and wrong["verified"]
+
+
+def test_special_tokens_are_named(client: TestClient) -> None:
+    _, steps = steps_of(client, CHAT, speculative_trace=True, max_tokens=400)
+    tokens = [token for step in steps for token in step["tokens"]]
+    assert tokens[-1] == {"id": EOS, "text": "<eos>", "special": True}
+    assert not any("special" in token for token in tokens[:-1])
 
 
 def test_the_text_does_not_depend_on_it(client: TestClient) -> None:

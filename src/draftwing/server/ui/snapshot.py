@@ -9,6 +9,7 @@ from typing import Any
 import draftwing
 from draftwing.core import SOURCES
 from draftwing.engine.process.link import EngineDead
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.service import Service
 from draftwing.server.telemetry.observer import AnswerRecord
 
@@ -17,22 +18,31 @@ MAX_REQUESTS = 32  # the oldest unfinished ones that are listed
 MAX_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
 _ASKED = {"max_new_tokens": "max_tokens"}  # fields of `SamplingParams` by their names in the page's requests
+_SAMPLING = (  # fields of SamplingParams whose defaults the page shows
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
 TOTALS = (
     "committed_tokens", "verified_rows", "prefilled_tokens", "queried_tokens", "hit_tokens", "retractions", "steps",
     "step_seconds", "host_seconds", "stage_seconds", "staged_steps",
 )  # fmt: skip
 
 
-def facts(service: Service) -> dict[str, Any]:
-    """What does not change while the engine lives."""
+def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
+    """What does not change while the engine lives. knows_effort: whether the chat template reads how much to reason."""
     info = service.engine.info
+    params = SamplingParams()
     depth, topk, nodes = info.shape.tree
     return {
         "version": draftwing.__version__,
         "model": service.model,
         "architecture": info.architecture,
         "device": info.device,
+        "device_names": list(info.capability.get("devices", ())),
+        "kernels": info.capability.get("kernels"),
         "dtype": info.dtype,
+        "weight_bytes": dict(info.weight_bytes),
+        "model_path": info.options.model,
+        "draft_model_path": info.options.speculative_draft_model_path,
         "context_length": info.context_length,
         "max_total_tokens": info.max_total_tokens,
         "algorithm": info.options.drafter if info.speculates else "none",
@@ -40,7 +50,9 @@ def facts(service: Service) -> dict[str, Any]:
         "topk": topk,
         "num_draft_tokens": nodes,
         "sources": list(SOURCES),
-        "sampling_defaults": {_ASKED.get(name, name): value for name, value in info.defaults.items()},
+        "sampling_defaults": {name: getattr(params, name) for name in _SAMPLING}
+        | {_ASKED.get(name, name): value for name, value in info.defaults.items()},
+        "knows_effort": knows_effort,
         "shows_texts": info.options.ui_show_texts,
         **info.options.label,
     }
