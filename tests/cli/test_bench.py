@@ -185,10 +185,10 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_has_one_line_that_changes_and_goes() -> None:
     file = Terminal()
-    progress = Progress(file)
-    progress.show("1 of 2")
-    progress.show("2 of 2")
-    progress.clear()
+    with pytest.raises(KeyboardInterrupt), Progress(file) as progress:
+        progress.show("1 of 2")
+        progress.show("2 of 2")
+        raise KeyboardInterrupt
     assert "\n" not in file.getvalue() and [text.removeprefix("\x1b[K") for text in file.getvalue().split("\r")] == [
         "", "1 of 2", "2 of 2", "",
     ]  # fmt: skip

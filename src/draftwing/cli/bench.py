@@ -138,6 +138,7 @@ def compare(
     if drafter is None:
         return record
     plain = record_of(target, concurrency, samples[False], seconds[False])
+    plain.pop("step_ms", None)  # only those of the last run are known, which had drafts
     return record | {"without_drafts": plain, "speedup": record["throughput"] / plain["throughput"]}
 
 

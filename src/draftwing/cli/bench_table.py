@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,16 @@ def sweep_lines(record: Record) -> list[str]:
     rate = f"{record['throughput']:.1f} tokens/s, acceptance length {record['accept_length']:.2f}"
     where = f"{record['point']} of {record['points']}"
     return [f"{where}: {name}, {counted_requests(record['batch_size'])} at once: {rate}"]
+
+
+def json_lines(record: Record) -> list[str]:
+    """Returns one line, for programs."""
+    return [json.dumps(record)]
+
+
+def no_lines(record: Record) -> list[str]:
+    """Returns nothing, where a command has lines of its own."""
+    return []
 
 
 def _count(count: int, noun: str) -> str:

@@ -240,7 +240,7 @@ def _answerer(url: str | None, arguments: dict[str, Any], tells: bool) -> Iterat
 
 def run_bench(arguments: dict[str, Any]) -> None:
     from draftwing.cli import bench
-    from draftwing.cli.bench_table import counted_requests, footer, sweep_lines, table
+    from draftwing.cli.bench_table import counted_requests, footer, json_lines, no_lines, sweep_lines, table
     from draftwing.cli.card_check import check_card
     from draftwing.cli.progress import Progress
     from draftwing.cli.sweep import Grid, flags, head_folder, sweep
@@ -262,10 +262,14 @@ def run_bench(arguments: dict[str, Any]) -> None:
     if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")
     logging.getLogger("draftwing").setLevel(level.upper())
-    progress, records = Progress(), list[dict[str, Any]]()
-    lines = sweep_lines if own["sweep"] else None if own["check_card"] is not None else table
-    printer = _printer(own["output"], None if own["json"] else lines, own["json"])
-    with printer as printed, _drawn(own["plot"], f"draftwing bench: {measured}", printed) as emit:
+    lines = sweep_lines if own["sweep"] else table
+    if own["json"]:
+        lines = json_lines
+    elif own["check_card"] is not None:
+        lines = no_lines
+    records: list[dict[str, Any]] = []
+    printer, title = _printer(own["output"], lines), f"draftwing bench: {measured}"
+    with printer as printed, _drawn(own["plot"], title, printed) as emit, Progress() as progress:
         for name in ("sweep", "check_card"):
             if own["url"] is not None and own[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} starts engines of its own; it does not go with --url")
@@ -317,8 +321,8 @@ def _refuse_options(arguments: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _printer(path: str | None, lines: Lines | None, as_json: bool) -> Iterator[Emit]:
-    """Prints records as JSON lines or as `lines` has them, and appends them as JSON to a file where one is named."""
+def _printer(path: str | None, lines: Lines) -> Iterator[Emit]:
+    """Prints the `lines` of records, and appends records as JSON lines to a file where one is named."""
     with contextlib.ExitStack() as stack:
         try:
             file = None if path is None else stack.enter_context(Path(path).open("a", encoding="utf-8"))
@@ -326,13 +330,11 @@ def _printer(path: str | None, lines: Lines | None, as_json: bool) -> Iterator[E
             raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from None
 
         def emit(record: dict[str, Any]) -> None:
-            line = json.dumps(_rounded(record))
-            if as_json:
+            record = _rounded(record)
+            for line in lines(record):
                 print(line, flush=True)
-            elif lines is not None:
-                print("\n".join(lines(record)), flush=True)
             if file is not None:
-                print(line, file=file, flush=True)
+                print(json.dumps(record), file=file, flush=True)
 
         yield emit
 

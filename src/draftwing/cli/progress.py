@@ -10,13 +10,19 @@ SECONDS = 10.0  # between two lines, where they do not replace each other
 
 
 class Progress:
-    """On a terminal one line that changes, else a new line now and then."""
+    """On a terminal one line that changes, and goes at the end of a `with` statement; else a new line now and then."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """file: standard error unless it is given."""
         self._file = file or sys.stderr
         self._terminal = self._file.isatty()
         self._last = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
 
     def show(self, text: str) -> None:
         """Says where the work is."""
