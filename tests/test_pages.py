@@ -14,6 +14,7 @@ import pytest
 from fake_engine import FakeEngine, byte_tokenizer, local
 from scripts import script
 
+from draftwing.cli.chat import COMMANDS as CHAT_COMMANDS
 from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.server.app import create_app
@@ -152,7 +153,13 @@ def endpoints() -> set[str]:
 @pages
 def test_endpoints(page: Path, endpoints: set[str]) -> None:
     for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
-        assert any(path.startswith(endpoint) for path in endpoints), f"{page.name}: {endpoint}"
+        known = endpoint in CHAT_COMMANDS or any(path.startswith(endpoint) for path in endpoints)
+        assert known, f"{page.name}: {endpoint}"
+
+
+def test_the_commands_of_a_chat_are_all_on_their_page() -> None:
+    rows = table_rows(text_of(ROOT / "docs" / "terminal.md"))
+    assert {row[0].strip("`").split()[0] for row in rows if row[0].startswith("`/")} == set(CHAT_COMMANDS)
 
 
 def test_defaults_of_speculation() -> None:

@@ -29,7 +29,7 @@ def test_bench_of_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('"abc"\n{"prompt": "de"}\n\n{"turns": ["f", "g"]}\n')
     argv = ["bench", "--url", url, "--api-key", "key", "--prompts", str(prompts), "--concurrency", "1,4"]
-    assert main([*argv, "--num-prompts", "6", "--max-tokens", "5", "--output", str(output)]) == 0
+    assert main([*argv, "--num-prompts", "6", "--max-tokens", "5", "--json", "--output", str(output)]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert records == [json.loads(line) for line in output.read_text().splitlines()]
     assert [r["concurrency"] for r in records] == [1, 4]
@@ -44,9 +44,15 @@ def test_bench_of_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000"]
-    assert main([*argv, "--num-prompts", "3", "--max-tokens", "20", "--ignore-eos", "--concurrency", "2"]) == 0
+    argv += ["--num-prompts", "3", "--max-tokens", "20", "--ignore-eos", "--concurrency", "2", "--json"]
+    assert main(argv) == 0
     (record,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (record["requests"], record["completion_tokens"]) == (3, 60) and record["accept_length"] >= 1.0
+    plain = record["without_drafts"]
+    assert record["rounds"] == 2 and record["drafter"] == "NGRAM"
+    for one in (record, plain):
+        assert (one["requests"], one["completion_tokens"]) == (6, 120)
+    assert record["accept_length"] >= plain["accept_length"] == 1.0 and plain["accept_rate"] == 0
+    assert record["speedup"] == pytest.approx(record["throughput"] / plain["throughput"], rel=1e-3)
     assert set(record["step_ms"]) == {"draft", "verify", "commit", "host"}
     assert all(value > 0 for value in record["step_ms"].values())
 
@@ -91,7 +97,7 @@ def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
 def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "--sweep", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000",
             "--concurrency", "1,2", "--steps", "2", "--topk", "1,2", "--draft-tokens", "3,4",
-            "--num-prompts", "2", "--max-tokens", "8"]  # fmt: skip
+            "--num-prompts", "2", "--max-tokens", "8", "--json"]  # fmt: skip
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]
@@ -99,9 +105,10 @@ def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [r.pop("fixed") for r in records[-4:]] == [True, True, False, False]
     shapes = [(r["batch_size"], r["steps"], r["topk"], r["num_draft_tokens"]) for r in records]
     fixed = [(0, 1, 1), (2, 1, 3), (2, 2, 3), (2, 2, 4)]
+    assert [(r["point"], r["points"]) for r in records] == [(i + 1, len(records)) for i in range(len(records))]
     assert shapes == [(batch, *shape) for shape in (*fixed, (11, 10, 12)) for batch in (1, 2)]
     records = records[:-2]
-    assert best_one.startswith("best for 1 requests at once: ") and best_two.startswith("best for 2 requests")
+    assert best_one.startswith("best for 1 request at once: ") and best_two.startswith("best for 2 requests")
     fastest = max((r for r in records if r["batch_size"] == 2), key=lambda r: r["throughput"])
     assert ("--speculative-algorithm none" in best_two) == (fastest["steps"] == 0)
     starts = [i for i, line in enumerate(chosen) if line.startswith("chosen by the engine at ")]

@@ -206,7 +206,7 @@ def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixtur
     before = (shipped / "config.json").read_text()
     argv = ["bench", "--sweep", "--save-shape", "--model", "tiny", "--device", "cpu", "--max-total-tokens", "2048",
             "--concurrency", "1,2", "--steps", "1,3", "--topk", "1", "--draft-tokens", "2,4", "--num-prompts", "2",
-            "--max-tokens", "4"]  # fmt: skip
+            "--max-tokens", "4", "--json"]  # fmt: skip
     try:
         assert main(argv) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -220,7 +220,7 @@ def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixtur
         assert rates.keys() == {(1, 1, 2), (3, 1, 4)} and asked.tree == max(rates, key=rates.__getitem__)
         assert saved == f"{shipped / 'config.json'} asks for {list(asked.tree)} on cpu from now on"
         # what comes with the model need not be typed
-        assert best.startswith("best for 1 requests at once: --speculative-algorithm ") and str(shipped) not in best
+        assert best.startswith("best for 1 request at once: --speculative-algorithm ") and str(shipped) not in best
     finally:
         (shipped / "config.json").write_text(before)
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,11 @@ from draftwing.files import cache_folder
 
 if TYPE_CHECKING:
     from draftwing.cli.answerers import Answerer
+    from draftwing.engine.benchmark import Target
 
 Run = Callable[[dict[str, Any]], None]
 Emit = Callable[[dict[str, Any]], None]
+Lines = Callable[[Mapping[str, Any]], list[str]]  # of a record, for people
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -53,7 +55,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
         "bench",
         usage="draftwing bench [MODEL] [--url URL | options] [--sweep]",
         help="measure throughput and latency",
-        description="Measures a running server (--url), or an engine in this process. Prints JSON lines.",
+        description="Measures a running server (--url), or an engine in this process, with drafts and without.",
         allow_abbrev=False,
     )
     _add_source(bench)
@@ -69,7 +71,8 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
     bench.add_argument("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")
-    bench.add_argument("--output", metavar="FILE", help="append the JSON lines to this file, too")
+    bench.add_argument("--json", action="store_true", help="print JSON lines, not a table")
+    bench.add_argument("--output", metavar="FILE", help="append JSON lines to this file")
     bench.add_argument("--plot", metavar="FILE.svg", help="draw throughput, accepted drafts and latency, or the sweep")
     bench.add_argument(
         "--check-card",
@@ -237,13 +240,14 @@ def _answerer(url: str | None, arguments: dict[str, Any], tells: bool) -> Iterat
 
 def run_bench(arguments: dict[str, Any]) -> None:
     from draftwing.cli import bench
+    from draftwing.cli.bench_table import counted_requests, footer, json_lines, no_lines, sweep_lines, table
     from draftwing.cli.card_check import check_card
-    from draftwing.cli.client import Client
+    from draftwing.cli.progress import Progress
     from draftwing.cli.sweep import Grid, flags, head_folder, sweep
 
     own = _taken(
         arguments, "url", "concurrency", "num_prompts", "prompts", "max_tokens", "temperature", "ignore_eos", "output",
-        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card", "plot",
+        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card", "plot", "json",
     )  # fmt: skip
     measured = own["url"] or arguments.get("model", Options.model)
     if own["save_shape"] and not own["sweep"]:
@@ -258,7 +262,14 @@ def run_bench(arguments: dict[str, Any]) -> None:
     if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")
     logging.getLogger("draftwing").setLevel(level.upper())
-    with _printer(own["output"]) as printed, _drawn(own["plot"], f"draftwing bench: {measured}", printed) as emit:
+    lines = sweep_lines if own["sweep"] else table
+    if own["json"]:
+        lines = json_lines
+    elif own["check_card"] is not None:
+        lines = no_lines
+    records: list[dict[str, Any]] = []
+    printer, title = _printer(own["output"], lines), f"draftwing bench: {measured}"
+    with printer as printed, _drawn(own["plot"], title, printed) as emit, Progress() as progress:
         for name in ("sweep", "check_card"):
             if own["url"] is not None and own[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} starts engines of its own; it does not go with --url")
@@ -267,34 +278,41 @@ def run_bench(arguments: dict[str, Any]) -> None:
         elif own["sweep"]:
             folder = head_folder(arguments) if own["save_shape"] else None
             grid = Grid(own["steps"], own["topk"], own["draft_tokens"], own["concurrency"])
-            found = sweep(arguments, grid, prompts, params, emit)
+            found = sweep(arguments, grid, prompts, params, emit, progress)
             for batch, point in found.best.items():
-                print(f"best for {batch} requests at once: {flags(point)}")
-            for lines in found.choices.values():
-                print("\n".join(lines))
+                print(f"best for {counted_requests(batch)} at once: {flags(point)}")
+            for lines_of_choice in found.choices.values():
+                print("\n".join(lines_of_choice))
             if folder is not None:
                 save_shape(folder, found.device, found.tree)
                 print(f"{folder / 'config.json'} asks for {list(found.tree.tree)} on {found.device} from now on")
-        elif own["url"] is not None:
-            client = Client(own["url"], arguments.pop("api_key", None))
-            _refuse_options(arguments)
-            _run(bench.Remote(client), prompts, params, own["concurrency"], emit)
         else:
-            options = Options.from_kwargs(**arguments).resolve()
-            from draftwing.engine.benchmark import Local
-            from draftwing.engine.engine import Engine
+            with _target(own["url"], arguments) as target:
+                ids = [target.encode(prompt) for prompt in prompts]
+                for size in own["concurrency"]:
+                    records.append(bench.compare(target, ids, params, size, progress))
+                    emit(records[-1])
+            if not own["json"]:
+                print(footer(records, own["url"] is not None))
 
-            with contextlib.closing(Engine(options)) as engine:
-                _run(Local(engine), prompts, params, own["concurrency"], emit)
 
+@contextlib.contextmanager
+def _target(url: str | None, arguments: dict[str, Any]) -> Iterator[Target]:
+    """What is measured: a server, or an engine of this process."""
+    from draftwing.cli.bench import Remote
+    from draftwing.cli.client import Client
 
-def _run(target: Any, prompts: list[str], params: dict[str, Any], concurrency: list[int], emit: Any) -> None:
-    from draftwing.engine.benchmark import measure
+    if url is not None:
+        client = Client(url, arguments.pop("api_key", None))
+        _refuse_options(arguments)
+        yield Remote(client)
+        return
+    options = Options.from_kwargs(**arguments).resolve()
+    from draftwing.engine.benchmark import Local
+    from draftwing.engine.engine import Engine
 
-    ids = [target.encode(prompt) for prompt in prompts]
-    target.run(ids[:1], params, 1)  # first use of everything
-    for size in concurrency:
-        emit(measure(target, ids, params, size))
+    with contextlib.closing(Engine(options)) as engine:
+        yield Local(engine)
 
 
 def _refuse_options(arguments: dict[str, Any]) -> None:
@@ -303,8 +321,8 @@ def _refuse_options(arguments: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _printer(path: str | None) -> Iterator[Emit]:
-    """Prints records as JSON lines, and appends them to a file where one is named."""
+def _printer(path: str | None, lines: Lines) -> Iterator[Emit]:
+    """Prints the `lines` of records, and appends records as JSON lines to a file where one is named."""
     with contextlib.ExitStack() as stack:
         try:
             file = None if path is None else stack.enter_context(Path(path).open("a", encoding="utf-8"))
@@ -312,10 +330,11 @@ def _printer(path: str | None) -> Iterator[Emit]:
             raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from None
 
         def emit(record: dict[str, Any]) -> None:
-            line = json.dumps(_rounded(record))
-            print(line, flush=True)
+            record = _rounded(record)
+            for line in lines(record):
+                print(line, flush=True)
             if file is not None:
-                print(line, file=file, flush=True)
+                print(json.dumps(record), file=file, flush=True)
 
         yield emit
 

@@ -18,7 +18,7 @@ from typing import Any
 from draftwing.config.options import MODEL, SPECULATION, Options
 from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
-from draftwing.engine.benchmark import Local, Sample, measure
+from draftwing.engine.benchmark import Ended, Local, Sample, ignored, measure
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
 
@@ -51,8 +51,11 @@ class _Recorder(Local):
         tokenizer = self._engine.tokenizer
         return super().encode(prompt) if tokenizer.chat_template is not None else tokenizer.encode(prompt)
 
-    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
-        found = super().run(prompts, params, concurrency)
+    def run(
+        self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
+        ended: Ended = ignored,
+    ) -> list[Sample]:  # fmt: skip
+        found = super().run(prompts, params, concurrency, drafts, ended)
         self.samples = found
         return found
 
