@@ -5,11 +5,13 @@ examples/custom_drafter.py has tests of its own, in tests/spec/test_drafter.py.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import importlib.util
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ def test_offline_generation(model: str, capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split(" -> ")[0] for line in lines] == [repr(prompt) for prompt in offline.PROMPTS]
 
 
+def test_async_generation(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = script(EXAMPLES / "async_generation.py")
+    asyncio.run(example.main(model))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" -> ")[0] for line in lines[-2:]] == [repr(prompt) for prompt in example.PROMPTS]
+
+
 def test_structured_output(smollm2_path: Path) -> None:
     """With the default model: a random one writes escapes and spaces until it is cut."""
     found = script(EXAMPLES / "structured_output.py").main()
@@ -62,6 +71,12 @@ def test_streaming_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         script(EXAMPLES / "streaming_chat.py").main(url)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "chatting with echo" and "user:Hello?" in out and "user:And then?" in out
+
+
+def test_streaming_chat_without_its_client() -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="pip install openai"):
+        patch.setitem(sys.modules, "openai", None)
+        script(EXAMPLES / "streaming_chat.py")
 
 
 def blocks(section: str) -> list[str]:
