@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,6 @@ import pytest
 from fake_engine import FakeEngine, local
 
 from draftwing import LLM, AsyncLLM, Completion, ConfigError, RequestError
-from draftwing.server.engine_client import AsyncEngine
-from draftwing.text.tokenizer import Tokenizer
 
 ENDLESS = {"ignore_eos": True, "max_new_tokens": None}
 
@@ -21,12 +20,8 @@ ENDLESS = {"ignore_eos": True, "max_new_tokens": None}
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """Of every AsyncLLM."""
     engine = FakeEngine()
-
-    @contextlib.contextmanager
-    def opened(options: object) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
-        yield local(engine), engine.tokenizer
-
-    monkeypatch.setattr("draftwing.server.run.opened", opened)
+    opened = contextlib.nullcontext((local(engine), engine.tokenizer))
+    monkeypatch.setattr("draftwing.server.run.opened", lambda options: opened)
     return engine
 
 
@@ -74,6 +69,31 @@ def test_what_is_given_up_is_aborted(engine: FakeEngine) -> None:
             assert (await llm.generate("abc")).text == "abc"
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_start_that_is_given_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def opened(options: object) -> Iterator[None]:
+        began.set()
+        assert go_on.wait(30)
+        yield
+        ended.set()
+
+    monkeypatch.setattr("draftwing.server.run.opened", opened)
+
+    async def main() -> None:
+        task = asyncio.create_task(AsyncLLM().__aenter__())
+        assert await asyncio.to_thread(began.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert ended.is_set()
 
 
 @pytest.mark.slow

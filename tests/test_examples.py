@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import importlib.util
 import json
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, local
 from reference.learnable import write_target
 from safetensors.torch import load_file, save_file
 from scripted import serving
@@ -45,11 +46,13 @@ def test_offline_generation(model: str, capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split(" -> ")[0] for line in lines] == [repr(prompt) for prompt in offline.PROMPTS]
 
 
-def test_async_generation(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    example = script(EXAMPLES / "async_generation.py")
-    asyncio.run(example.main(model))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" -> ")[0] for line in lines[-2:]] == [repr(prompt) for prompt in example.PROMPTS]
+def test_async_generation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example, engine = script(EXAMPLES / "async_generation.py"), FakeEngine()
+    opened = contextlib.nullcontext((local(engine), engine.tokenizer))
+    monkeypatch.setattr("draftwing.server.run.opened", lambda options: opened)
+    asyncio.run(example.main())
+    echoes = [f"{prompt!r} -> {prompt!r}" for prompt in example.PROMPTS]
+    assert capsys.readouterr().out.splitlines() == ["Once upon a time", *echoes]
 
 
 def test_structured_output(smollm2_path: Path) -> None:

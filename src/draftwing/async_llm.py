@@ -38,7 +38,15 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         from draftwing.server.run import opened
 
-        self._begin(*await asyncio.to_thread(self._opened.enter_context, opened(self._options)))
+        if self._running:
+            raise RuntimeError("this AsyncLLM is running already")
+        opening = asyncio.ensure_future(asyncio.to_thread(self._opened.enter_context, opened(self._options)))
+        try:
+            self._begin(*await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            await asyncio.wait([opening])  # nothing ends the thread, and the process must not be left behind
+            self._opened.close()
+            raise
         return self
 
     def _begin(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
@@ -59,8 +67,10 @@ class AsyncLLM:
         """Ends the engine's process; requests that still run fail with EngineDead. Safe to call twice."""
         if self._running:
             self._running = False
-            await self._engine.stop()
-            await asyncio.to_thread(self._opened.close)
+            try:
+                await self._engine.stop()
+            finally:
+                self._opened.close()
 
     async def generate(
         self,
