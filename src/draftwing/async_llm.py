@@ -31,7 +31,8 @@ class AsyncLLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         named = options if model is None else {"model": model} | options
-        self._options = Options.from_kwargs(**named).resolve()
+        quiet = {"log_level": "warning"}  # of the engine's process; as `LLM`, which shows no lines of its own accord
+        self._options = Options.from_kwargs(**(quiet | named)).resolve()
         self._opened = ExitStack()
         self._running = False
 
@@ -43,7 +44,7 @@ class AsyncLLM:
         opening = asyncio.ensure_future(asyncio.to_thread(self._opened.enter_context, opened(self._options)))
         try:
             self._begin(*await asyncio.shield(opening))
-        except asyncio.CancelledError:
+        except BaseException:
             await asyncio.wait([opening])  # nothing ends the thread, and the process must not be left behind
             self._opened.close()
             raise

@@ -33,7 +33,7 @@ class Completion:
 
     @classmethod
     def of(cls, answer: Answer, texts: TokenTexts | None) -> Completion:
-        """texts: of tokens, for log probabilities; None leaves them out."""
+        """Takes over a finished answer. texts: of tokens, for log probabilities; None leaves them out."""
         assert answer.finish_reason is not None
         return cls(answer.text, answer.token_ids, answer.finish_reason, answer.meta_info(texts))
 
