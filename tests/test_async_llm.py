@@ -109,5 +109,15 @@ def test_same_answers_as_llm(model: str) -> None:
     found = asyncio.run(answers())
     with LLM(model, **options) as llm:
         expected = [llm.generate(prompt, params)[0] for prompt, params in asked]  # type: ignore[arg-type]
+        streamed = [list(llm.stream(prompt, params))[-1].completion for prompt, params in asked[:2]]  # type: ignore[arg-type]
+        free = llm.engine.stats()["free_tokens"] + llm.engine.stats()["cached_tokens"]
+        pieces = llm.stream("abcabc", ENDLESS)
+        assert next(pieces) and not llm.engine.idle()
+        pieces.close()
+        stats = llm.engine.stats()
+        assert llm.engine.idle() and stats["free_tokens"] + stats["cached_tokens"] == free
+    assert [one and (one.text, one.token_ids) for one in streamed] == [
+        (one.text, one.token_ids) for one in expected[:2]
+    ]
     assert [(one.text, one.token_ids) for one in found[:2]] == [(one.text, one.token_ids) for one in expected[:2]]
     assert len(found[2].text) == 8 and set(found[2].text) <= {*"ab"}
