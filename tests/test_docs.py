@@ -111,6 +111,8 @@ def test_the_server_of_a_notebook(smollm2_path: Path, capsys: pytest.CaptureFixt
 def test_python(page: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text(encoding="utf8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (script,) = [block for block in blocks if "LLM(" in block]
-    exec(compile(script, page, "exec"), {})
-    assert capsys.readouterr().out.strip()
+    programs = [block for block in blocks if "LLM(" in block]
+    assert programs
+    for program in programs:
+        exec(compile(program, page, "exec"), {})
+        assert capsys.readouterr().out.strip()

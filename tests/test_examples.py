@@ -5,17 +5,20 @@ examples/custom_drafter.py has tests of its own, in tests/spec/test_drafter.py.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import contextlib
 import importlib.util
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, local
 from reference.learnable import write_target
 from safetensors.torch import load_file, save_file
 from scripted import serving
@@ -43,6 +46,15 @@ def test_offline_generation(model: str, capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split(" -> ")[0] for line in lines] == [repr(prompt) for prompt in offline.PROMPTS]
 
 
+def test_async_generation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example, engine = script(EXAMPLES / "async_generation.py"), FakeEngine()
+    opened = contextlib.nullcontext((local(engine), engine.tokenizer))
+    monkeypatch.setattr("draftwing.server.run.opened", lambda options: opened)
+    asyncio.run(example.main())
+    echoes = [f"{prompt!r} -> {prompt!r}" for prompt in example.PROMPTS]
+    assert capsys.readouterr().out.splitlines() == ["Once upon a time", *echoes]
+
+
 def test_structured_output(smollm2_path: Path) -> None:
     """With the default model: a random one writes escapes and spaces until it is cut."""
     found = script(EXAMPLES / "structured_output.py").main()
@@ -62,6 +74,12 @@ def test_streaming_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         script(EXAMPLES / "streaming_chat.py").main(url)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "chatting with echo" and "user:Hello?" in out and "user:And then?" in out
+
+
+def test_streaming_chat_without_its_client() -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="pip install openai"):
+        patch.setitem(sys.modules, "openai", None)
+        script(EXAMPLES / "streaming_chat.py")
 
 
 def blocks(section: str) -> list[str]:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from draftwing.core import Output
@@ -170,7 +170,7 @@ class AsyncEngine:
         self._dispatch.put(admitted)
         return stream
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Outputs of one request; it is aborted when the iteration ends early."""
         stream = self.submit([request])
         try:
