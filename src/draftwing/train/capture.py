@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from draftwing.config.drafters import training
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.precision import pick_dtype
+from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
@@ -188,7 +188,8 @@ def capture(
     token_bytes = bytes_per_token(store.meta)
     pending: list[Sample] = []
     held = 0
-    with tqdm(total=sum(len(one.ids) for one in missing), desc="capturing", unit=" tokens", unit_scale=True) as bar:
+    total = sum(len(one.ids) for one in missing)
+    with progress_bar(total=total, desc="capturing", unit=" tokens", unit_scale=True) as bar:
         for batch in batches(sorted(tokens, key=lambda one: one.key), batch_tokens):
             batch = [one for one in batch if one.key not in store.keys]
             if not batch:

@@ -15,10 +15,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from draftwing.engine.session import Session
 from draftwing.errors import ConfigError, RequestError
+from draftwing.log import progress_bar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.tokenizer import Tokenizer
@@ -85,7 +84,7 @@ def usable(
     """Prompts that leave room for an answer, with their token ids."""
     found, most = [], sampling.max_length - MIN_ANSWER
     known: dict[str, list[int]] = {}  # copies have the same
-    for prompt in tqdm(prompts, desc="tokenizing", unit=" prompts", leave=False):
+    for prompt in progress_bar(iterable=prompts, desc="tokenizing", unit=" prompts"):
         try:
             name = original(prompt.key)
             if name not in known:
@@ -137,7 +136,7 @@ def generate(
     file.parent.mkdir(parents=True, exist_ok=True)
     with (
         file.open("a", encoding="utf-8") as lines,
-        tqdm(total=len(prompts), desc="generating", unit=" prompts", smoothing=0.05) as bar,
+        progress_bar(total=len(prompts), desc="generating", unit=" prompts", smoothing=0.05) as bar,
     ):
 
         def first_turns() -> Iterator[GenerationRequest]:
