@@ -22,6 +22,7 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import BadData, Prompt, Skipped, original
+from draftwing.train.progress import Remaining
 from draftwing.train.sequences import Response, chat_ids, first_ids, opening
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def generate(
     window = 2 * (engine.info.options.max_running_requests or 64)
     session, running, generated = Session(engine), dict[str, _Running](), 0
     file.parent.mkdir(parents=True, exist_ok=True)
+    remaining, ended, answers = Remaining("generating", len(prompts)), 0, 0
     with (
         file.open("a", encoding="utf-8") as lines,
         progress_bar(total=len(prompts), desc="generating", unit=" prompts", smoothing=0.05) as bar,
@@ -161,12 +163,15 @@ def generate(
                     continue
                 del running[output.uid]
                 if one.spans:
+                    answers += len(one.spans)
                     lines.write(_response(one, finish, sampling).line())
                     lines.flush()
                 else:
                     skipped.note("no answer", one.prompt.where)
                 bar.update()
                 bar.set_postfix(tokens=generated, refresh=False)
+                ended += 1
+                remaining.update(ended, f", {generated / max(1, answers):.0f} tokens an answer")
         os.fsync(lines.fileno())
     return generated
 
