@@ -301,7 +301,9 @@ class Stages:
     @cached_property
     def _product_rate(self) -> float:
         device = pick_device(self.engine_options.device).device
-        return product_rate(device, torch.bfloat16 if trains_in_half(device) else torch.float32)
+        rate = product_rate(device, torch.bfloat16 if trains_in_half(device) else torch.float32)
+        self._trim()
+        return rate
 
     # -- parts of fit -----------------------------------------------------------------------------------------------
 
