@@ -135,7 +135,7 @@ def generate(
     window = 2 * (engine.info.options.max_running_requests or 64)
     session, running, generated = Session(engine), dict[str, _Running](), 0
     file.parent.mkdir(parents=True, exist_ok=True)
-    remaining, ended, answers = Remaining("generating", len(prompts)), 0, 0
+    remaining, ended, lengths = Remaining("generating", len(prompts)), 0, list[int]()
     with (
         file.open("a", encoding="utf-8") as lines,
         progress_bar(total=len(prompts), desc="generating", unit=" prompts", smoothing=0.05) as bar,
@@ -163,7 +163,7 @@ def generate(
                     continue
                 del running[output.uid]
                 if one.spans:
-                    answers += len(one.spans)
+                    lengths += [end - start for start, end in one.spans]
                     lines.write(_response(one, finish, sampling).line())
                     lines.flush()
                 else:
@@ -171,7 +171,7 @@ def generate(
                 bar.update()
                 bar.set_postfix(tokens=generated, refresh=False)
                 ended += 1
-                remaining.update(ended, f", {generated / max(1, answers):.0f} tokens an answer")
+                remaining.update(ended, f", {sum(lengths) / max(1, len(lengths)):.0f} tokens an answer")
         os.fsync(lines.fileno())
     return generated
 
