@@ -81,7 +81,7 @@ def evaluate(
     }
     for name, prompts in sets.items():
         if 0 < len(prompts) < FEW:
-            logger.warning("%s has %d prompts, and the acceptance length of fewer than %d says little: give "
+            logger.warning("%s: number of prompts %d; the acceptance length of fewer than %d says little: give "
                            "more with --eval-prompts or a larger --held-out", name, len(prompts), FEW)  # fmt: skip
     records = _known(report, same)
     runs = [(temperature, name) for temperature in trial.temperatures for name in sets if sets[name]]
