@@ -69,7 +69,8 @@ def progress_bar(**settings: Any) -> tqdm[Any]:
     from tqdm import tqdm  # late: the command line needs none
 
     file = Forgiving(sys.stderr)
-    settings["disable"] = settings.get("disable", False) or not file.isatty()
+    if not file.isatty():  # else it is for the caller and TQDM_DISABLE to say
+        settings["disable"] = True
     return tqdm(file=file, leave=False, delay=BAR_SECONDS, **settings)
 
 

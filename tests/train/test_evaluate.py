@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import random
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from draftwing.core import TreeShape
 from draftwing.engine.benchmark import Sample
 from draftwing.errors import ConfigError
 from draftwing.train import evaluate as module
-from draftwing.train.evaluate import Trial, evaluate, fingerprint, positions, summary
+from draftwing.train.evaluate import FEW, Trial, evaluate, fingerprint, positions, standard_error, summary
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +163,35 @@ def test_shares_of_positions() -> None:
 def test_the_table(records: list[dict[str, Any]]) -> None:
     lines = summary(records).splitlines()
     assert lines[0] == "| prompts | temperature | (4, 1, 5) | (3, 3, 9) |" and len(lines) == 6
-    assert lines[2] == f"| one | 0 | {records[0]['accept_length']:.2f} | {records[4]['accept_length']:.2f} |"
+    cells = [f"{r['accept_length']:.2f} ± {r['accept_length_error']:.2f}" for r in (records[0], records[4])]
+    assert lines[2] == f"| one | 0 | {cells[0]} | {cells[1]} |"
+
+
+def test_the_standard_error_is_that_of_other_draws_of_prompts() -> None:
+    draw, lengths, errors = random.Random(0), [], []
+    for _ in range(400):
+        samples = []
+        for _ in range(40):
+            steps, rate = draw.randint(10, 60), draw.choice((0.5, 1.0, 2.5))
+            samples.append(Sample(0.0, meta={"spec_verify_ct": steps, "spec_num_correct_drafts": rate * steps}))
+        correct, steps = (sum(s.meta[k] for s in samples) for k in ("spec_num_correct_drafts", "spec_verify_ct"))
+        lengths.append(correct / steps)
+        found = standard_error(samples)
+        assert found is not None
+        errors.append(found)
+    assert statistics.mean(errors) == pytest.approx(statistics.stdev(lengths), rel=0.1)
+    assert standard_error(samples[:1]) is None
+
+
+@pytest.mark.parametrize("count", [FEW - 1, FEW])
+def test_few_prompts_are_warned_of(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_measure_shape", lambda *args: iter(()))
+    options = {"speculative_algorithm": "EAGLE3"}
+    with caplog.at_level(logging.WARNING):
+        evaluate(options, {"one": [f"prompt {i}" for i in range(count)]}, TRIAL, tmp_path / "eval.json")
+    assert [str(count) in record.getMessage() for record in caplog.records] == [True] * (count < FEW)
 
 
 def test_a_fingerprint_is_of_what_is_loaded(options: dict[str, Any], tmp_path: Path) -> None:
