@@ -114,9 +114,9 @@ class Chat:
         reasoned = False
         try:
             for piece in stopwatch.watch(pieces, usage):
+                text += "" if piece.reasoning else piece.text  # before Ctrl-C may come: it is as good as shown
                 self._screen.write(("\n" if reasoned and not piece.reasoning else "") + piece.text, piece.reasoning)
                 reasoned = piece.reasoning
-                text += "" if piece.reasoning else piece.text
         except KeyboardInterrupt:
             stopped = True
         except DraftwingError as error:
