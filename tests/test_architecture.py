@@ -28,6 +28,7 @@ MAY_ASK = {
     "train.chain_attention": "training's own kernels, with gradients",
     "train.cross_entropy": "training's own kernels, with gradients",
     "train.fit": "the process group's backend, and whether bfloat16 is native",
+    "train.stages": "a forecast: processes on a CPU share its cores",
     "train.optimizer": "torch has its fused step for CUDA",
 }
 

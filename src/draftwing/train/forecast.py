@@ -155,20 +155,22 @@ def forward_weights(target: ModelConfig) -> int:
 
 def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """Measures operations per second of large matrix products."""
-    size = 8192 if device.type == "cuda" else 1024
+    size = 1024
+    while size < 8192 and 8 * _products(size, 1, device, dtype) < seconds:
+        size *= 2
+    times = max(1, round(seconds / _products(size, 1, device, dtype)))
+    return 2 * size**3 * times / _products(size, times, device, dtype)
+
+
+def _products(size: int, times: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of so many products, after one that does not count."""
     a = torch.ones(size, size, device=device, dtype=dtype)
-
-    def run(times: int) -> float:
-        start = time.perf_counter()
-        for _ in range(times):
-            a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    run(1)
-    times = max(1, round(seconds / max(run(1), 1e-6)))
-    return 2 * size**3 * times / max(run(times), 1e-9)
+    (a @ a)[0, 0].item()
+    start = time.perf_counter()
+    for _ in range(times - 1):
+        a @ a
+    (a @ a)[0, 0].item()  # waits for the device
+    return max(time.perf_counter() - start, 1e-9)
 
 
 def _span(low: float, high: float) -> str:
