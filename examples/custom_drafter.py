@@ -38,7 +38,7 @@ def main() -> None:
         answer = llm.chat([{"role": "user", "content": prompt}], {"temperature": 0, "max_new_tokens": 64})[0]
     steps, drafts = (answer.meta_info[name] for name in ("spec_verify_ct", "spec_num_correct_drafts"))
     print(answer.text)
-    print(f"accept length: {1 + drafts / steps:.2f} tokens a step")
+    print(f"acceptance length: {1 + drafts / steps:.2f} tokens per step")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Completion:
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM.generate` and `LLM.chat` beside sampling, for all prompts; as in the server's APIs.
+    """Keyword arguments of `LLM.generate` and `LLM.chat` besides sampling, for all prompts; as in the server's APIs.
 
     priority: higher runs first.
     cache_salt: requests with different salts share no cache.
@@ -64,8 +64,8 @@ class LLM:
     """Loads a model and generates text: `LLM("smollm2", speculative_algorithm="NGRAM")`.
 
     Options have the server's names; `draftwing serve --help` lists them. None means that an option is not given. Then
-    `smollm2` uses its bundled draft head, and other models run without speculation. `speculative_algorithm="none"`
-    turns it off; a class derived from `Drafter` is an algorithm of your own.
+    `smollm2` uses its bundled draft head, aliases with a published head use that one, and other models run without
+    speculation. `speculative_algorithm="none"` turns it off; a class derived from `Drafter` is an algorithm of your own.
 
     Close it, or use it in a `with` statement, to free the model's memory. Not thread-safe. Raises ConfigError for an
     option that cannot work, CheckpointError for a model that cannot be served.
