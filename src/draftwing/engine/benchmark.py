@@ -1,4 +1,4 @@
-"""Measures throughput, latency and accept length of an engine, or of whatever else answers prompts.
+"""Measures throughput, latency and acceptance length of an engine, or of whatever else answers prompts.
 
 The load is closed: `concurrency` requests run, and each one that ends is followed by the next. Times are those of the
 client, so that of a server they include HTTP, tokenizing and detokenizing.

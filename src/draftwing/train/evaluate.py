@@ -1,4 +1,4 @@
-"""Measures how good a head is, by the engine that will run it: accept lengths on prompts that it was not trained on.
+"""Measures how good a head is, by the engine that will run it: acceptance lengths on unseen prompts.
 
 Runs and counts are those of `draftwing bench`, so its figures are the same.
 """
@@ -109,7 +109,9 @@ def _measure_shape(
         target.run(ids[:1], params, 1)  # first use of everything
         record = measure(target, ids, params, trial.concurrency)
         found = {"set": name, "shape": list(shape.tree), "temperature": temperature, **record}
-        logger.info("%s %s, temperature %g: accept length %.3f", name, shape.tree, temperature, record["accept_length"])
+        logger.info(
+            "%s %s, temperature %g: acceptance length %.3f", name, shape.tree, temperature, record["accept_length"]
+        )
         yield found | {"positions": positions(target.samples, shape.depth)}
     engine.close()
     del engine, target
