@@ -153,7 +153,9 @@ def endpoints() -> set[str]:
 @pages
 def test_endpoints(page: Path, endpoints: set[str]) -> None:
     for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
-        assert endpoint in TYPED_IN_CHAT or any(path.startswith(endpoint) for path in endpoints), f"{page.name}: {endpoint}"
+        assert endpoint in TYPED_IN_CHAT or any(path.startswith(endpoint) for path in endpoints), (
+            f"{page.name}: {endpoint}"
+        )
 
 
 def test_defaults_of_speculation() -> None:
