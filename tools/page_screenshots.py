@@ -1,6 +1,6 @@
 """Takes the screenshots of docs/page.md: `python tools/page_screenshots.py`, with Chromium and draftwing[browser].
 
-Starts a server with the default model, which drafts in each step, or looks at the one at --url, and asks it two
+Starts a server with the default model, which drafts in each step, or looks at the one at --url, and asks it
 questions. Writes page.png, page_narrow.png and page_engine.png.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 QUESTIONS = ("List 3 countries and their capitals.", "Write a Python function that adds two numbers.")
+LONG_QUESTION = "Write a long story about a ship that crosses the ocean."
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 LIMIT = 180_000  # milliseconds that an answer may take
 
@@ -66,9 +67,13 @@ def take(browser: Any, url: str, out: Path) -> None:
         ask(page)
         page.screenshot(path=out / name)
         if size is WIDE:
+            page.locator("#settings-toggle").click()
+            page.locator("#set-max_tokens").fill("1024")
+            page.fill("#question", LONG_QUESTION)
+            page.keyboard.press("Enter")
             page.get_by_role("link", name="Engine").click()
             page.wait_for_selector(".card")
-            page.wait_for_timeout(3000)  # some snapshots
+            page.wait_for_timeout(3000)  # some snapshots, while the answer is written
             page.screenshot(path=out / "page_engine.png")
 
 

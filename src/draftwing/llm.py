@@ -52,8 +52,9 @@ class LLM:
     """Loads a model and generates text: `LLM("smollm2", speculative_algorithm="NGRAM")`.
 
     Options have the server's names; `draftwing serve --help` lists them. None means that an option is not given. Then
-    `smollm2` uses its bundled draft head, and other models run without speculation. `speculative_algorithm="none"`
-    turns it off; a class derived from `Drafter` is an algorithm of your own.
+    `smollm2` uses its bundled draft head, aliases with a published head use that one, and other models run without
+    speculation. `speculative_algorithm="none"` turns it off; a class derived from `Drafter` is an algorithm of your
+    own.
 
     Close it, or use it in a `with` statement, to free the model's memory. Not thread-safe. Raises ConfigError for an
     option that cannot work, CheckpointError for a model that cannot be served.

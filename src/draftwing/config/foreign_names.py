@@ -188,9 +188,9 @@ WITHOUT_COUNTERPART = {  # why there is none, and what to do
     "no_warmup": "the first steps are tried at the start, before anybody waits for them; leave it out",
     "ctx_size_draft": "a draft model has the context of the model that it drafts for; leave it out",
     "numa": "start the server under numactl",
-    "prompt": "`draftwing chat` asks for it, or send it to a server",
+    "prompt": "give it to `draftwing chat` as an argument, or send it to a server",
     "system": "a system prompt is the first message of a conversation",
-    "file": "`draftwing chat` asks for a prompt, or send it to a server",
+    "file": "`draftwing chat` reads a question from standard input, or send it to a server",
     # Ollama's
     "num_gpu": _OFFLOAD,
     "keepalive": "the model stays loaded until the server ends; leave it out",

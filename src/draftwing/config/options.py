@@ -375,7 +375,7 @@ class Options:
         """Says in words what is not real in this run; every output carries it. Empty where everything is real."""
         parts = ["random weights"] if self.dummy else []
         if self.simulate_accept_length is not None:
-            parts.append(f"accept length {self.simulate_accept_length:g}")
+            parts.append(f"acceptance length {self.simulate_accept_length:g}")
         return {"simulated": parts} if parts else {}
 
     @property

@@ -96,7 +96,7 @@ class Engine:
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:
-            log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
+            log.warning("SIMULATED: %s. Step times are real, texts and acceptance lengths are not", simulated)
         times = parts.executor.device.step_times()
         credited = self.options.drafter_spec.credited
         self.reporter = Reporter(

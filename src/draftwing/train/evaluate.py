@@ -1,4 +1,4 @@
-"""Measures how good a head is, by the engine that will run it: accept lengths on prompts that it was not trained on.
+"""Measures how good a head is, by the engine that will run it: acceptance lengths on unseen prompts.
 
 Runs and counts are those of `draftwing bench`, so its figures are the same.
 """

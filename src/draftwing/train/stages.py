@@ -252,7 +252,7 @@ class Stages:
         self._trim()
 
     def evaluate(self) -> list[dict[str, Any]]:
-        """Measures accept lengths of the head, by the engine; writes eval.json and the head's card."""
+        """Measures acceptance lengths of the head, by the engine; writes eval.json and the head's card."""
         settings, out = self.settings, self.run.out
         folder = out / "head"
         if not (folder / "config.json").exists():
