@@ -76,7 +76,7 @@ def examples(text: str) -> list[Example]:
     return found
 
 
-def run_all(found: list[Example], folder: Path, limit: float = 120) -> Iterator[Outcome]:
+def run_all(found: list[Example], folder: Path, limit: float = 300) -> Iterator[Outcome]:
     """Runs those that need nothing else, one after the other. limit: seconds for each. Ends what it started."""
     with contextlib.ExitStack() as stack:
         for example in found:
