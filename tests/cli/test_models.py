@@ -100,3 +100,9 @@ def test_the_default_model_can_be_deleted(hub: FakeHub, capsys: pytest.CaptureFi
     assert [one["model"] for one in json.loads(run(capsys, "list", "--json"))] == [DEFAULT_MODEL]
     assert DEFAULT_MODEL in run(capsys, "rm", DEFAULT_MODEL) and not file.parent.exists()
     assert "in no cache" in refused(capsys, "rm", DEFAULT_MODEL)
+
+
+def test_a_model_fetched_at_a_commit_is_shown_by_its_name(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "pull", REPO, "--revision", fake_hub.COMMIT)
+    assert REPO in run(capsys, "list")
+    assert REPO in run(capsys, "show", REPO)

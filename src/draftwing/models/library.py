@@ -80,7 +80,10 @@ def find(name: str) -> Path | None:
     if alias is not None and alias.hub is not None:
         return snapshot(*alias.hub)
     path = Path(name).expanduser()
-    return path if path.exists() or "/" not in name else snapshot(name)
+    if path.exists() or "/" not in name:
+        return path
+    # Of a repository that was fetched at a commit the cache does not know the main branch.
+    return snapshot(name) or next((model.path for model in stored_models() if name in _names(model)), None)
 
 
 def describe(name: str, path: Path) -> dict[str, Any]:
