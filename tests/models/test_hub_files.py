@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -149,3 +150,30 @@ def test_files_hold_no_code_and_no_second_copy() -> None:
 def test_sizes_for_people() -> None:
     sizes = {0: "0 bytes", 1500: "1.5 kB", 93_000_000: "93.0 MB", 16_060_522_496: "16.1 GB"}
     assert {size: hub_files.readable(size) for size in sizes} == sizes
+
+
+def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: FakeHub) -> None:
+    hub.files["config.json"] = b'{"architectures": ["DeepseekV3ForCausalLM"]}'
+    with pytest.raises(CheckpointError, match="MLA"):
+        resolve_model(REPO)
+    assert not [name for name, _ in hub.asked if name == "model.safetensors"]
+
+
+def test_a_file_that_only_has_to_be_compared(hub: FakeHub, tmp_path: Path) -> None:
+    """The process was stopped after the last byte: the hub refuses a range that begins there."""
+    blobs(tmp_path).mkdir(parents=True)
+    (blobs(tmp_path) / f"{hashlib.sha256(WEIGHTS).hexdigest()}.part").write_bytes(WEIGHTS)
+    assert (resolve_model(REPO) / "model.safetensors").read_bytes() == WEIGHTS
+    assert not [name for name, _ in hub.asked if name == "model.safetensors"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_takes_nothing_is_not_the_connection(
+    number: int, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(hub_files, "_download", fail)
+    with pytest.raises(CheckpointError, match="cannot be stored"):
+        resolve_model(REPO)

@@ -80,7 +80,8 @@ def _row(facts: dict[str, Any]) -> tuple[str, ...]:
     size = readable(facts["size"])
     served = "yes" if reason is None else reason if len(reason) < 60 else f"no (`draftwing show {facts['model']}`)"
     return (
-        facts["model"], size, str(facts.get("format")), str(facts.get("architecture")), facts.get("drafter", ""), served
+        facts["model"], size, facts.get("format") or "-", facts.get("architecture") or "-", facts.get("drafter", ""),
+        served,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ compares hashes; the client of the hub compares sizes alone, and its newer versi
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -22,6 +23,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from draftwing.errors import CheckpointError
+from draftwing.models.folder import read_json
+from draftwing.models.unserved import unserved_part
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,10 @@ def fetch(repo: str, revision: str | None, weights: bool = True) -> Path:
         ) from error
     except CheckpointError:
         raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            return _from_cache(repo, revision, weights, error)
+        raise CheckpointError(f"{repo} cannot be stored in the hub's cache: {error}") from error
     # Offline mode, no route, a timeout: each version of the client has its own exceptions for them.
     except Exception as error:
         return _from_cache(repo, revision, weights, error)
@@ -160,6 +167,10 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
     texts = [name for name in names if name.endswith(_TEXT_SUFFIXES)]
     folder = Path(snapshot_download(repo, revision=revision, allow_patterns=texts))
     if weights:
+        config = read_json(folder / "config.json")
+        missing = unserved_part(config.get("architectures") or (), config.get("model_type"))
+        if missing is not None:
+            raise CheckpointError(f"{repo} has {missing}, which is not served yet; its weights are not downloaded")
         large = [file for name in names if (file := files[name]).lfs is not None and not (folder / name).exists()]
         if large:
             logger.info("downloading %s (%s)", repo, readable(sum(file.size or 0 for file in large)))
@@ -197,10 +208,9 @@ def _download(repo: str, commit: str | None, file: Any, folder: Path) -> None:
                 start = 0
             if start:
                 logger.info("%s: going on at %s of %s", name, readable(start), readable(size))
-            url = hf_hub_url(repo, name, revision=commit)
-            http_get(
-                url, stored, resume_size=start, headers=build_hf_headers(), expected_size=size, displayed_filename=name
-            )
+            if start < size:  # else it was stopped before the comparison
+                url, headers = hf_hub_url(repo, name, revision=commit), build_hf_headers()
+                http_get(url, stored, resume_size=start, headers=headers, expected_size=size, displayed_filename=name)
         with part.open("rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
         if found != digest:
