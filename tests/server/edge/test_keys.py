@@ -62,7 +62,7 @@ def bearer(key: str, scheme: str = "Bearer") -> dict[str, str]:
 def paths(client: TestClient) -> set[str]:
     """All routes, and what looks like one that is free."""
     routes: Any = client.app.routes  # type: ignore[attr-defined]
-    known = {route.path.replace("{name:path}", "m").replace("{name}", "page.js") for route in routes}
+    known = {route.path.replace("assets/{name:path}", "assets/page.js").replace("{name:path}", "m") for route in routes}
     assert any(isinstance(route, APIRoute) for route in routes)
     return known | {"/healthy", "/health/", "/%2Fhealth", "/health%2F..%2Fgenerate", "/HEALTH", "/health_generate/x"}
 
