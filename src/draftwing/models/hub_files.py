@@ -23,7 +23,6 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from draftwing.errors import CheckpointError
-from draftwing.models.folder import read_json
 from draftwing.models.unserved import unserved_part
 
 logger = logging.getLogger(__name__)
@@ -167,8 +166,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
     texts = [name for name in names if name.endswith(_TEXT_SUFFIXES)]
     folder = Path(snapshot_download(repo, revision=revision, allow_patterns=texts))
     if weights:
-        config = read_json(folder / "config.json")
-        missing = unserved_part(config.get("architectures") or (), config.get("model_type"))
+        missing = _unserved(folder / "config.json")
         if missing is not None:
             raise CheckpointError(f"{repo} has {missing}, which is not served yet; its weights are not downloaded")
         large = [file for name in names if (file := files[name]).lfs is not None and not (folder / name).exists()]
@@ -178,6 +176,15 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
             list(pool.map(lambda file: _download(repo, info.sha, file, folder), large))
         snapshot_download(repo, revision=revision, allow_patterns=names)
     return folder
+
+
+def _unserved(file: Path) -> str | None:
+    """What `unserved_part` says of a config.json; None of one that cannot be read, which whoever loads it refuses."""
+    try:
+        config = json.loads(file.read_text("utf-8"))
+        return unserved_part(config.get("architectures") or (), config.get("model_type"))
+    except (ValueError, AttributeError, TypeError):
+        return None
 
 
 def _download(repo: str, commit: str | None, file: Any, folder: Path) -> None:
