@@ -134,7 +134,7 @@ def remove(name: str) -> int:
     """Deletes a model from its cache, of a repository all revisions; returns how many bytes that frees. Raises
     CheckpointError for what is in no cache."""
     if name == DEFAULT_MODEL and default_model_file().is_file():
-        size = default_model_file().stat().st_size
+        size = _size(default_model_file().parent)
         shutil.rmtree(default_model_file().parent)
         return size
     model = next((model for model in stored_models() if model.commits and name in _names(model)), None)
