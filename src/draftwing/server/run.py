@@ -96,16 +96,30 @@ def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that what is to be cleaned up is. SIGHUP may be ignored (nohup)."""
+    """SIGTERM and SIGHUP raise SystemExit, SIGINT KeyboardInterrupt, so that what is to be cleaned up is. Other errors
+    that come of a signal end the block in the same way. SIGHUP may be ignored (nohup)."""
+    received: list[int] = []
+
+    def ending() -> BaseException:
+        return KeyboardInterrupt() if received[0] == signal.SIGINT else SystemExit(128 + received[0])
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        received.append(number)
+        raise ending()
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with handled(signal.SIGTERM, leave), handled(signal.SIGHUP, leave):
-        yield
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            stack.enter_context(handled(number, leave))
+        try:
+            yield
+        except Exception:
+            # Python may be where it makes other errors of what a handler raises, as in the body of a class.
+            if received:
+                raise ending() from None
+            raise
 
 
 @contextlib.contextmanager
