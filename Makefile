@@ -75,8 +75,9 @@ neon: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	$(BIN)/python tools/soak.py $(ARGS)
 
-build: $(VENV)/.installed-dev
-	$(BIN)/python -m build
+# For other machines too, where a cross compiler is: make build ARGS="--machines x86_64 aarch64"
+build: $(VENV)/.installed-release
+	$(BIN)/python tools/build_wheels.py $(ARGS)
 
 setup: $(VENV)/.installed-dev
 
@@ -98,6 +99,10 @@ $(VENV)/.installed-dev: pyproject.toml setup.py $(NATIVE) | $(BIN)/python
 
 $(VENV)/.installed-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev,cluster]'
+	@touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev,release]'
 	@touch $@
 
 clean:

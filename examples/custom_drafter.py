@@ -33,12 +33,13 @@ class PairLookup(Drafter):
 
 
 def main() -> None:
-    prompt = "Repeat this three times: red lorry, yellow lorry, blue lorry, green lorry."
+    # Text that repeats itself, of which a lookup predicts much.
+    days = ("Monday", "Tuesday", "Wednesday")
+    prompt = "".join(f"{day}: open from 9 am to 5 pm.\n" for day in days) + "Thursday:"
     with LLM(speculative_algorithm=PairLookup) as llm:
-        answer = llm.chat([{"role": "user", "content": prompt}], {"temperature": 0, "max_new_tokens": 64})[0]
-    steps, drafts = (answer.meta_info[name] for name in ("spec_verify_ct", "spec_num_correct_drafts"))
-    print(answer.text)
-    print(f"accept length: {1 + drafts / steps:.2f} tokens a step")
+        answer = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 64})[0]
+    print(prompt + answer.text)
+    print(f"acceptance length: {answer.meta_info['spec_accept_length']:.2f} tokens per step")
 
 
 if __name__ == "__main__":

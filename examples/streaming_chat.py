@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 
-import openai
+try:
+    import openai
+except ModuleNotFoundError:
+    sys.exit("this example needs OpenAI's client: pip install openai")
 
 
 def main(url: str = "http://127.0.0.1:30000") -> None:

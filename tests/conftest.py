@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoint import write_checkpoint
 from triton_interpreter import mended
 
 if not torch.cuda.is_available():
@@ -91,6 +92,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def smollm2_path() -> Path:
     """The default model's GGUF file, downloaded on first use."""
     return fetch_default_model()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a random model of two small layers and a tokenizer."""
+    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(scope="session")

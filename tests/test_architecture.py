@@ -28,6 +28,7 @@ MAY_ASK = {
     "train.chain_attention": "training's own kernels, with gradients",
     "train.cross_entropy": "training's own kernels, with gradients",
     "train.fit": "the process group's backend, and whether bfloat16 is native",
+    "train.stages": "a forecast: processes on a CPU share its cores",
     "train.optimizer": "torch has its fused step for CUDA",
 }
 
@@ -209,6 +210,6 @@ def test_drafters_never_see_the_sampler() -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    code = "import sys, draftwing; from draftwing import SamplingParams; print('torch' in sys.modules)"
+    code = "import sys, draftwing.cli.main; from draftwing import SamplingParams; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from scripts import script
 
 from draftwing.cli import main
 from draftwing.config.drafters import find_drafter
@@ -18,7 +19,12 @@ from draftwing.test.doc_patch import launch_server_cmd
 from draftwing.utils import print_highlight, terminate_process, wait_for_server
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/constrained.md", "docs/migrating.md", "docs/speculative_decoding.md")
+examples = script(ROOT / "tools" / "readme_commands.py").examples
+PAGES = (
+    "README.md", "docs/constrained.md", "docs/installation.md", "docs/migrating.md", "docs/python.md",
+    "docs/recipes.md", "docs/speculative_decoding.md", "docs/troubleshooting.md",
+)  # fmt: skip
+OTHERS = ("pip ", "uv ", "uvx ", "hf ", "docker ", "git ")  # programs whose commands are not looked at
 PORT_OF_PAGES = "http://127.0.0.1:30000"
 # What SGLang's page serves, its import changed; names of models, and log levels, left out.
 EAGLE = "--speculative-algorithm EAGLE --speculative-draft-model-path d --speculative-num-steps"
@@ -40,19 +46,9 @@ SGLANG = (
 
 
 def commands(page: str) -> list[str]:
-    """Those of every ```bash block; lines that end in a backslash or inside quotes go on, comments do not count."""
-    text = (ROOT / page).read_text(encoding="utf8")
-    found = []
-    for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        command = ""
-        for line in block.replace("\\\n", " ").splitlines():
-            command += line + "\n"
-            if command.count("'") % 2 == 0:
-                words, command = shlex.split(command, comments=True), ""
-                if words:
-                    found.append(shlex.join(words))
-        assert not command, f"{page}: a quotation does not end in {block!r}"
-    return found
+    """Those of every ```bash block, without comments."""
+    found = examples((ROOT / page).read_text(encoding="utf8"))
+    return [shlex.join(one.words) for one in found if one.language == "bash"]
 
 
 EVERY = sorted({command for page in PAGES for command in commands(page)})
@@ -65,6 +61,7 @@ def test_a_command_is_taken_as_it_is_typed(command: str) -> None:
     words = ["serve", "--model", "m", *words] if command in SGLANG else words
     parser, _, _ = main._parser()
     given: dict[str, Any] = vars(parser.parse_args([words[0], *main.dashed(words[1:])]))
+    main._take_positional_model(given)
     if given.pop("command") == "serve":
         options = main.serve_options(given, {}).resolve()
         asked = given.get("speculative_algorithm")
@@ -76,7 +73,7 @@ def test_a_command_is_taken_as_it_is_typed(command: str) -> None:
 def test_no_command_is_left_out() -> None:
     assert len(commands("docs/speculative_decoding.md")) >= 10
     for command in EVERY:
-        assert command.startswith(("draftwing ", "curl ", "make ")), command
+        assert command.startswith(("draftwing ", "curl ", "make ", *OTHERS)), command
         if command.startswith("make "):  # setting up an environment is no unit test; that make knows what to do is
             subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
 
@@ -110,10 +107,12 @@ def test_the_server_of_a_notebook(smollm2_path: Path, capsys: pytest.CaptureFixt
     assert response.usage is not None and 1 <= response.usage.completion_tokens <= 64
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/constrained.md", "docs/speculative_decoding.md"])
+@pytest.mark.parametrize("page", ["docs/constrained.md", "docs/python.md", "docs/speculative_decoding.md"])
 def test_python(page: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text(encoding="utf8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (script,) = [block for block in blocks if "LLM(" in block]
-    exec(compile(script, page, "exec"), {})
-    assert capsys.readouterr().out.strip()
+    programs = [block for block in blocks if "LLM(" in block]
+    assert programs
+    for program in programs:
+        exec(compile(program, page, "exec"), {})
+        assert capsys.readouterr().out.strip()

@@ -5,22 +5,24 @@ examples/custom_drafter.py has tests of its own, in tests/spec/test_drafter.py.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import contextlib
 import importlib.util
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, local
 from reference.learnable import write_target
 from safetensors.torch import load_file, save_file
 from scripted import serving
-from tiny_checkpoint import write_checkpoint
+from scripts import script
 
 from draftwing import LLM, Completion
 from draftwing.layers.linear_ops import formats
@@ -31,41 +33,37 @@ from draftwing.models.weight_map import checkpoint_tensors
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("model") / "tiny"))
-
-
 @pytest.fixture(autouse=True)
 def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of its own takes what memory is free."""
     monkeypatch.setattr("draftwing.engine.devices.cpu.CpuDevice.free_memory", lambda device: 64 << 20)
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_offline_generation(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    offline = example("offline_generation")
+    offline = script(EXAMPLES / "offline_generation.py")
     offline.main(model)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" -> ")[0] for line in lines] == [repr(prompt) for prompt in offline.PROMPTS]
 
 
+def test_async_generation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example, engine = script(EXAMPLES / "async_generation.py"), FakeEngine()
+    opened = contextlib.nullcontext((local(engine), engine.tokenizer))
+    monkeypatch.setattr("draftwing.server.run.opened", lambda options: opened)
+    asyncio.run(example.main())
+    echoes = [f"{prompt!r} -> {prompt!r}" for prompt in example.PROMPTS]
+    assert capsys.readouterr().out.splitlines() == ["Once upon a time", *echoes]
+
+
 def test_structured_output(smollm2_path: Path) -> None:
     """With the default model: a random one writes escapes and spaces until it is cut."""
-    found = example("structured_output").main()
+    found = script(EXAMPLES / "structured_output.py").main()
     assert [country["name"] for country in found] == ["Japan", "Kenya", "Peru"]
     assert all(set(country) == {"name", "continent", "islands"} for country in found)
 
 
 def test_compare_speculation(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example("compare_speculation").main(model)
+    assert script(EXAMPLES / "compare_speculation.py").main(model)
     assert "tokens per second" in capsys.readouterr().out
 
 
@@ -73,9 +71,15 @@ def test_streaming_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     questions = iter(["Hello?", "And then?", ""])
     monkeypatch.setattr(builtins, "input", lambda prompt: next(questions))
     with serving(FakeEngine()) as url:
-        example("streaming_chat").main(url)
+        script(EXAMPLES / "streaming_chat.py").main(url)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "chatting with echo" and "user:Hello?" in out and "user:And then?" in out
+
+
+def test_streaming_chat_without_its_client() -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="pip install openai"):
+        patch.setitem(sys.modules, "openai", None)
+        script(EXAMPLES / "streaming_chat.py")
 
 
 def blocks(section: str) -> list[str]:
@@ -165,8 +169,3 @@ def test_contributing_add_a_kind_of_layer(tmp_path: Path, monkeypatch: pytest.Mo
     drafted = answer(str(folder), speculative_algorithm="NGRAM", speculative_fixed_shape=True)
     assert drafted.token_ids == answer(str(folder), speculative_algorithm="none").token_ids
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0 and len(set(drafted.token_ids)) > 10
-
-
-def test_they_are_short() -> None:
-    for file in EXAMPLES.glob("*.py"):
-        assert len(file.read_text(encoding="utf8").splitlines()) < 60, file

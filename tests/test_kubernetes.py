@@ -1,4 +1,4 @@
-"""Files of examples/kubernetes and the Dockerfile: they fit each other, the server's options and its endpoints."""
+"""Files of examples/kubernetes and the Dockerfiles: they fit each other, the server's options and its endpoints."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from draftwing.serve.settings import read_args
 from draftwing.server.app import create_app
 
 ROOT = Path(__file__).parents[1]
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 FILES = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
 VERSION = "1.33"
 
@@ -77,9 +78,10 @@ def test_probes_ask_what_the_server_answers() -> None:
     assert told["prometheus.io/path"] in paths and told["prometheus.io/port"] == str(served_port())
 
 
-def test_options_are_those_of_the_server() -> None:
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_options_are_those_of_the_server(path: Path) -> None:
     parser, _, _ = main._parser()
-    entry = re.search(r"^ENTRYPOINT (.*)$", dockerfile(), re.MULTILINE)
+    entry = re.search(r"^ENTRYPOINT (.*)$", path.read_text(encoding="utf8"), re.MULTILINE)
     assert entry is not None
     program, *words = yaml.safe_load(entry[1])
     given = vars(parser.parse_args([*words, *container("server")["args"]]))
@@ -101,19 +103,18 @@ def test_arguments_of_the_ray_application() -> None:
     assert options.device == "cuda" and scaling.max_replicas == group["maxReplicas"]
 
 
-def dockerfile() -> str:
-    return (ROOT / "Dockerfile").read_text(encoding="utf8")
-
-
-def test_dockerfile() -> None:
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_dockerfile(path: Path) -> None:
     """Every line is an instruction, a comment or goes on from the one before; the user and its folder are there."""
-    lines = dockerfile().replace("\\\n", " ").splitlines()
+    lines = path.read_text(encoding="utf8").replace("\\\n", " ").splitlines()
     words = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    known = {"FROM", "RUN", "ARG", "COPY", "ENV", "USER", "WORKDIR", "VOLUME", "EXPOSE", "ENTRYPOINT"}
+    known = {"FROM", "RUN", "ARG", "COPY", "ENV", "USER", "WORKDIR", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
     assert {word[0] for word in words} <= known and words[0][0] == "FROM"
     for kind, rest in words:
         if kind == "RUN":
             assert shlex.split(rest), rest
+    (health,) = (rest for kind, rest in words if kind == "HEALTHCHECK")
+    assert f":{served_port()}{container('server')['livenessProbe']['httpGet']['path']}'" in health
     names = [rest for kind, rest in words if kind in ("USER", "EXPOSE")]
     assert names == ["draftwing", str(served_port())]
     mounts = container("server")["volumeMounts"]

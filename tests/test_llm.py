@@ -133,11 +133,12 @@ def test_chats_go_on(llm: LLM) -> None:
 
 
 def test_defaults_of_the_model() -> None:
-    engine = FakeEngine(defaults={"top_k": 20, "temperature": 0.6})
+    engine = FakeEngine(defaults={"top_k": 20, "temperature": 0.6, "max_new_tokens": 300})
     llm = LLM.from_engine(engine)  # type: ignore[arg-type]
-    for params in (None, {"top_k": 5}, SamplingParams()):
+    for params in (None, {"top_k": 5}, SamplingParams(top_k=5), SamplingParams(temperature=1.0, max_new_tokens=None)):
         llm.generate("a", params)
-    assert [(r.params.top_k, r.params.temperature) for r in engine.requests] == [(20, 0.6), (5, 0.6), (-1, 1.0)]
+    found = [(r.params.top_k, r.params.temperature, r.params.max_new_tokens) for r in engine.requests]
+    assert found == [(20, 0.6, 128), (5, 0.6, 128), (5, 0.6, 128), (20, 1.0, None)]
 
 
 @pytest.mark.parametrize("prompts", [5, None, [None], [["a"]], ["a", ""], [[]], "\ud800", [True], ["a", 1], [1, "a"]])
@@ -203,3 +204,75 @@ def test_a_budget_needs_markers(llm: LLM, engine: FakeEngine) -> None:
     with pytest.raises(RequestError, match="--reasoning-parser") as refused:
         llm.generate("a", {"thinking_budget": 4})
     assert refused.value.param == "thinking_budget" and not engine.requests
+
+
+def test_stream_is_generate_in_pieces(llm: LLM, engine: FakeEngine) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    ids, salted = engine.tokenizer.encode("abc"), {"priority": 2, "return_logprob": True}
+    for prompt, params in (("one two three", {"stop": "two"}), (ids, {"seed": 3}), ("dé", None), (chat, None)):
+        (whole,) = llm.chat(chat, **salted) if prompt is chat else llm.generate(prompt, params, **salted)  # type: ignore
+        pieces = list(llm.stream(prompt, params, **salted))  # type: ignore[arg-type]
+        done = pieces[-1].completion
+        assert done is not None and [piece.completion for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert (done.text, done.token_ids, done.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+        assert done.meta_info["output_token_logprobs"] == whole.meta_info["output_token_logprobs"]
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    first, second = (request._replace(uid="", terms=None) for request in engine.requests[2:4])
+    assert first == second and first.params.sampling_seed == 3
+
+
+def test_a_closed_stream_is_aborted(llm: LLM, engine: FakeEngine) -> None:
+    pieces = llm.stream("abc", {"ignore_eos": True, "max_new_tokens": None})
+    assert next(pieces).text == "abc"
+    with pytest.raises(RuntimeError, match="another answer"):
+        llm.generate("x")
+    assert len(engine.requests) == 1 and next(pieces).token_ids
+    pieces.close()
+    assert engine.idle() and engine.aborted == [engine.requests[0].uid]
+    assert [llm.generate("x")[0].text for piece in llm.stream("abc") if piece.completion] == ["x"]
+
+
+@pytest.mark.parametrize("prompt", [5, [], "", ["a"], [[1]], [[{"role": "user", "content": "a"}]], [5, "a"]])
+def test_bad_prompts_of_streams(llm: LLM, engine: FakeEngine, prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.stream(prompt)
+    with pytest.raises(RequestError, match="n must be 1"):
+        llm.stream("a", {"n": 2})
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("use_tqdm", "prompts", "shown"),
+    [(None, ["a"], False), (None, ["a", "b"], True), (False, ["a", "b"], False), (True, "a", True)],
+)
+def test_progress_bar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool | None, prompts: list[str], shown: bool
+) -> None:
+    updates: list[int] = []
+
+    class Bar:
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def update(self, count: int) -> None:
+            updates.append(count)
+
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr("draftwing.llm.progress_bar", lambda **given: settings.update(given) or Bar())
+    llm.generate(prompts, use_tqdm=use_tqdm)
+    assert settings["disable"] is not shown and settings["total"] == sum(updates) == len(prompts)
+
+
+def test_lists_of_text_parts(llm: LLM) -> None:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert texts(llm.chat([{"role": "user", "content": parts}])) == ["user:hi\n"]
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[2\] .*images are not supported"):
+        llm.chat([{"role": "user", "content": [*parts, picture]}])
+    for part in ("hi", {"type": "text"}, {"text": "a"}, {"type": "text", "text": 5}):
+        with pytest.raises(RequestError, match="must be"):
+            llm.chat([{"role": "user", "content": [part]}])

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from draftwing.log import LineFormatter, visible
+from draftwing import log
+from draftwing.log import LineFormatter, LineHandler, progress_bar, visible
 
 HOSTILE = "a\x1b[2J\x9b1m\x7f\u2028\u202e\u2066\x85\r\x00\ud800\U000e0041 é日😀"
 
@@ -35,3 +36,36 @@ def test_no_text_makes_a_line_of_its_own(text: str) -> None:
     lines = stream.getvalue().removesuffix("\n").split("\n")
     assert all(line.startswith(("[time] a model", "    ")) and line.isprintable() for line in lines)
     assert sum(line.startswith("[time]") for line in lines) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_bars_are_for_terminals_and_for_work_that_lasts(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar(total=3, desc="working") as bar:
+        bar.update()
+    assert not stream.getvalue().strip()
+    monkeypatch.setattr(log, "BAR_SECONDS", 0.0)
+    with progress_bar(total=3, desc="working", mininterval=0) as bar:
+        bar.update()
+        assert ("working" in stream.getvalue()) == terminal
+    with progress_bar(total=3, desc="none", disable=True) as bar:
+        bar.update()
+    assert "none" not in stream.getvalue()
+
+
+def test_a_line_does_not_follow_a_bar_in_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(log, "BAR_SECONDS", 0.0)
+    handler = LineHandler(stream)
+    with progress_bar(total=3, desc="working", mininterval=0) as bar:
+        bar.update()
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 1, "a message", (), None))
+    shown = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")]
+    assert "a message" in shown

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, byte_tokenizer, local
+from scripts import script
 
+from draftwing.cli.chat import COMMANDS as CHAT_COMMANDS
 from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.server.app import create_app
@@ -26,7 +30,8 @@ CARDS = {  # as performance.md names the heads
 }
 ELSEWHERE = {  # flags of other programs
     "--inplace", "--worker-urls", "--policy", "--load-monitor-interval", "--disable-worker-overload-protection",
-    "--head", "--address", "--backend", "--endpoint-type", "--extra-inputs",
+    "--head", "--address", "--backend", "--endpoint-type", "--extra-inputs", "--extra-index-url", "--torch-backend",
+    "--build-arg", "--upgrade", "--local-dir",
 }  # fmt: skip
 TO_WRITE = {"src/draftwing/layers/linear_ops/int8_rows.py"}  # files that CONTRIBUTING.md lets the reader write
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
@@ -64,10 +69,6 @@ def ours(page: Path) -> str:
     return "\n".join(row[-1] for row in table_rows(text)) if page.name == "migrating.md" else text
 
 
-def figures(cells: list[str]) -> set[str]:
-    return set(re.findall(r"\d[\d,.]*(?<=\d)", " ".join(cells)))
-
-
 @pages
 def test_links(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(page)))
@@ -80,10 +81,13 @@ def test_links(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
-def test_index_has_every_page() -> None:
-    index = ROOT / "docs" / "index.md"
+@pytest.mark.parametrize("folder", [ROOT / "docs", ROOT / "docs" / "dev"], ids=lambda folder: folder.name)
+def test_index_has_every_page(folder: Path) -> None:
+    """Pages of docs/dev are in an index of their own."""
+    index = folder / "index.md"
     linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", text_of(index))}
-    assert linked >= {page for page in PAGES if page != index}
+    above = [*folder.glob("*.md")] if folder.name == "dev" else [*ROOT.glob("*.md"), *folder.glob("*.md")]
+    assert linked >= {*above, ROOT / "docs" / "dev" / "index.md"} - {index}
 
 
 @pages
@@ -123,11 +127,11 @@ def test_nouns() -> None:
 def flags() -> set[str]:
     """Of all commands and of the benchmarks' scripts."""
     found = set()
-    for command in COMMANDS:
+    for command, option in itertools.product(COMMANDS, ("--help", "--help-all")):
         text = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), pytest.raises(SystemExit):
             patch.setenv("COLUMNS", "1000")
-            main([command, "--help"])
+            main([command, option])
         found |= set(re.findall(r"--[a-z][a-z0-9-]*", text.getvalue()))
     scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     return found | {flag for file in scripts for flag in re.findall(r'"(--[a-z-]+)"', text_of(file))}
@@ -149,7 +153,13 @@ def endpoints() -> set[str]:
 @pages
 def test_endpoints(page: Path, endpoints: set[str]) -> None:
     for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
-        assert any(path.startswith(endpoint) for path in endpoints), f"{page.name}: {endpoint}"
+        known = endpoint in CHAT_COMMANDS or any(path.startswith(endpoint) for path in endpoints)
+        assert known, f"{page.name}: {endpoint}"
+
+
+def test_the_commands_of_a_chat_are_all_on_their_page() -> None:
+    rows = table_rows(text_of(ROOT / "docs" / "terminal.md"))
+    assert {row[0].strip("`").split()[0] for row in rows if row[0].startswith("`/")} == set(CHAT_COMMANDS)
 
 
 def test_defaults_of_speculation() -> None:
@@ -163,25 +173,33 @@ def test_defaults_of_speculation() -> None:
             assert told[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
 
 
-def test_readme_quotes_performance() -> None:
-    """Every figure of the README's results is in the row of the same name on the page that has its command."""
-    _, results = text_of(ROOT / "README.md").split("## Results")
-    measured = {row[0]: figures(row[1:]) for row in table_rows(text_of(ROOT / "docs" / "performance.md"))}
-    quoted = [row for row in table_rows(results) if figures(row[1:])]
-    assert len(quoted) >= 10
-    for name, *cells in quoted:
-        if name != "work":
-            assert figures(cells) <= measured.get(name, set()), name
+def test_results_are_current() -> None:
+    """Tables of results, and of default trees, are those that tools/result_tables.py writes."""
+    written = script(ROOT / "tools" / "result_tables.py").written
+    assert [page.name for page in PAGES if written(text_of(page)) != text_of(page)] == []
+
+
+def test_every_result_is_shown() -> None:
+    """With a value for each of its columns, and those rows in the README that it has."""
+    shown = {name for page in PAGES for name in re.findall(r"<!-- results: (\w+)", text_of(page))}
+    results = {path.stem: json.loads(text_of(path)) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert shown == set(results)
+    for name, result in results.items():
+        assert {len(row) for row in result["rows"]} == {len(result["columns"])}, name
+        assert set(result.get("headline", ())) <= {row[0] for row in result["rows"]}, name
+
+
+def test_the_notebook_has_short_pages() -> None:
+    for page in (ROOT / "docs" / "dev").glob("*.md"):
+        assert len(text_of(page).split()) <= 3000, page.name
 
 
 def test_performance_quotes_the_cards() -> None:
-    """Accept lengths of the bundled heads, greedy / at temperature 1, are those of the cards beside them."""
-    section = text_of(ROOT / "docs" / "performance.md").split("## Accept length of the bundled heads")[1]
+    """Acceptance lengths of the bundled heads, greedy / at temperature 1, are those of the cards beside them."""
+    section = text_of(ROOT / "docs" / "performance.md").split("## Acceptance length of the bundled heads")[1]
     rows = [row for row in table_rows(section) if len(row) == 4 and re.fullmatch(r"\(\d+, \d+, \d+\)", row[1])]
     assert len(rows) == 9
-    head = ""
-    for name, tree, *cells in rows:
-        head = name or head
+    for head, tree, *cells in rows:
         card = table_rows(text_of(CARDS[head]))
         column = next(row for row in card if row[0] == "prompts").index(tree)
         found = {(row[0], row[1]): row[column] for row in card}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from reference.learnable import ENGINE, prompts, write_target
-from tiny_checkpoint import write_checkpoint
+from scripts import script
 
 from draftwing import LLM
 from draftwing.models.heads.block_config import BlockConfig
@@ -38,23 +35,6 @@ RUNS = {
 }  # fmt: skip
 
 
-def script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"script_{path.parent.name}_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for themselves
-    with pytest.MonkeyPatch.context() as patch:  # scripts of one folder import each other
-        patch.syspath_prepend(str(path.parents[1]))
-        patch.syspath_prepend(str(path.parent))
-        spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_it_can_be_imported(path: Path) -> None:
     script(path)
@@ -71,17 +51,6 @@ def test_it_runs(name: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(sys, "argv", [name, "--model", model, *RUNS[name], *SMALL])
     run.main()
     assert capsys.readouterr().out.strip()
-
-
-def test_waves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against no server: what it asks for. None of the prompts that count was cached by those before."""
-    waves, asked = script(ROOT / "benchmarks" / "waves.py"), list[tuple[int, ...]]()
-    monkeypatch.setattr(waves, "ask", lambda url, ids, tokens, temperature: asked.append(tuple(ids)) or tokens)
-    words = ["--url", "u", "--vocab", "5000", "--waves", "1", "4@0.5", "--prompt=6", "--tokens=9", "--rounds=2"]
-    monkeypatch.setattr(sys, "argv", ["waves", *words])
-    waves.main()
-    assert len(set(asked)) == len(asked) >= 2 * (1 + 4)
-    assert [json.loads(line)["wave"] for line in capsys.readouterr().out.splitlines()[:2]] == ["1", "4 at 0.5"]
 
 
 def test_an_inflated_pair_writes_the_same_text(tmp_path: Path) -> None:

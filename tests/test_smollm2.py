@@ -14,10 +14,12 @@ REPEAT = [
 ]
 STORY = [{"role": "user", "content": "Tell me a very short story about a fox and a crow."}]
 
+OPENAI = {"sampling_defaults": "openai"}  # no penalties, which would keep a text from being repeated
+
 
 @pytest.fixture(scope="module")
 def plain(smollm2_path):
-    with LLM("smollm2", speculative_algorithm="none", max_total_tokens=4096, max_running_requests=8) as llm:
+    with LLM("smollm2", speculative_algorithm="none", max_total_tokens=4096, max_running_requests=8, **OPENAI) as llm:
         yield llm
 
 
@@ -25,14 +27,14 @@ def plain(smollm2_path):
 def ngram(smollm2_path):
     """Of a fixed shape: whether answers so short are drafted would else depend on what steps cost on this machine."""
     options = dict(speculative_algorithm="NGRAM", speculative_fixed_shape=True, max_running_requests=8)
-    with LLM("smollm2", max_total_tokens=4096, **options) as llm:
+    with LLM("smollm2", max_total_tokens=4096, **options, **OPENAI) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def dense(smollm2_path):
     """Without the errors of activations in 8 bits: the first token of the known answer leads by 0.1 alone."""
-    with LLM("smollm2", speculative_algorithm="none", quantization="none", max_total_tokens=1024) as llm:
+    with LLM("smollm2", speculative_algorithm="none", quantization="none", max_total_tokens=1024, **OPENAI) as llm:
         yield llm
 
 

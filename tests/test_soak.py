@@ -1,4 +1,4 @@
-"""tools/soak.py for two minutes, on a tiny model; `make soak` runs it for longer. What it makes of a log."""
+"""tools/soak.py for two minutes, on a tiny model; `make soak` runs it for longer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ KeyError: 2
 """
 
 
-def test_the_log_before_a_bug_is_kept_with_whole_traces() -> None:
+def test_the_log_before_a_bug_is_kept_with_whole_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOL.parent))
     spec = importlib.util.spec_from_file_location("soak", TOOL)
     assert spec is not None and spec.loader is not None
     soak = importlib.util.module_from_spec(spec)

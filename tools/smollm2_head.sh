@@ -7,7 +7,7 @@
 # Each stage goes on where it was interrupted, but prompts of its own, which an engine writes anew; FIRST names the one to
 # begin with (own, generate, fit, eval). What can be set, with what is meant for an H200 and 30 minutes. Answers are short
 # since long greedy ones repeat themselves; every token of them opens a block, for the target, half of the work, is run
-# for a text once whatever is drafted from it. Half of the tokens teach as much so (docs/dev/experiments.md, head E).
+# for a text once whatever is drafted from it. Half of the tokens teach as much so (docs/dev/block_heads.md).
 set -euo pipefail
 RUN=$1 PROMPTS=$2
 MODEL=${MODEL:-smollm2}

@@ -15,31 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import replayed_layers
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
-REPLAYS = 20
 COLD = 256 << 20  # bytes of keys and values that one replay goes through, where there are enough layers
-
-
-def replayed(call: Callable[[int], object], count: int) -> float:
-    """Microseconds of one of `count` calls in a graph; call i is layer i's."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call(0)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(count):
-            call(i)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / (count * REPLAYS)
 
 
 class Work:
@@ -84,7 +63,7 @@ class Work:
         from draftwing.ops.triton import attention
 
         workspace = attention.Workspace(self.q.device)
-        return replayed(
+        return replayed_layers(
             lambda i: attention.tree_attention(
                 self.q, self.kv[i], self.table, self.rows, self.prefix, self.path, self.path_len, self.out, workspace,
                 exact, self.nodes, tiling,
@@ -106,7 +85,7 @@ class Work:
         path, path_len = self.path.flatten(0, 1)[picked].unsqueeze(1), self.path_len.flatten()[picked].unsqueeze(1)
         q, out, rows, prefix = self.q[picked], torch.empty_like(self.out[picked]), self.rows[tree], self.prefix[tree]
         workspace = attention.Workspace(q.device)
-        return replayed(
+        return replayed_layers(
             lambda i: attention.tree_attention(
                 q, self.kv[i], self.table, rows, prefix, path, path_len, out, workspace, exact, self.nodes, None, ragged
             ),
@@ -125,7 +104,7 @@ class Work:
             k, v = kv[..., 0, :].transpose(1, 2), kv[..., 1, :].transpose(1, 2)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-        return replayed(call, self.layers)
+        return replayed_layers(call, self.layers)
 
     def flashinfer(self, backend: str) -> float:
         """FlashInfer's attention over the same keys, each slot a page. backend: of its tree and prefill kernels, or
@@ -141,7 +120,7 @@ class Work:
         )  # fmt: skip
         self.ours_once()
         check_alike(call(0), self.out)
-        return replayed(call, self.layers)
+        return replayed_layers(call, self.layers)
 
     def ours_once(self) -> None:
         """Layer 0, exact, into `out`."""
@@ -287,7 +266,7 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
         changed = tiling._replace(**changes)
         rows = prefill_rows(work.kv[0], exact, changed)
         tiles = prefill_tiles([(0, 0, start, length)], HEADS // KV_HEADS, rows).cuda()
-        return replayed(
+        return replayed_layers(
             lambda i: prefill_attention(q, work.kv[i], work.table, work.rows, tiles, out, exact, changed), work.layers
         )
 
@@ -300,14 +279,14 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
         call = flashinfer_call(q, [flashinfer_pool(kv) for kv in work.kv], slots[None], length, None, backend)
         ours(True)
         check_alike(call(work.layers - 1), out)  # `ours` ends with the last layer
-        return replayed(call, work.layers)
+        return replayed_layers(call, work.layers)
 
     name = f"prefill {length} after {start}"
     yield f"{name}, exact", ours(True)
     yield f"{name}, default", ours(False)
     yield f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, prefill_stages=3)
     if with_torch:
-        yield f"{name}, torch", replayed(torch_call, work.layers)
+        yield f"{name}, torch", replayed_layers(torch_call, work.layers)
     yield from attempts(name, backends, flashinfer)
 
 
@@ -322,7 +301,9 @@ def rope() -> list[tuple[str, float]]:
         table = torch.randn(8192, 2, DIM, device="cuda").bfloat16()
         cos, sin = table[:count].unsqueeze(2).unbind(1)
         given = (qkv, cos, sin, slots, kv)
-        found.append((f"rope_and_write, {count} rows", replayed(lambda i, given=given: rope_and_write(*given), 20)))
+        found.append(
+            (f"rope_and_write, {count} rows", replayed_layers(lambda i, given=given: rope_and_write(*given), 20))
+        )
     return found
 
 

@@ -101,13 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
-    given = {}
-    for option in args.options:
-        name, _, value = option.partition("=")
-        try:
-            given[name] = json.loads(value)
-        except json.JSONDecodeError:
-            given[name] = value
+    given = step.options_of(args.options)
     begin = time.monotonic()
     step.LLAMA.update(SHAPES[args.shape])
     with tempfile.TemporaryDirectory() as folder:

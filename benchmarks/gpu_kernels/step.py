@@ -202,6 +202,18 @@ def profile(name: str, replay: Any) -> None:
         timeline(kernels)
 
 
+def options_of(words: list[str]) -> dict[str, Any]:
+    """Options of the engine from `name=value`, whose values are JSON or texts."""
+    given: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            given[name] = json.loads(value)
+        except json.JSONDecodeError:
+            given[name] = value
+    return given
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="1,4,8,16,64,128")
@@ -213,13 +225,7 @@ def main() -> None:
     args = parser.parse_args()
     from draftwing.engine.startup.prices import experts_at_random
 
-    given = {}
-    for option in args.options:
-        name, _, value = option.partition("=")
-        try:
-            given[name] = json.loads(value)
-        except json.JSONDecodeError:
-            given[name] = value
+    given = options_of(args.options)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         parts = build(Path(folder), given, args.tiny, args.config, args.draft)

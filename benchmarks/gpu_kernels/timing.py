@@ -13,15 +13,20 @@ REPLAYS = 50
 
 def replayed(call: Callable[[], object], calls: int = LAUNCHES) -> float:
     """Microseconds of one call among `calls` in a graph."""
+    return replayed_layers(lambda layer: call(), calls)
+
+
+def replayed_layers(call: Callable[[int], object], layers: int) -> float:
+    """Microseconds of one of `layers` calls in a graph; call i is layer i's."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            call()
+            call(0)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
+        for layer in range(layers):
+            call(layer)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     begin.record()
@@ -29,7 +34,7 @@ def replayed(call: Callable[[], object], calls: int = LAUNCHES) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1000 / (calls * REPLAYS)
+    return begin.elapsed_time(end) * 1000 / (layers * REPLAYS)
 
 
 def replay_us(fn: Callable[[], object], repeats: int = 9, least: bool = False) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -22,6 +23,7 @@ __all__ = [
     "DraftContext",
     "DraftStep",
     "Drafter",
+    "Piece",
     "RequestError",
     "SamplingParams",
     "SeenTokens",
@@ -29,16 +31,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from draftwing.async_llm import AsyncLLM
     from draftwing.engine.devices.base import Device
     from draftwing.errors import CheckpointError, ConfigError, RequestError
-    from draftwing.llm import LLM, Completion
+    from draftwing.llm import LLM, Completion, Piece
     from draftwing.requests.sampling_params import SamplingParams
     from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep, SeenTokens
 
 # Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
 _HOMES = {
     "LLM": "draftwing.llm",
+    "AsyncLLM": "draftwing.async_llm",
     "Completion": "draftwing.llm",
+    "Piece": "draftwing.llm",
     "SamplingParams": "draftwing.requests.sampling_params",
     "CheckpointError": "draftwing.errors",
     "Device": "draftwing.engine.devices.base",

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from draftwing.config.options import Options
 from draftwing.engine.session import Session
-from draftwing.errors import RequestError
-from draftwing.requests.refusals import check_text, show
-from draftwing.requests.request import GenerationRequest, logprob_params
-from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.parsers.budgets import Reasoning
-from draftwing.server.parsers.reasoning import Start, start_of
+from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
+from draftwing.log import progress_bar
+from draftwing.requests.request import GenerationRequest
 from draftwing.text.answer import Answer
-from draftwing.text.continuation import render_continued
 from draftwing.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
-
-Params = SamplingParams | Mapping[str, Any]
-Message = Mapping[str, Any]
+    from draftwing.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -37,35 +31,30 @@ class Completion:
     finish_reason: dict[str, Any]
     meta_info: dict[str, Any]
 
+    @classmethod
+    def of(cls, answer: Answer, texts: TokenTexts | None) -> Completion:
+        """Takes over a finished answer. texts: of tokens, for log probabilities; None leaves them out."""
+        assert answer.finish_reason is not None
+        return cls(answer.text, answer.token_ids, answer.finish_reason, answer.meta_info(texts))
 
-class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM.generate` and `LLM.chat` beside sampling, for all prompts; as in the server's APIs.
 
-    priority: higher runs first.
-    cache_salt: requests with different salts share no cache.
-    return_logprob and the three fields after it: log probabilities in `meta_info`, as /generate has them.
-    return_text_in_logprobs: adds the tokens' texts to them.
-    speculative: "off", or the largest draft: {"algorithm", "num_steps", "topk", "num_draft_tokens"}.
-    prediction: a text that the answers are expected to resemble; drafts are copied from it.
-    """
+@dataclass(frozen=True)
+class Piece:
+    """A part of a streamed answer: its text and token ids since the piece before, and with the last piece the whole
+    answer. The text is empty while a character or stop string is incomplete."""
 
-    priority: int
-    cache_salt: str | None
-    return_logprob: bool
-    logprob_start_len: int
-    top_logprobs_num: int
-    token_ids_logprob: Sequence[int] | None
-    return_text_in_logprobs: bool
-    speculative: str | Mapping[str, Any] | None
-    prediction: str | None
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
 
 
 class LLM:
     """Loads a model and generates text: `LLM("smollm2", speculative_algorithm="NGRAM")`.
 
     Options have the server's names; `draftwing serve --help` lists them. None means that an option is not given. Then
-    `smollm2` uses its bundled draft head, and other models run without speculation. `speculative_algorithm="none"`
-    turns it off; a class derived from `Drafter` is an algorithm of your own.
+    `smollm2` uses its bundled draft head, aliases with a published head use that one, and other models run without
+    speculation. `speculative_algorithm="none"` turns it off; a class derived from `Drafter` is an algorithm of your
+    own.
 
     Close it, or use it in a `with` statement, to free the model's memory. Not thread-safe. Raises ConfigError for an
     option that cannot work, CheckpointError for a model that cannot be served.
@@ -88,26 +77,28 @@ class LLM:
     def _begin(self, engine: Engine) -> None:
         self.engine = engine
         self._session = Session(engine)
-        self._reasoning = Reasoning(engine.info.options, engine.tokenizer)
+        self._inputs = Inputs(engine.info, engine.tokenizer)
         self._closed = False
 
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         params: Params | Sequence[Params] | None = None,
+        *,
+        use_tqdm: bool | None = None,
         **wishes: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Completes prompts and returns `params.n` completions per prompt, prompt after prompt.
 
         prompts: one or several, each a text or a list of token ids.
-        params: `SamplingParams` or a dict of its fields, one for all prompts or one per prompt.
+        params: `SamplingParams` or a dict of its fields, one for all prompts or one per prompt. Fields that are not set
+        are the model's defaults (`engine.info.defaults`), as over HTTP.
+        use_tqdm: whether a terminal shows a progress bar; None: for more than one answer.
         wishes: see `RequestOptions`.
 
         Raises RequestError for a prompt that can never run; nothing is generated then.
         """
-        items: Sequence[Any] = [prompts] if _single(prompts) else prompts
-        ids = [self._encode(item, i) for i, item in enumerate(items)]
-        return self._run(ids, self._spread(params, len(ids)), wishes)
+        return self._run(self._inputs.of_prompts(prompts, params, wishes), wishes, use_tqdm)
 
     def chat(
         self,
@@ -116,6 +107,7 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        use_tqdm: bool | None = None,
         **wishes: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Answers conversations with the model's chat template. Otherwise as `generate`.
@@ -124,22 +116,27 @@ class LLM:
         chat_template_kwargs: further variables of the chat template.
         continue_final_message: the answers continue the last messages, which must be the assistant's.
         """
-        if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
-            raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
-        every: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations
-        tokenizer, extra = self.engine.tokenizer, dict(chat_template_kwargs or {})
-        render = tokenizer.render_chat
-        texts = [
-            render_continued(tokenizer, messages, **extra) if continue_final_message else render(messages, **extra)
-            for messages in map(_messages, every)
-        ]
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        style, starts = self._reasoning.style, None
-        if continue_final_message and style is not None:
-            starts = [
-                start_of(style, text, messages[-1]["content"]) for text, messages in zip(texts, every, strict=True)
-            ]
-        return self._run(ids, self._spread(params, len(ids)), wishes, starts)
+        asked = self._inputs.of_chats(conversations, params, wishes, chat_template_kwargs, continue_final_message)
+        return self._run(asked, wishes, use_tqdm)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        params: Params | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **wishes: Unpack[RequestOptions],
+    ) -> Generator[Piece, None, None]:
+        """Yields one answer in pieces, as it is generated. To close the iterator aborts the request.
+
+        prompt: a text, a list of token ids, or a conversation as `chat` takes it. Otherwise as `generate`.
+
+        Raises RequestError before anything is generated, and RuntimeError where the LLM is asked for anything else
+        between two pieces.
+        """
+        request = self._inputs.of_one(prompt, params, wishes, chat_template_kwargs)
+        (answer,) = self._prepare([request], wishes)
+        return self._pieces(answer, token_texts(self.engine.tokenizer, wishes))
 
     def close(self) -> None:
         """Frees the model's memory. Safe to call twice."""
@@ -155,107 +152,35 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Any, index: int) -> list[int]:
-        name = f"prompts[{index}]"
-        if isinstance(prompt, str):
-            ids = self.engine.tokenizer.encode(check_text(prompt, name))
-        elif isinstance(prompt, Sequence) and all(
-            issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))
-        ):
-            ids = list(map(int, prompt))
-        else:
-            raise RequestError(f"{name} must be a string or a list of token ids; found {show(prompt)}", name)
-        if not ids:
-            raise RequestError(f"{name} must not be empty", name)
-        return ids
-
-    def _run(
-        self,
-        prompts: list[list[int]],
-        params: list[tuple[SamplingParams, bool]],
-        wishes: RequestOptions,
-        starts: list[Start] | None = None,
-    ) -> list[Completion]:
-        """starts: where answers begin; None: as the prompts' ends tell."""
+    def _prepare(self, asked: Sequence[GenerationRequest], wishes: RequestOptions) -> list[Answer]:
         if self._closed:
             raise RuntimeError("this LLM is closed")
-        like, context = _checked_wishes(self.engine, wishes), self.engine.info.context_length
-        asked = [
-            like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
-            for ids, (wanted, given) in zip(prompts, params, strict=True)
-        ]
-        asked = [self._reasoning.bounded(one, starts[i] if starts else None) for i, one in enumerate(asked)]
-        answers = self._session.prepare(asked, wishes.get("speculative"))
-        for _ in self._session.stream(answers):
-            pass
-        texts = TokenTexts(self.engine.tokenizer) if wishes.get("return_text_in_logprobs") else None
-        return [_completion(answer, texts) for answer in answers]
+        return self._session.prepare(asked, wishes.get("speculative"))
 
-    def _spread(self, params: Params | Sequence[Params] | None, count: int) -> list[tuple[SamplingParams, bool]]:
-        """Checked parameters of each prompt, and whether they say how long the answer may be."""
-        if not isinstance(params, Sequence):
-            return [self._checked(params)] * count
-        if len(params) != count:
-            raise RequestError(f"params must be one or one per prompt; found {len(params)} for {count}", "params")
-        return [self._checked(one) for one in params]
+    def _run(
+        self, asked: Sequence[GenerationRequest], wishes: RequestOptions, use_tqdm: bool | None
+    ) -> list[Completion]:
+        answers = self._prepare(asked, wishes)
+        shown = len(answers) > 1 if use_tqdm is None else use_tqdm
+        with progress_bar(total=len(answers), desc="generating", unit="answer", disable=not shown) as bar:
+            for answer, _ in self._session.stream(answers):
+                bar.update(answer.finish_reason is not None)
+        texts = token_texts(self.engine.tokenizer, wishes)
+        return [Completion.of(answer, texts) for answer in answers]
 
-    def _checked(self, params: Params | None) -> tuple[SamplingParams, bool]:
-        """Fields that a mapping does not have are the model's defaults; an object has all of them."""
-        if params is None or isinstance(params, Mapping):
-            fields = params or {}
-            return SamplingParams.read({**self.engine.info.defaults, **fields}), "max_new_tokens" in fields
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams or a dict of its fields; found {show(params)}", "params")
-        return params, True
+    def _pieces(self, answer: Answer, texts: TokenTexts | None) -> Generator[Piece, None, None]:
+        last, seen = "", 0
+        with closing(self._session.stream([answer])) as news:
+            for _, text in news:
+                if answer.finish_reason is not None:
+                    last = text
+                else:
+                    yield Piece(text, answer.token_ids[seen:])
+                    seen = len(answer.token_ids)
+        # After the session is done: with the whole answer in hand, the next request may be made.
+        yield Piece(last, answer.token_ids[seen:], Completion.of(answer, texts))
 
 
-def _single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: a string or a list of token ids."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts must be a string, token ids, or a list of either; found {show(prompts)}", "prompts"
-        )
-    return len(prompts) > 0 and isinstance(prompts[0], Integral)
-
-
-def _messages(conversation: Any) -> list[Message]:
-    """A checked conversation; what its template makes of it is the template's matter."""
-    if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
-        raise RequestError(f"a conversation must be a list of messages; found {show(conversation)}", "messages")
-    for message in conversation:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"a message must be a dict with role and content; found {show(message)}", "messages")
-        for value in message.values():
-            if isinstance(value, str):
-                check_text(value, "messages")
-    return list(conversation)
-
-
-def _checked_wishes(engine: Engine, wishes: RequestOptions) -> GenerationRequest:
-    """A request with all that is asked beside sampling, but for drafts. Raises RequestError."""
-    unknown = next((name for name in wishes if name not in RequestOptions.__annotations__), None)
-    if unknown is not None:
-        raise TypeError(f"unexpected keyword argument {unknown!r}")
-    priority, salt, predicted = wishes.get("priority", 0), wishes.get("cache_salt"), wishes.get("prediction")
-    for name, text in (("cache_salt", salt), ("prediction", predicted)):
-        if text is not None:
-            if not isinstance(text, str):
-                raise RequestError(f"{name} must be a string; found {show(text)}", name)
-            check_text(text, name)
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
-    logprobs = logprob_params(
-        wishes.get("return_logprob"),
-        wishes.get("logprob_start_len"),
-        wishes.get("top_logprobs_num"),
-        wishes.get("token_ids_logprob"),
-    )
-    prediction = tuple(engine.tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
-    return GenerationRequest("", [], SamplingParams(), priority, salt, logprobs, None, prediction)
-
-
-def _completion(answer: Answer, texts: TokenTexts | None) -> Completion:
-    assert answer.finish_reason is not None
-    return Completion(answer.text, answer.token_ids, answer.finish_reason, answer.meta_info(texts))
+def token_texts(tokenizer: Tokenizer, wishes: RequestOptions) -> TokenTexts | None:
+    """Texts of tokens, where a call asks for them in log probabilities."""
+    return TokenTexts(tokenizer) if wishes.get("return_text_in_logprobs") else None

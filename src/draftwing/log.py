@@ -6,7 +6,12 @@ import contextlib
 import json
 import logging
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+BAR_SECONDS = 2.0  # that work lasts before it gets a bar
 
 
 def visible(text: str) -> str:
@@ -21,6 +26,18 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines = super().format(record).split("\n")
         return "\n    ".join(visible(line.replace("\t", "    ")) for line in lines)
+
+
+class LineHandler(logging.StreamHandler[Any]):
+    """Writes lines. A progress bar that stands in the terminal's last line goes away before, until its next update."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if getattr(tqdm, "_instances", None):
+            with tqdm.get_lock():
+                for bar in tqdm._instances:
+                    bar.clear(nolock=True)
+        super().emit(record)
 
 
 class Forgiving:
@@ -40,10 +57,26 @@ class Forgiving:
             with contextlib.suppress(OSError, ValueError):
                 self._file.flush()
 
+    def isatty(self) -> bool:
+        try:
+            return self._file is not None and self._file.isatty()
+        except (OSError, ValueError):
+            return False
+
+
+def progress_bar(**settings: Any) -> tqdm[Any]:
+    """A bar on standard error, if that is a terminal, of work that takes more than `BAR_SECONDS`. settings: tqdm's."""
+    from tqdm import tqdm  # late: the command line needs none
+
+    file = Forgiving(sys.stderr)
+    if not file.isatty():  # else it is for the caller and TQDM_DISABLE to say
+        settings["disable"] = True
+    return tqdm(file=file, leave=False, delay=BAR_SECONDS, **settings)
+
 
 def configure_logging(level: str) -> None:
     """One line per message on standard error, for the engine and uvicorn alike."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LineHandler(sys.stderr)
     handler.setFormatter(LineFormatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     for name in ("draftwing", "uvicorn"):
         log = logging.getLogger(name)

@@ -70,7 +70,7 @@ def test_a_sweep_has_a_map_for_each_batch_size() -> None:
 
 def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, picture = write_checkpoint(tmp_path / "tiny"), tmp_path / "out.svg"
-    argv = ["bench", "--model", str(model), "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000"]
+    argv = ["bench", "--model", str(model), "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000", "--json"]
     argv += ["--num-prompts", "2", "--max-tokens", "12", "--ignore-eos", "--concurrency", "1,2", "--plot", str(picture)]
     assert main(argv) == 0
     one, two = map(json.loads, capsys.readouterr().out.splitlines())

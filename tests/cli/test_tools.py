@@ -1,86 +1,22 @@
-"""chat, pull and bench: against a live server, and in this process with a tiny model."""
+"""pull and bench: against a live server, and in this process with a tiny model."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
-from fake_engine import FakeEngine, local
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
 from draftwing.cli.bench import PROMPTS, load_prompts
-from draftwing.cli.chat import in_process
 from draftwing.cli.client import Client, ServerError
 from draftwing.cli.main import main
 from draftwing.cli.sweep import Grid, flags, points
 from draftwing.config.options import Options
 from draftwing.engine.benchmark import Local, measure
 from draftwing.errors import ConfigError
-from draftwing.server.app import create_app
-from draftwing.server.run import bind
-
-
-@pytest.fixture
-def echo() -> FakeEngine:
-    return FakeEngine(Options(api_key="key", random_seed=1))
-
-
-@pytest.fixture
-def url(echo: FakeEngine) -> Iterator[str]:
-    sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(local(echo), echo.tokenizer), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
-    sock.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-
-
-def test_chat_with_a_server(
-    url: str, echo: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    type_in(monkeypatch, "héllo", "", "again", "/reset", "new", "bad", "/exit", "never read")
-    assert main(["chat", "--url", f"{url}/v1", "--api-key", "key", "--system", "be brief"]) == 0
-    out, error = capsys.readouterr()
-    # The stand-in answers with the whole conversation: so the history is seen, and that it can be forgotten.
-    first = "system:be brief\nuser:héllo\n"
-    assert out.startswith(first + "\n" + first + f"assistant:{first}\nuser:again\n\n")
-    assert out.rstrip("\n").endswith("system:be brief\nuser:new") and "never" not in out
-    assert error == "error: the chat template refuses these messages: no bad words\n" or "no bad words" in error
-    assert [r.params.max_new_tokens for r in echo.requests] == [None] * 3
-
-
-def test_chat_in_process(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with LLM(model, max_total_tokens=2000, max_running_requests=4) as llm:
-        expected = llm.chat([{"role": "user", "content": "hello"}], {"temperature": 0, "max_new_tokens": 12})
-        pieces = in_process(llm.engine, {"temperature": 0})([{"role": "user", "content": "hello"}])
-        assert next(pieces) is not None
-        pieces.close()  # type: ignore[attr-defined]
-        assert llm.engine.idle()
-    type_in(monkeypatch, "hello")
-    argv = ["chat", "--model", model, "--temperature", "0", "--max-tokens", "12", "--max-total-tokens", "2000"]
-    assert main(argv) == 0
-    assert capsys.readouterr().out.strip("\n") == expected[0].text.strip("\n")
 
 
 def test_pull_prints_where_the_model_is(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +29,7 @@ def test_bench_of_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('"abc"\n{"prompt": "de"}\n\n{"turns": ["f", "g"]}\n')
     argv = ["bench", "--url", url, "--api-key", "key", "--prompts", str(prompts), "--concurrency", "1,4"]
-    assert main([*argv, "--num-prompts", "6", "--max-tokens", "5", "--output", str(output)]) == 0
+    assert main([*argv, "--num-prompts", "6", "--max-tokens", "5", "--json", "--output", str(output)]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert records == [json.loads(line) for line in output.read_text().splitlines()]
     assert [r["concurrency"] for r in records] == [1, 4]
@@ -108,9 +44,15 @@ def test_bench_of_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000"]
-    assert main([*argv, "--num-prompts", "3", "--max-tokens", "20", "--ignore-eos", "--concurrency", "2"]) == 0
+    argv += ["--num-prompts", "3", "--max-tokens", "20", "--ignore-eos", "--concurrency", "2", "--json"]
+    assert main(argv) == 0
     (record,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (record["requests"], record["completion_tokens"]) == (3, 60) and record["accept_length"] >= 1.0
+    plain = record["without_drafts"]
+    assert record["rounds"] == 2 and record["drafter"] == "NGRAM"
+    for one in (record, plain):
+        assert (one["requests"], one["completion_tokens"]) == (6, 120)
+    assert record["accept_length"] >= plain["accept_length"] == 1.0 and plain["accept_rate"] == 0
+    assert record["speedup"] == pytest.approx(record["throughput"] / plain["throughput"], rel=1e-3)
     assert set(record["step_ms"]) == {"draft", "verify", "commit", "host"}
     assert all(value > 0 for value in record["step_ms"].values())
 
@@ -155,7 +97,7 @@ def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
 def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "--sweep", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000",
             "--concurrency", "1,2", "--steps", "2", "--topk", "1,2", "--draft-tokens", "3,4",
-            "--num-prompts", "2", "--max-tokens", "8"]  # fmt: skip
+            "--num-prompts", "2", "--max-tokens", "8", "--json"]  # fmt: skip
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]
@@ -163,9 +105,10 @@ def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [r.pop("fixed") for r in records[-4:]] == [True, True, False, False]
     shapes = [(r["batch_size"], r["steps"], r["topk"], r["num_draft_tokens"]) for r in records]
     fixed = [(0, 1, 1), (2, 1, 3), (2, 2, 3), (2, 2, 4)]
+    assert [(r["point"], r["points"]) for r in records] == [(i + 1, len(records)) for i in range(len(records))]
     assert shapes == [(batch, *shape) for shape in (*fixed, (11, 10, 12)) for batch in (1, 2)]
     records = records[:-2]
-    assert best_one.startswith("best for 1 requests at once: ") and best_two.startswith("best for 2 requests")
+    assert best_one.startswith("best for 1 request at once: ") and best_two.startswith("best for 2 requests")
     fastest = max((r for r in records if r["batch_size"] == 2), key=lambda r: r["throughput"])
     assert ("--speculative-algorithm none" in best_two) == (fastest["steps"] == 0)
     starts = [i for i, line in enumerate(chosen) if line.startswith("chosen by the engine at ")]
@@ -208,7 +151,7 @@ def test_points_leave_out_what_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["serve", "--speculative-algorithm", "STANDALONE"], "STANDALONE needs speculative_draft_model_path"),
+        (["serve", "--speculative-algorithm", "STANDALONE"], "STANDALONE needs --speculative-draft-model-path"),
         (["serve", "--host", "no such host"], "is not an address"),
         (["bench", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
         (["chat", "--url", "http://127.0.0.1:1"], "no answer from"),

@@ -189,8 +189,8 @@ def test_the_default_head_drafts_in_its_own_tree(shipped: Path, caplog: pytest.L
     assert answers[None][0].meta_info["spec_verify_ct"] > 0
     lines = [record.getMessage() for record in caplog.records if "turns it off" in record.getMessage()]
     assert lines == [
-        f"EAGLE3 drafts with {shipped}, at most 2 steps, topk 2, 5 draft tokens; --speculative-algorithm none turns it "
-        "off"
+        "speculative decoding: EAGLE-3 (bundled head), at most 2 steps, topk 2, 5 draft tokens; "
+        "--speculative-algorithm none turns it off"
     ]
 
 
@@ -206,7 +206,7 @@ def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixtur
     before = (shipped / "config.json").read_text()
     argv = ["bench", "--sweep", "--save-shape", "--model", "tiny", "--device", "cpu", "--max-total-tokens", "2048",
             "--concurrency", "1,2", "--steps", "1,3", "--topk", "1", "--draft-tokens", "2,4", "--num-prompts", "2",
-            "--max-tokens", "4"]  # fmt: skip
+            "--max-tokens", "4", "--json"]  # fmt: skip
     try:
         assert main(argv) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -220,7 +220,7 @@ def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixtur
         assert rates.keys() == {(1, 1, 2), (3, 1, 4)} and asked.tree == max(rates, key=rates.__getitem__)
         assert saved == f"{shipped / 'config.json'} asks for {list(asked.tree)} on cpu from now on"
         # what comes with the model need not be typed
-        assert best.startswith("best for 1 requests at once: --speculative-algorithm ") and str(shipped) not in best
+        assert best.startswith("best for 1 request at once: --speculative-algorithm ") and str(shipped) not in best
     finally:
         (shipped / "config.json").write_text(before)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import inspect
@@ -10,7 +9,6 @@ import inspect
 import pytest
 
 from draftwing import ConfigError
-from draftwing.config.arguments import add_arguments
 from draftwing.config.drafters import DEFAULT, DRAFTERS, NO_DRAFTER, TRAINED, find_drafter, head_drafter, training
 from draftwing.config.options import Options
 from draftwing.train.fit_config import recipe
@@ -68,9 +66,3 @@ def test_a_pair_is_the_drafter_with_a_model_and_a_lookup(asked: str) -> None:
 def test_other_pairs_are_refused(asked: str) -> None:
     with pytest.raises(ConfigError, match=r"a pair is a drafter with a model .*EAGLE3.* and a lookup .*NGRAM.*found"):
         find_drafter(asked)
-
-
-def test_help_lists_them() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert "{" + ",".join(spec.name for spec in DRAFTERS) + ",module:Class}" in parser.format_help()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -60,10 +58,3 @@ def test_keyword_options() -> None:
         Options.from_kwargs(speculative_algoritm="NGRAM")
     with pytest.raises(ConfigError, match="given twice"):
         Options.from_kwargs(model="a", model_path="b")
-
-
-def test_options_cost_no_torch() -> None:
-    code = "import sys, draftwing, draftwing.cli.main, draftwing.config.options; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import sys; from draftwing import SamplingParams, ConfigError; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,7 @@ from draftwing.errors import ConfigError
 
 CPU_DEFAULTS = CpuDevice().defaults
 
+NGRAM = {"speculative_algorithm": "ngram"}
 STANDALONE: dict[str, Any] = {"speculative_algorithm": "standalone", "speculative_draft_model_path": "x"}
 
 
@@ -34,21 +35,31 @@ def test_nothing_given_is_the_documented_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "shape"),
+    ("drafter", "given", "shape"),
     [
-        ({}, (11, 10, 12)),
-        ({"eagle_topk": 1}, (11, 1, 12)),
-        ({"eagle_topk": 1, "num_steps": 4}, (4, 1, 5)),
-        ({"num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 7}, (4, 2, 7)),
-        ({"eagle_topk": 1, "num_steps": 3, "num_draft_tokens": 9}, (3, 1, 4)),
-        ({"num_draft_tokens": 2}, (1, 10, 2)),
+        (NGRAM, {}, (11, 10, 12)),
+        (NGRAM, {"eagle_topk": 1}, (11, 1, 12)),
+        (NGRAM, {"eagle_topk": 1, "num_steps": 4}, (4, 1, 5)),
+        (NGRAM, {"num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 7}, (4, 2, 7)),
+        (NGRAM, {"eagle_topk": 1, "num_steps": 3, "num_draft_tokens": 9}, (3, 1, 4)),
+        (NGRAM, {"num_draft_tokens": 2}, (1, 10, 2)),
+        (STANDALONE, {}, (3, 1, 4)),
+        (STANDALONE, {"num_steps": 5}, (5, 1, 6)),
+        (STANDALONE, {"num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 7}, (4, 2, 7)),
+        (STANDALONE, {"num_steps": 4, "eagle_topk": 1, "num_draft_tokens": 9}, (4, 1, 5)),
+        (STANDALONE, {"num_steps": 2, "eagle_topk": 4, "num_draft_tokens": 21}, (2, 4, 21)),
+        (STANDALONE, {"eagle_topk": 2, "num_draft_tokens": 3}, (2, 2, 3)),  # fewer steps where fewer tokens are given
     ],
 )
-def test_ngram_shapes(given: dict[str, int], shape: tuple[int, int, int]) -> None:
+def test_shapes(
+    drafter: dict[str, Any], given: dict[str, int], shape: tuple[int, int, int], caplog: pytest.LogCaptureFixture
+) -> None:
     fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
-    options = Options(speculative_algorithm="ngram", **fields).resolve()
-    assert options.speculative_algorithm == "NGRAM" and options.speculative_shape.tree == tuple(shape)[:3]
-    assert options.resolve() == options
+    with caplog.at_level(logging.WARNING):
+        options = Options(**drafter, **fields).resolve()
+    assert options.speculative_algorithm == drafter["speculative_algorithm"].upper()
+    assert options.speculative_shape.tree == shape and options.resolve() == options
+    assert ("is a chain" in caplog.text) == (given.get("num_draft_tokens", shape[2]) != shape[2])
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "eagle3", "NextN"])
@@ -122,31 +133,12 @@ def test_what_cannot_work_is_refused_with_the_rule(fields: dict[str, Any], rule:
     assert rule in str(info.value)
 
 
-STANDALONE_SHAPES = [
-    ({}, (3, 1, 4)),
-    ({"num_steps": 5}, (5, 1, 6)),
-    ({"num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 7}, (4, 2, 7)),
-    ({"num_steps": 4, "eagle_topk": 1, "num_draft_tokens": 5}, (4, 1, 5)),
-    ({"num_steps": 4, "eagle_topk": 1, "num_draft_tokens": 9}, (4, 1, 5)),
-    ({"num_steps": 2, "eagle_topk": 4, "num_draft_tokens": 21}, (2, 4, 21)),
-]
-
-
-@pytest.mark.parametrize(("given", "shape"), STANDALONE_SHAPES)
-def test_standalone_shapes(
-    given: dict[str, int], shape: tuple[int, int, int], caplog: pytest.LogCaptureFixture
-) -> None:
-    fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
-    with caplog.at_level(logging.WARNING):
-        options = Options(**STANDALONE, **fields).resolve()
-    assert options.speculative_shape.tree == tuple(shape)[:3] and options.resolve() == options
-    assert ("is a chain" in caplog.text) == (given.get("num_draft_tokens", shape[2]) != shape[2])
-
-
 def test_options_without_effect_are_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         options = Options(speculative_num_steps=3, max_total_tokens=100, mem_fraction_static=0.5).resolve()
-    assert "speculative_num_steps has no effect" in caplog.text and "mem_fraction_static has no effect" in caplog.text
+    assert (
+        "--speculative-num-steps has no effect" in caplog.text and "--mem-fraction-static has no effect" in caplog.text
+    )
     assert options.speculative_num_steps is None and options.mem_fraction_static is None
 
 
@@ -166,7 +158,7 @@ def test_sizes_by_the_device(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         on_cpu = given.for_engine(CPU_DEFAULTS)
         assert sizes(on_cpu) == (16, -1, None) and on_cpu.for_engine(CPU_DEFAULTS) == on_cpu == on_cpu.resolve()
-    assert [r.getMessage() for r in caplog.records] == ["without CUDA, cuda_graph_max_bs has no effect"]
+    assert [r.getMessage() for r in caplog.records] == ["without CUDA, --cuda-graph-max-bs has no effect"]
     on_cuda = given.for_engine(defaults_for(10**12))
     assert on_cuda.for_engine(defaults_for(10**12)) == on_cuda == on_cuda.resolve()
     assert not options.deterministic and Options(enable_deterministic_inference=True).deterministic

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 
 from draftwing.cli.main import _parser, serve_options
 from draftwing.config.arguments import dashed
 from draftwing.config.options import Options
-from draftwing.config.sglang_compat import FOREIGN, NO_EFFECT, REFUSED
+from draftwing.config.sglang_compat import FOREIGN, REFUSED
 from draftwing.core import TreeShape
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.devices.cuda import defaults_for
@@ -86,16 +85,3 @@ def test_what_asks_for_one_device_is_silent(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
     with pytest.raises(ConfigError, match=r"--dp-size is not supported: .* one replica"):
         options("--dp_size 2")
-
-
-def test_help_says_what_is_honoured(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _parser()[0].parse_args(["serve", "--help"])
-    text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    for name in ("tokenizer-path", "served-model-name", "api-key", "drain-timeout", "chat-template", "revision"):
-        assert text.index(f" --{name} ") < text.index("without effect:")
-    ignored, refused = text.index("without effect:"), text.index("refused:")
-    for name in NO_EFFECT:
-        assert ignored < text.rindex("--" + name.replace("_", "-")) < refused
-    for name in REFUSED:
-        assert refused < text.rindex("--" + name.replace("_", "-"))

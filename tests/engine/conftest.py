@@ -283,6 +283,12 @@ class Rig:
         self.sched.submit(req)
         return req
 
+    def answer(self, prompts, params, **how):
+        """Submits prompts as requests "0", "1" and so on, and runs."""
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            self.submit(str(i), prompt, param)
+        return self.run(**how)
+
     def run(self, answers=None, turns=100_000, between=None):
         """Turns the loop until everything is answered, checking who owns what after every commit."""
         answers = answers or Answers()
@@ -367,10 +373,7 @@ def seeded(tokens=40, seed=7, **kw):
 
 def answers_without_speculation(model, prompts, params, **kw):
     (model,) = getattr(model, "whole", (model,))
-    rig = Rig(model, rows=1, radix=False, **kw)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    return rig.run()
+    return Rig(model, rows=1, radix=False, **kw).answer(prompts, params)
 
 
 def make_book(prompts, answers, length=CONTEXT + 64):
@@ -380,15 +383,6 @@ def make_book(prompts, answers, length=CONTEXT + 64):
         whole = torch.tensor([*prompt, *answers.tokens[str(i)]])
         book[prompt[0], : len(whole)] = whole
     return book
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 CUDA = pytest.param(

@@ -52,7 +52,8 @@ def answers(llm: LLM, together: bool = True) -> list[list[int]]:
 
 
 def engine(**options: Any) -> LLM:
-    return LLM("smollm2", device="cpu", **{"max_total_tokens": 4096, "max_running_requests": 6, **options})
+    sizes = {"max_total_tokens": 4096, "max_running_requests": 6}
+    return LLM("smollm2", device="cpu", sampling_defaults="openai", **{**sizes, **options})
 
 
 @pytest.fixture(scope="module")

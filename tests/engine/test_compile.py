@@ -44,9 +44,7 @@ def test_the_text_is_the_same(harness, no_compiled_code_before):
     model.forward = lambda ids, *args: (small.append(ids.shape[0]), plain(ids, *args))[1]
     compile_forwards(model, head, 8, ops, backend="eager")
     rig = harness.Rig(model, shapes=(CHAIN, PLAIN), drafter=drafter)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert small and min(small) > 8, "small forwards are the compiler's"
 
 
@@ -131,14 +129,14 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
     expected = harness.plain_answers(model, prompts, params)
     compile_forwards(model, None, 8, make_ops(torch.device(harness.device)), backend=refuse)
     rig = harness.Rig(model)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
 
 
 def test_not_with_deterministic_inference(monkeypatch):
     ops = SimpleNamespace(batch_invariant=True, title="stand-in")
-    device = SimpleNamespace(device=torch.device("cuda"), ops=ops, defaults=defaults_for(80 << 30))
+    device = SimpleNamespace(
+        device=torch.device("cuda"), ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["stand-in"]
+    )
     monkeypatch.setattr(build, "pick_device", lambda name: device)
     monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM"))
     options = Options(

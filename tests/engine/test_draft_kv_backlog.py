@@ -76,9 +76,7 @@ def drafts_of(
     drafter.propose = spy
     rig.executor.graphs.key = lambda shape, size: None
     params = [harness.seeded(70, seed=i) if i % 2 else harness.greedy(70) for i in range(4)]
-    for i, (prompt, param) in enumerate(zip(harness.prompts_for(4), params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    rig.run()
+    rig.answer(harness.prompts_for(4), params)
     return found
 
 

@@ -73,9 +73,7 @@ def repetitive(harness, one_thread):
 def answer(h, case, **kw):
     model, prompts, params, expected, book = case
     rig = h.Rig(model, book=book, **kw)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    got = rig.run()
+    got = rig.answer(prompts, params)
     assert got.tokens == expected.tokens
     return rig, got
 
@@ -314,9 +312,7 @@ def test_filters_and_bans_on_trees_and_across_preemption(harness, lag):
     rig = harness.Rig(
         model, shapes=(TREE,), drafter="oracle", book=harness.make_book(prompts, expected), lag=lag, slots=110, chunk=8
     )
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.sched.retractions > 0 and rig.accept_length > 1.5
 
 

@@ -72,7 +72,5 @@ def test_text_is_that_of_plain_decoding(harness, case, shape, lag):
     model, prompts, params, expected = case
     book = harness.make_book(prompts, expected)
     rig = harness.Rig(model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag, chunk=7)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1.5

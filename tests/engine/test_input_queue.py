@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,19 @@ def test_clients_take_turns_and_what_ended_is_never_taken() -> None:
     assert [one.uid for one in inbox.take_new(3)] == ["b1"] and inbox.empty and not inbox.take_new(1)
     inbox.wake()
     inbox.wait()
+
+
+def test_a_wake_ends_one_wait() -> None:
+    queue = InputQueue()
+    queue.wake()
+    queue.wait()
+    waiting = threading.Thread(target=queue.wait, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    queue.wake()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 class Turning:

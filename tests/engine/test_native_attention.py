@@ -41,9 +41,7 @@ def test_equals_plain_decoding(harness, case, shape, chunk, lag):
     model, prompts, params, expected, book = case
     drafter = None if shape == PLAIN else "oracle"
     rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, miss=2, chunk=chunk, lag=lag, attn=native)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     if shape == TREE:
         assert rig.accept_length > 1.5 and rig.stats.moved > 50
 
@@ -51,9 +49,7 @@ def test_equals_plain_decoding(harness, case, shape, chunk, lag):
 def test_ngram_drafts(harness, case):
     model, prompts, params, expected, _ = case
     rig = harness.Rig(model, shapes=(TreeShape(7, 4, 8),), drafter="ngram", attn=native)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1.02
 
 
@@ -72,9 +68,7 @@ def test_the_default_dtype_changes_nothing(harness, case, drafter):
     try:
         torch.set_default_dtype(torch.bfloat16)
         rig = harness.Rig(model, shapes=(TREE,), drafter=drafter, book=book, miss=2, attn=native)
-        for i, (prompt, param) in enumerate(zip(prompts[:4], params[:4], strict=True)):
-            rig.submit(str(i), prompt, param)
-        found = rig.run().tokens
+        found = rig.answer(prompts[:4], params[:4]).tokens
     finally:
         torch.set_default_dtype(before)
     assert found == {name: expected.tokens[name] for name in found} and len(found) == 4

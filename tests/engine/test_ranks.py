@@ -72,9 +72,7 @@ class Case:
 
     def answer(self, **kw: Any) -> Any:
         rig = self.h.Rig(self.target, shapes=(TREE,), drafter=self.drafter, rows=5, **kw)
-        for i, (prompt, param) in enumerate(zip(self.prompts, self.params, strict=True)):
-            rig.submit(str(i), prompt, param)
-        assert rig.run().tokens == self.expected.tokens
+        assert rig.answer(self.prompts, self.params).tokens == self.expected.tokens
         assert rig.accept_length > 1.4
         return rig
 

@@ -31,9 +31,7 @@ def case(harness):
 
 def answer(rig, case):
     _, prompts, params, expected = case
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    got = rig.run()
+    got = rig.answer(prompts, params)
     assert got.tokens == expected.tokens
     return got
 
@@ -110,9 +108,7 @@ def test_a_target_that_pads_its_vocabulary_further_than_the_draft(harness, case)
     expected = harness.plain_answers(target, prompts, params)
     assert any(token >= harness.VOCAB - 8 for tokens in expected.tokens.values() for token in tokens)
     rig = rig_with_draft(harness, target, small, TREE, vocab=harness.VOCAB - 8)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
 
 
 def test_a_draft_with_a_padded_vocabulary(harness, case):

@@ -193,19 +193,45 @@ def test_plain_steps_are_timed_in_passing():
     assert reporter.speedup == pytest.approx(0.5, rel=1e-3), "batches of 2 and 3 are of a size"
 
 
-def test_the_last_interval(caplog):
+def test_the_last_interval():
     sched = scheduler(0, 1)
     reporter = Reporter(sched, interval=2)
-    with caplog.at_level(logging.INFO, "draftwing"):
-        for _ in range(3):
-            reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.05))
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "#token 25, token usage 0.25, accept len 3.00, accept rate 0.67, gen throughput 120.0 token/s" in line
+    for _ in range(3):
+        reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.05))
     last = reporter.stats()["last"]
     assert last["accept_length"] == 3.0 and last["accept_rate"] == pytest.approx(2 / 3)
     assert last["gen_throughput"] == pytest.approx(120.0)
     sched.running = []
     assert reporter.stats()["last"]["gen_throughput"] == 0.0
+
+
+def test_a_line_of_the_log_every_so_many_seconds_of_traffic(caplog):
+    clock = Clock()
+    reporter = Reporter(scheduler(0, 1), clock=clock, log_seconds=10)
+
+    def lines(step=True):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "draftwing"):
+            if step:
+                reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.05))
+            else:
+                reporter.pause()
+        return [record.getMessage() for record in caplog.records]
+
+    clock.now = 100.0
+    assert not lines()
+    (line,) = lines(step=False)  # of an answer that was short
+    assert line == "2 running, 0 queued: 120.0 tokens/s, acceptance length 3.00, rate 0.67, KV cache 25% used"
+    clock.now = 105.0
+    assert not lines() and not lines(step=False)
+    for clock.now in (300.0, 303.0, 309.8):
+        assert not lines()
+    clock.now = 310.0
+    assert len(lines()) == 1
+    for clock.now, count in ((312.0, 0), (319.9, 0), (320.0, 1), (321.0, 0)):
+        assert len(lines()) == count
+    clock.now = 900.0
+    assert len(lines(step=False)) == 1 and not lines(step=False)  # nothing happened since
 
 
 def test_prompts_and_the_prefix_cache():
@@ -301,9 +327,7 @@ def test_totals_are_those_of_the_requests(harness, lag, shape):
     rig = harness.Rig(model, (shape, PLAIN), drafter="oracle", lag=lag, rows=3, book=book, miss=2)
     reporter = Reporter(rig.sched, credited=(("oracle",),) * 4)
     rig.loop._watch = reporter.watch
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    metas = [output.meta for output in rig.run().final.values()]
+    metas = [output.meta for output in rig.answer(prompts, params).final.values()]
     counts = reporter.drafters["oracle"]
     assert len(metas) == 5 and counts.drafts > 0
     assert reporter.total_rows == sum(meta["spec_verify_ct"] for meta in metas)

@@ -67,9 +67,7 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
     )  # fmt: skip
     calls, run = [], rig.executor.run_stage
     rig.executor.run_stage = lambda stage, key, *args, **kw: (calls.append(key), run(stage, key, *args, **kw))[1]
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert any(key is None for key in calls) and any(key is not None for key in calls) == (graph_size > 0)
     if rig.drafter is not None:
         assert tree in rig.stats.shapes
@@ -118,7 +116,5 @@ def test_experts_give_a_tree_the_text_of_none(harness, interpreted):
         model, shapes=(TREE,), drafter="oracle", book=harness.make_book(prompts, expected), miss=1, rows=2, attn=attn,
         fake_device=interpreted,
     )  # fmt: skip
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1.3

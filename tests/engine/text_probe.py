@@ -33,7 +33,9 @@ def main(count: int) -> None:
     }
     tokens = {}
     for engine, options in ENGINES.items():
-        with LLM("smollm2", device="cpu", max_total_tokens=512, max_running_requests=2, **options) as llm:
+        with LLM(
+            "smollm2", device="cpu", max_total_tokens=512, max_running_requests=2, sampling_defaults="openai", **options
+        ) as llm:
             for name, params in asked.items():
                 answers = llm.generate(PROMPTS, params)
                 accepted = sum(answer.meta_info["spec_num_correct_drafts"] for answer in answers)

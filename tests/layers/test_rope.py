@@ -4,7 +4,10 @@ import hashlib
 import math
 
 import numpy as np
+import pytest
 import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftwing.layers.rope import RopeConfig, cos_sin, inverse_frequencies, rope_table, rotate
 
@@ -67,3 +70,15 @@ def test_tables_have_the_bits_that_they_have_on_other_machines() -> None:
         hashlib.sha256(table.numpy().tobytes()).hexdigest()
         == "a66ac8baee81212ae88cc763a5aa49131932c630d8b576bba1ed47ed5087a2bd"
     )
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (400.0, 1.0), (32.0, 1e-4)])
+def test_yarn_equals_transformers_where_its_ramp_leaves_the_pairs(fast: float, slow: float) -> None:
+    given = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": fast, "beta_slow": slow}
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=2048,
+        rope_parameters={**given, "original_max_position_embeddings": 512},
+    )  # fmt: skip
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    ours = RopeConfig(1e4, "yarn", 4.0, original_max_positions=512, beta_fast=fast, beta_slow=slow)
+    torch.testing.assert_close(torch.from_numpy(inverse_frequencies(ours, 64)), expected, rtol=1e-5, atol=0)

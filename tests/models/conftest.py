@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from decoder_configs import decoder_config
+from dense_cache import DenseCache
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import FULL, Attend, AttentionKind
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 40, 4, 2, 50, 8
 
@@ -188,23 +188,6 @@ class Reference:
         x = self.rms(h, f"{prefix}.post_attention_layernorm.weight")
         gate, up = self.linear(x, f"{prefix}.mlp.gate_proj"), self.linear(x, f"{prefix}.mlp.up_proj")
         return h + self.linear(gate * gate.sigmoid() * up, f"{prefix}.mlp.down_proj")
-
-
-class DenseCache(Attend):
-    """Causal attention with a cache that grows by every call."""
-
-    def __init__(self) -> None:
-        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        assert kind.is_full
-        if layer in self.kv:
-            k, v = torch.cat((self.kv[layer][0], k)), torch.cat((self.kv[layer][1], v))
-        self.kv[layer] = (k, v)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        scores = torch.einsum("mhd,thd->hmt", q, k) * q.shape[-1] ** -0.5
-        future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
-        return torch.einsum("hmt,thd->mhd", scores.masked_fill(future, -torch.inf).softmax(-1), v).flatten(1)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from block_ops import BlockTorchOps
+from dense_cache import DenseCache
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.models.weight_map import checkpoint_tensors
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FULL, Attend, AttentionKind, FunctionAttend
+from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import MXRows
 from draftwing.parallel.ranks import Absent
 
@@ -95,29 +96,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
-class DenseCache(Attend):
-    """Causal attention with a cache that grows by every call, in plain matrix products."""
-
-    def __init__(self) -> None:
-        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        if layer in self.kv:
-            k, v = torch.cat((self.kv[layer][0], k)), torch.cat((self.kv[layer][1], v))
-        self.kv[layer] = (k, v)
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [T, heads, head_dim]
-        scores = torch.einsum("mhd,thd->hmt", q, k) * (kind.scalar or q.shape[-1]) ** -0.5
-        seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
-        if kind.window:
-            seen = seen.triu(k.shape[0] - q.shape[0] - kind.window + 1)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if kind.sinks is not None:
-            scores = torch.cat((scores, kind.sinks[:, None, None].expand(-1, len(q), 1)), 2)
-        weights = scores.softmax(-1)[..., : len(k)]
-        return torch.einsum("hmt,thd->mhd", weights, v).flatten(1)
 
 
 def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedModel:

@@ -6,9 +6,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 
+from draftwing.config.aliases import ALIASES
 from draftwing.errors import CheckpointError
 from draftwing.models import hub
 
@@ -151,6 +151,22 @@ def test_a_folder_of_the_parts_of_one_model(tmp_path: Path) -> None:
         hub.resolve_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("qwen3-06b", "qwen3-0.6b"), ("Llama3.2-1B", "llama3.2-1b"), ("smollm3", "smollm2")]
+)
+def test_a_mistyped_alias(name: str, meant: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"--model: {name!r} does not exist; did you mean {meant!r}"):
+        hub.resolve_model(name)
+
+
+def test_an_alias_is_a_commit_of_a_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(hub.hub_files, "fetch", lambda *given: asked.append(given) or tmp_path)
+    assert hub.resolve_model("qwen3-0.6b") == hub.resolve_model("qwen3-0.6b", "main", weights=False) == tmp_path
+    commit = ALIASES["qwen3-0.6b"].hub
+    assert commit is not None and asked == [(*commit, True), ("Qwen/Qwen3-0.6B", "main", False)]
+
+
 @pytest.mark.parametrize("name", ["./missing", "/missing/model", "~/missing", "a/b.gguf", "missing", "a/b/c", ""])
 def test_paths_that_do_not_exist(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
@@ -159,51 +175,3 @@ def test_paths_that_do_not_exist(name: str, monkeypatch: pytest.MonkeyPatch, tmp
         monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(CheckpointError, match=r"expected 'smollm2'.*\.gguf.*org/name"):
         hub.resolve_model(name)
-
-
-def test_hub_files_hold_no_code_and_no_second_copy() -> None:
-    files = ["config.json", "tokenizer.json", "chat_template.jinja", "merges.txt", "tokenizer.model", "modeling_x.py"]
-    weights = ["model-1.safetensors", "model-2.safetensors"]
-    other = ["consolidated.safetensors", "pytorch_model.bin", "training_args.bin", "onnx/model.json", "README.md"]
-    assert hub._wanted("a/b", files + weights + other) == files[:-1] + weights
-    assert hub._wanted("a/b", files + weights + other, weights=False) == files[:-1]
-    assert hub._wanted("a/b", [*files, *other]) == [*files[:-1], "pytorch_model.bin"]
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
-        hub._wanted("a/b", files)
-    with pytest.raises(CheckpointError, match=r"q4\.gguf"):
-        hub._wanted("a/b", ["q4.gguf", "README.md"])
-
-
-def test_hub_download_and_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    asked: list[dict[str, object]] = []
-
-    def download(repo: str, **options: object) -> str:
-        asked.append({"repo": repo, **options})
-        return str(tmp_path)
-
-    def files(self: object, repo: str, revision: str | None = None) -> list[str]:
-        return ["config.json", "model.safetensors", "code.py"]
-
-    def no_network(self: object, repo: str, revision: str | None = None) -> list[str]:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files)
-    assert hub.resolve_model("org/name", "v2") == tmp_path
-    assert asked[-1]["revision"] == "v2" and asked[-1]["allow_patterns"] == ["config.json", "model.safetensors"]
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", no_network)
-    assert hub.resolve_model("org/name") == tmp_path
-    assert asked[-1]["local_files_only"] is True
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"from the cache; .*no route"):
-        hub.resolve_model("org/name")
-
-    def nothing(repo: str, **options: object) -> str:
-        raise FileNotFoundError("not cached")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", nothing)
-    with pytest.raises(CheckpointError, match=r"no route.*pass its folder"):
-        hub.resolve_model("org/name")

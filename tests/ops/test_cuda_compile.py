@@ -45,9 +45,11 @@ def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-@pytest.mark.parametrize("capability", [HOPPER, *OLDER])
-def test_few_rows(capability: tuple[int, int]) -> None:
-    gemm.compile_ahead(torch.bfloat16, capability)
+@pytest.mark.parametrize("capability", [HOPPER, *OLDER, (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows(dtype: torch.dtype, capability: tuple[int, int], tmp_path: Path) -> None:
+    gemm.compile_ahead(dtype, capability)
+    assert list(tmp_path.rglob("*.cubin"))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda import nvrtc
-from draftwing.ops.cuda.gemm import KINDS, PART, compile_ahead, shapes_for, tile_of
+from draftwing.ops.cuda.gemm import KINDS, PART, shapes_for, tile_of
 
 GPU = torch.cuda.is_available()
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -49,16 +48,6 @@ def test_shapes(capability: tuple[int, int]) -> None:
             tokens, features = grid if shape.tokens_first else grid[::-1]
             assert features % shape.cluster == 0
             assert 0 <= features // shape.cluster * outputs - width < outputs and 0 <= tokens * tile - rows < tile
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compiles(dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    try:
-        nvrtc._nvrtc()
-    except OSError as error:
-        pytest.skip(str(error))
-    compile_ahead(dtype, capability)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:

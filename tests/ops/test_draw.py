@@ -245,9 +245,9 @@ def test_broken_logits_give_valid_ids(ops: TorchOps, dtype: torch.dtype) -> None
     case.hidden[:, 1] = torch.nan
     for rescored in (False, True) if CUDA else (dtype == torch.bfloat16,):
         drawn = case.drawn(ops, rescored, True)
-        tokens, spoilt = drawn & TOKEN, (drawn & NOT_FINITE) != 0
+        tokens, not_finite = drawn & TOKEN, (drawn & NOT_FINITE) != 0
         assert tokens.min() >= 0 and tokens.max() < 2500
-        assert spoilt[:, 1:3].all() and not spoilt[:, 3].any()
+        assert not_finite[:, 1:3].all() and not not_finite[:, 3].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -93,6 +93,17 @@ def test_without_a_feature_its_sets_are_left_out(fresh: pytest.MonkeyPatch) -> N
             extension.chosen_isa()
 
 
+def test_the_log_says_that_it_is_missing_unless_that_is_wanted(
+    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.setattr(extension, "built_sets", lambda: ())
+    assert extension.load_extension.__wrapped__() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    fresh.setenv("DRAFTWING_NATIVE", "0")
+    assert extension.load_extension.__wrapped__() is None
+    assert len(caplog.records) == 1
+
+
 def test_a_process_runs_the_set_that_is_named(fresh: pytest.MonkeyPatch) -> None:
     code = "import torch; from draftwing.ops import make_ops; print(make_ops(torch.device('cpu')).title)"
     environ = {**os.environ, "DRAFTWING_CPU_ISA": "plain"}

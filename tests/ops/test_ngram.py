@@ -1,15 +1,15 @@
 """The n-gram index of every implementation against torch's: the same memory, candidates, confidences and trees all
 along.
 
-What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/test_ngram_drafter.py."""
+What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/test_lookup_drafter.py."""
 
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
 
 import pytest
 import torch
+from lookup_slots import Slots
 from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
@@ -43,15 +43,6 @@ def small_chunks(ops: TorchOps, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(kernels, "CHUNK", 32)
         monkeypatch.setattr(kernels, "MAX_SPLITS", 4)
-
-
-class Slots(NamedTuple):
-    """What is read of the row table."""
-
-    tokens: Tensor
-    kv_len: Tensor
-    last: Tensor
-    salt: Tensor
 
 
 def slots_on(device: torch.device, rows: int, context: int) -> Slots:
@@ -147,6 +138,7 @@ def live(pair: Pair, seed: int, steps: int, vocab: int, limit: int, copies: floa
         if at == steps // 2:
             for index, _ in pair.sides:
                 index.flush()
+                assert not index.match.any()
     return drafts / steps
 
 

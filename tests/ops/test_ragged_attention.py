@@ -26,8 +26,9 @@ class Whole(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def part(self, picked: list[Tensor], told: bool) -> tuple[Batch, Tensor]:
-        """The batch of those nodes of each tree alone, and which of the B * N they are; told: of the trees, too."""
+    def part(self, picked: list[Tensor], with_trees: bool) -> tuple[Batch, Tensor]:
+        """The batch of those nodes of each tree alone, and which of the B * N they are; with_trees: the batch
+        says what the trees are, too."""
         batch, device = self.batch, self.q.device
         assert batch.path is not None and batch.path_len is not None
         nodes = batch.path.shape[1]
@@ -40,7 +41,7 @@ class Whole(NamedTuple):
             write_slots=batch.write_slots[query],
             path=batch.path.flatten(0, 1)[query].unsqueeze(1),
             path_len=batch.path_len.flatten()[query].unsqueeze(1),
-            ragged=Ragged(batch.rows, batch.prefix_len, starts, nodes, 3) if told else None,
+            ragged=Ragged(batch.rows, batch.prefix_len, starts, nodes, 3) if with_trees else None,
         )
         return batch, query
 
@@ -88,23 +89,23 @@ def closed_parts(whole: Whole, counts: list[int]) -> list[Tensor]:
 
 
 def results(
-    ops: TorchOps, whole: Whole, told: bool, exact: bool = True, picked: list[int] = PICKED
+    ops: TorchOps, whole: Whole, with_trees: bool, exact: bool = True, picked: list[int] = PICKED
 ) -> tuple[Tensor, Tensor]:
     """Of the picked queries: in their whole trees, and alone."""
     backend = ops.attention(whole.pool, exact)
     every = backend.bind(whole.batch, 0)(0, whole.q, whole.k, whole.v)
-    batch, query = whole.part(closed_parts(whole, picked), told)
+    batch, query = whole.part(closed_parts(whole, picked), with_trees)
     alone = backend.bind(batch, 0)(0, *(part[query] for part in whole[2:]))
     return every[query], alone
 
 
 @pytest.mark.further(ops="triton", heads=(3, 1))
-@pytest.mark.further(ops="triton", told=False)
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.further(ops="triton", with_trees=False)
+@pytest.mark.parametrize("with_trees", [True, False])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (16, 1)])
-def test_a_part_of_each_tree(ops: TorchOps, heads: tuple[int, int], told: bool) -> None:
+def test_a_part_of_each_tree(ops: TorchOps, heads: tuple[int, int], with_trees: bool) -> None:
     whole = make_whole(6, heads, ops.device, torch.float32)
-    expected, alone = results(ops, whole, told)
+    expected, alone = results(ops, whole, with_trees)
     if ops.name == "torch":  # whose bits are a matter of the CPU's GEMM
         torch.testing.assert_close(alone, expected, atol=2e-6, rtol=1e-5)
     else:
@@ -168,8 +169,8 @@ def test_the_real_tiling(
     from draftwing.ops.triton.ops import TritonOps
 
     whole = make_whole(32, heads, device, dtype, dim, stretch=23)
-    for told in (True, False):
-        expected, alone = results(TritonOps(device), whole, told, True, picked)
+    for with_trees in (True, False):
+        expected, alone = results(TritonOps(device), whole, with_trees, True, picked)
         assert torch.equal(alone, expected)
     expected, alone = results(TritonOps(device), whole, True, False, picked)
     torch.testing.assert_close(alone, expected, atol=2e-2, rtol=2e-2)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from lookup_slots import Slots
 from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE, PLAIN, TreeShape
@@ -23,15 +24,6 @@ SHAPES = [TreeShape(5, 3, 8), TreeShape(16, 4, 17), TreeShape(3, 1, 4), TreeShap
 def few(ops: TorchOps) -> int:
     """By how much tests of this implementation are shorter: the interpreter takes its time."""
     return 9 if ops.name == "triton" and ops.device.type == "cpu" else 3 if ops.name == "torch" else 1
-
-
-class Slots(NamedTuple):
-    """What is read of the row table."""
-
-    tokens: Tensor
-    kv_len: Tensor
-    last: Tensor
-    salt: Tensor
 
 
 class Node(NamedTuple):

@@ -105,6 +105,10 @@ def test_deep_and_large_values_are_refused_not_crashed_on() -> None:
     assert json.loads(SamplingParams.read({"json_schema": {"a": 10**300}}).grammar.text)  # type: ignore[union-attr]
 
 
+def test_temperatures_that_no_difference_of_logits_survives_are_greedy() -> None:
+    assert [SamplingParams(temperature=value).temperature for value in (0.0, 9e-7, 1.1e-6)] == [0.0, 0.0, 1.1e-6]
+
+
 def test_a_default_length_is_cut() -> None:
     assert SamplingParams().fit(10).max_new_tokens == 10
     assert SamplingParams(max_new_tokens=None).fit(10).max_new_tokens is None
@@ -139,3 +143,13 @@ def test_copies_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SamplingParams, "_read", checked)
     copied = pickle.loads(pickle.dumps(params))
     assert copied == params and hash(copied) == hash(params) and params.replace(n=2).n == 2
+
+
+def test_fields_by_their_other_names() -> None:
+    assert SamplingParams(max_tokens=8).max_new_tokens == 8 and SamplingParams(max_tokens=None).max_new_tokens is None
+    assert SamplingParams(seed=5).sampling_seed == 5 and SamplingParams(seed=None).sampling_seed is None
+    for given, param in (({"max_tokens": 8, "max_new_tokens": 9}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
+                         ({"seed": 1, "sampling_seed": 2}, "seed")):  # fmt: skip
+        with pytest.raises(RequestError) as error:
+            SamplingParams(**given)
+        assert error.value.param == param

@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import regex
@@ -210,7 +211,7 @@ def test_many_expressions_have_one_allowance(tokenizer: Tokenizer, monkeypatch: 
             now[0] += 0.0005
 
     monkeypatch.setattr(stop_regex, "compile_stop", lambda _: Slow())
-    monkeypatch.setattr(stop_regex.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(stop_regex, "time", SimpleNamespace(thread_time=lambda: now[0]))
     few, many = RegexScanner(Stops(["a"] * 3)), RegexScanner(Stops(["a"] * 64))
     for _ in range(1000):
         few.push("x")
@@ -231,7 +232,7 @@ def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyP
             now[0] += cost[0]
 
     monkeypatch.setattr(stop_regex, "compile_stop", lambda _: Slow())
-    monkeypatch.setattr(stop_regex.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(stop_regex, "time", SimpleNamespace(thread_time=lambda: now[0]))
 
     def taken(count: int, seconds: float) -> tuple[float, bool]:
         """What the searches of so many answers take until they fail, at most 1,000 tokens; an answer of another

@@ -1,6 +1,7 @@
 """Grammars whose masks take long, with results made up by the test."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Grammar:
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(async_mask.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(async_mask, "time", SimpleNamespace(thread_time=lambda: now[0]))
     return now
 
 

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fake_engine import FakeEngine, local
-from scripted import ScriptedEngine, serving
+from fake_engine import FakeEngine
+from scripted import ScriptedEngine, client_of, serving
 from starlette.testclient import TestClient
-
-from draftwing.server.app import create_app
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[FakeEngine, TestClient]]:
     """One server for all tests of a module: what is refused leaves nothing behind."""
     engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
+    with client_of(engine) as client:
         yield engine, client
 
 
@@ -28,7 +26,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def client(engine: FakeEngine) -> Iterator[TestClient]:
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
+    with client_of(engine) as client:
         yield client
 
 

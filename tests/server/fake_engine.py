@@ -52,6 +52,14 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def drafting_options(steps: int, topk: int, tokens: int) -> Options:
+    """Of an engine that drafts trees of this shape."""
+    return Options(
+        random_seed=7, speculative_algorithm="EAGLE", speculative_num_steps=steps, speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=tokens,
+    )  # fmt: skip
+
+
 class FakeEngine:
     """Repeats the prompt, then says <eos>; with ignore_eos it repeats for ever. `burst` tokens per step,
     which takes `pause` seconds."""

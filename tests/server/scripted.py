@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import httpx
 import tokenizers
 import uvicorn
 from fake_engine import FakeEngine, byte_tokenizer, local
+from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
 from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.app import create_app
+from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"
@@ -61,6 +68,12 @@ class ScriptedEngine(FakeEngine):
         self._inbox.put(request._replace(prompt_ids=said))
 
     @property
+    def grammar(self) -> str:
+        """The kind and the text of the latest request's grammar; empty where it has none."""
+        grammar = self.requests[-1].params.grammar
+        return "" if grammar is None else f"{grammar.kind}: {grammar.text}"
+
+    @property
     def prompt(self) -> str:
         """The text of the latest prompt."""
         return self.tokenizer.decode(self.requests[-1].prompt_ids, skip_special_tokens=False)
@@ -71,8 +84,8 @@ def serving(engine: FakeEngine) -> Iterator[str]:
     """A server in a thread, on a port of its own; gives its URL."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(local(engine), engine.tokenizer), log_config=None, lifespan="on")
-        server = uvicorn.Server(config)
+        app = create_app(local(engine), engine.tokenizer)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         while not server.started:
@@ -83,3 +96,45 @@ def serving(engine: FakeEngine) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join(10)
+            assert not thread.is_alive(), "the server did not end"
+
+
+@contextlib.contextmanager
+def launched(command: str, seconds: float = 60) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A whole server in processes of its own, once it answers; gives its process and its URL."""
+    process, port = launch_server_cmd(f"python -m draftwing.launch_server --num-threads 1 --log-level error {command}")
+    try:
+        wait_for_server(f"http://127.0.0.1:{port}", timeout=seconds, process=process)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        terminate_process(process)
+
+
+def client_of(engine: FakeEngine, *watchers: Watcher, **more: Any) -> TestClient:
+    """A client of the application around an engine, which runs inside of `with`. more: of `TestClient`."""
+    app = create_app(local(engine), engine.tokenizer, 5.0, watchers)
+    return TestClient(app, raise_server_exceptions=False, **more)
+
+
+@contextlib.asynccontextmanager
+async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application that runs on this event loop."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    lifespan = app.router.lifespan_context(app)
+    async with lifespan, httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=30) as client:
+        yield client
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The data of every event of a stream that ends with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def written(*calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls of functions as Qwen's models write them."""
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given, ensure_ascii=False)}}}\n</tool_call>'
+        for name, given in calls
+    )

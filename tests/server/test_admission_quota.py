@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine, local
+from scripted import asking
 
 from draftwing.config.options import Options
 from draftwing.core import Output
@@ -73,11 +74,8 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
     linked = local(engine)
 
     async def run() -> None:
-        app = create_app(linked, engine.tokenizer)
-        async with app.router.lifespan_context(app):
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as client:
-                await scenes(client)
+        async with asking(create_app(linked, engine.tokenizer)) as client:
+            await scenes(client)
 
     async def scenes(client: httpx.AsyncClient) -> None:
         def ask(key: str, n: int) -> Any:
@@ -153,29 +151,26 @@ def test_what_is_prepared_counts_as_waiting(path: str, tmp_path: Path, monkeypat
     body = prompt.get(path, {"model": "x", "messages": messages, "max_tokens": 2})
 
     async def run() -> None:
-        app = create_app(linked, engine.tokenizer)
-        async with app.router.lifespan_context(app):
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as client:
+        async with asking(create_app(linked, engine.tokenizer)) as client:
 
-                def ask(key: str) -> Any:
-                    headers = {"authorization": f"Bearer sk-{key}"}
-                    return asyncio.ensure_future(client.post(path, json=body, headers=headers))
+            def ask(key: str) -> Any:
+                headers = {"authorization": f"Bearer sk-{key}"}
+                return asyncio.ensure_future(client.post(path, json=body, headers=headers))
 
-                first = [ask("alice") for _ in range(4)]
-                while len(begun) < 4:
-                    await asyncio.sleep(0.001)
-                refused = await ask("alice")
-                assert refused.status_code == 429 and "4 answers of this key wait" in refused.text
-                others = ask("bob")
-                while len(begun) < 5:
-                    await asyncio.sleep(0.001)
-                go.set()
-                assert [(await one).status_code for one in [*first, others]] == [200] * 5, "all of a key's room"
-                assert (await ask("alice")).status_code == 200
-                wrong = await client.post(path, json={}, headers={"authorization": "Bearer sk-alice"})
-                assert wrong.status_code == 400
-                assert not linked.quota._made and not linked.quota._counts
+            first = [ask("alice") for _ in range(4)]
+            while len(begun) < 4:
+                await asyncio.sleep(0.001)
+            refused = await ask("alice")
+            assert refused.status_code == 429 and "4 answers of this key wait" in refused.text
+            others = ask("bob")
+            while len(begun) < 5:
+                await asyncio.sleep(0.001)
+            go.set()
+            assert [(await one).status_code for one in [*first, others]] == [200] * 5, "all of a key's room"
+            assert (await ask("alice")).status_code == 200
+            wrong = await client.post(path, json={}, headers={"authorization": "Bearer sk-alice"})
+            assert wrong.status_code == 400
+            assert not linked.quota._made and not linked.quota._counts
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert begun == ["alice"] * 4 + ["bob", "alice"]
@@ -257,6 +252,8 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
             rests.extend([seconds] * mine)
             await sleep(0 if mine else seconds)
 
+        # A time that no other event loop of this process sleeps for.
+        monkeypatch.setattr(service_module, "_PAUSE_SECONDS", 0.0107)
         monkeypatch.setattr(service_module.asyncio, "sleep", rest)
 
         async def tick() -> None:

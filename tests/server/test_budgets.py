@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import local
-from scripted import TEMPLATE, WITHOUT_TOOLS, ScriptedEngine
-from starlette.testclient import TestClient
+from scripted import TEMPLATE, WITHOUT_TOOLS, ScriptedEngine, client_of
 
 from draftwing.requests.request import ThinkingBudget
-from draftwing.server.app import create_app
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -34,7 +31,7 @@ class Served:
         self, reasoning: str | None, template: str, special: tuple[str, ...] = ("<think>", "</think>")
     ) -> None:
         self.engine = ScriptedEngine("x", reasoning, template=template, special=special)
-        self.client = TestClient(create_app(local(self.engine), self.engine.tokenizer))
+        self.client = client_of(self.engine)
         self.client.__enter__()
 
     def ask(self, path: str, **fields: Any) -> Any:

@@ -11,16 +11,14 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-import uvicorn
 from fake_engine import FakeEngine, local, logprob, traced
+from scripted import serving
 
 from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.app import create_app
 from draftwing.server.engine_client import AsyncEngine, Stream
-from draftwing.server.run import bind
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
 
@@ -41,18 +39,8 @@ def slow() -> FakeEngine:
 @pytest.fixture
 def live(slow: FakeEngine) -> Iterator[str]:
     """URL of a server on a real socket."""
-    sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(local(slow), slow.tokenizer), log_level="error", timeout_graceful_shutdown=1)
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    wait_until(lambda: server.started)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
-    assert not thread.is_alive()
-    sock.close()
+    with serving(slow) as url:
+        yield url
 
 
 def test_a_streaming_client_that_goes_away_aborts_its_requests(live: str, slow: FakeEngine) -> None:

@@ -8,21 +8,14 @@ makes that many requests; the test makes a few hundred.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from fake_engine import FakeEngine, local
-
-from draftwing.config.options import Options
-from draftwing.server.app import create_app
-from draftwing.server.run import bind
+from fake_engine import FakeEngine, drafting_options
+from scripted import serving
 
 pytestmark = pytest.mark.slow
 
@@ -41,25 +34,6 @@ WORKS: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2]},
 }
 schemathesis = pytest.importorskip("schemathesis")
-
-
-@contextmanager
-def live() -> Iterator[tuple[str, FakeEngine]]:
-    tree = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
-    engine = FakeEngine(Options(random_seed=7, speculative_algorithm="EAGLE", **tree), burst=64)  # type: ignore[arg-type]
-    sock = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(local(engine), engine.tokenizer), log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", engine
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        sock.close()
 
 
 def fuzz(url: str, requests: int) -> Counter[tuple[str, int]]:
@@ -107,7 +81,8 @@ def fuzz(url: str, requests: int) -> Counter[tuple[str, int]]:
 
 
 def check(requests: int) -> Counter[tuple[str, int]]:
-    with live() as (url, engine):
+    engine = FakeEngine(drafting_options(5, 4, 8), burst=64)
+    with serving(engine) as url:
         statuses = fuzz(url, requests)
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "abc"})
         assert answer.json()["choices"][0]["text"] == "abc"

@@ -22,7 +22,7 @@ import garbled
 import httpx
 import pytest
 from fake_engine import local
-from scripted import TEMPLATE, ScriptedEngine
+from scripted import TEMPLATE, ScriptedEngine, asking
 
 from draftwing.server.app import create_app
 
@@ -49,10 +49,8 @@ async def client(tools: str, reasoning: str | None, template: str) -> AsyncItera
     engine.info = dataclasses.replace(engine.info, context_length=100_000, max_total_tokens=400_000)
     engine.burst, engine.pause = 100_000, 0.0
     app = create_app(local(engine), engine.tokenizer)
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as made:
-            yield made, engine
+    async with asking(app) as made:
+        yield made, engine
 
 
 def chat(draw: random.Random, history: list[Any]) -> dict[str, Any]:

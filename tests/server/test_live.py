@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from scripted import launched
 from tiny_checkpoint import write_checkpoint
-
-from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 pytestmark = pytest.mark.slow
 
@@ -22,22 +20,10 @@ POOL = 64 * 1024
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-    process, port = launch_server_cmd(
-        f"python -m draftwing.launch_server --model {folder} --served-model-name tiny --max-total-tokens {POOL} "
-        "--speculative-algorithm NGRAM --num-threads 1 --log-level error"
-    )
-    try:
-        wait_for_server(f"http://127.0.0.1:{port}", timeout=60, process=process)
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        terminate_process(process)
-
-
-@pytest.fixture
-def url(server: tuple[subprocess.Popen[bytes], str]) -> str:
-    return server[1]
+    with launched(f"--model {folder} --max-total-tokens {POOL} --speculative-algorithm NGRAM") as (_, url):
+        yield url
 
 
 def body(i: int, tokens: int, **more: Any) -> dict[str, Any]:

@@ -11,11 +11,10 @@ import httpx
 import jsonschema
 import pytest
 import tokenizers
+from scripted import launched
 from tiny_checkpoint import write_checkpoint
 
-from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.further(served=1)]
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 SCHEMA: dict[str, Any] = {
@@ -45,16 +44,12 @@ def write_model(folder: Path, marker_tokens: int) -> Path:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """A server's URL, and the tokens of its end marker."""
     folder = write_model(tmp_path_factory.mktemp("models") / "tiny", request.param)
-    process, port = launch_server_cmd(
-        f"python -m draftwing.launch_server --model {folder} --chat-template {folder / 'template.jinja'} "
-        "--tool-call-parser hermes --reasoning-parser qwen3 --speculative-algorithm NGRAM --num-threads 1 "
-        "--constrained-json-disable-any-whitespace --max-total-tokens 16384 --log-level error"
+    command = (
+        f"--model {folder} --chat-template {folder / 'template.jinja'} --tool-call-parser hermes --reasoning-parser "
+        "qwen3 --speculative-algorithm NGRAM --constrained-json-disable-any-whitespace --max-total-tokens 16384"
     )
-    try:
-        wait_for_server(f"http://127.0.0.1:{port}", timeout=60, process=process)
-        yield f"http://127.0.0.1:{port}", request.param
-    finally:
-        terminate_process(process)
+    with launched(command) as (_, url):
+        yield url, request.param
 
 
 def chat(url: str, **fields: Any) -> dict[str, Any]:

@@ -10,10 +10,8 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from scripted import TEMPLATE
+from scripted import TEMPLATE, launched
 from tiny_checkpoint import write_checkpoint
-
-from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +34,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("models")
     write_checkpoint(folder / "tiny")
     (folder / "template.jinja").write_text(TEMPLATE)
-    process, port = launch_server_cmd(
-        f"python -m draftwing.launch_server --model {folder / 'tiny'} --chat-template {folder / 'template.jinja'} "
-        "--tool-call-parser hermes --speculative-algorithm NGRAM --constrained-json-disable-any-whitespace "
-        "--max-total-tokens 16384 --num-threads 1 --log-level error"
+    command = (
+        f"--model {folder / 'tiny'} --chat-template {folder / 'template.jinja'} --tool-call-parser hermes "
+        "--speculative-algorithm NGRAM --constrained-json-disable-any-whitespace --max-total-tokens 16384"
     )
-    try:
-        wait_for_server(f"http://127.0.0.1:{port}", timeout=60, process=process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        terminate_process(process)
+    with launched(command) as (_, url):
+        yield url
 
 
 def test_openais_chat(url: str) -> None:

@@ -145,13 +145,15 @@ def test_what_a_position_takes_that_came_from_the_engine(top: int, wanted: int, 
     one = TokenLogprobs.of(-1.5, [(-0.5 * k, k) for k in range(top)], [-2.0] * wanted)
     message = pickle.dumps(one)
     assert pickle.loads(message) == one
-    tracemalloc.start()
-    try:
-        kept = [pickle.loads(message) for _ in range(2000)]
-        taken = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert taken / len(kept) < most
+    taken: list[int] = []
+    for _ in range(3):  # threads that earlier tests left behind may take some meanwhile
+        tracemalloc.start()
+        try:
+            kept = [pickle.loads(message) for _ in range(2000)]
+            taken.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+    assert min(taken) / len(kept) < most
 
 
 def test_a_key_that_has_its_share_is_a_429_before_anything_is_made(

@@ -8,25 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import CONTEXT, FakeEngine, drafting_options
+from scripted import client_of, events
 from starlette.testclient import TestClient
 
-from draftwing.config.options import Options
 from draftwing.requests import stop_regex
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import SpecLimits
 from draftwing.requests.sampling_params import LogitsProcessorSpec
-from draftwing.server.app import create_app
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 PATHS = [CHAT, COMPLETION]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def base(path: str, text: str = "abc") -> dict[str, Any]:
@@ -41,19 +34,12 @@ def ok(client: TestClient, path: str, **body: Any) -> Any:
 
 @pytest.fixture
 def drafting() -> FakeEngine:
-    options = Options(
-        random_seed=7,
-        speculative_algorithm="EAGLE",
-        speculative_num_steps=5,
-        speculative_eagle_topk=4,
-        speculative_num_draft_tokens=8,
-    )
-    return FakeEngine(options)
+    return FakeEngine(drafting_options(5, 4, 8))
 
 
 @pytest.fixture
 def drafts(drafting: FakeEngine) -> Iterator[TestClient]:
-    with TestClient(create_app(local(drafting), drafting.tokenizer), raise_server_exceptions=False) as client:
+    with client_of(drafting) as client:
         yield client
 
 
@@ -78,11 +64,17 @@ def test_edits_reach_the_engine(client: TestClient, engine: FakeEngine, path: st
     assert params.edited and params.guided
 
 
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f"],
+}
 GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
     ({"json_schema": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
     ({"json_schema": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
     ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
     ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
 ]
 FORMATS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"type": "text"}, None),
@@ -92,12 +84,8 @@ FORMATS: list[tuple[dict[str, Any], Grammar | None]] = [
         Grammar("json_schema", json.dumps(SCHEMA)),
     ),
     ({"type": "json_schema", "json_schema": {"schema": True}}, Grammar("json_schema", "true")),
+    (TAG, Grammar("structural_tag", json.dumps(TAG))),
 ]
-TAG = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
-    "triggers": ["<f"],
-}
 
 
 @pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)
@@ -119,32 +107,11 @@ def test_response_format(
     assert [request.params.grammar for request in engine.requests] == [grammar] * 2
 
 
-def test_structural_tags(client: TestClient, engine: FakeEngine) -> None:
-    for path in PATHS:
-        ok(client, path, **base(path), response_format=TAG)
-        ok(client, path, **base(path), structural_tag=TAG)
-    expected = Grammar("structural_tag", json.dumps(TAG))
-    assert [request.params.grammar for request in engine.requests] == [expected] * 4
-
-
 def test_generate_takes_a_processor_for_each(client: TestClient, engine: FakeEngine) -> None:
     ok(client, "/generate", text=["a", "b"], custom_logit_processor=["odd", None])
     ok(client, "/generate", text="a", custom_logit_processor="even", sampling_params={"custom_params": {"x": 1}})
     found = [request.params.logits_processor for request in engine.requests]
     assert found == [LogitsProcessorSpec("odd", "{}"), None, LogitsProcessorSpec("even", '{"x": 1}')]
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("keep", [False, True])
-def test_stop_regex_in_stream_and_plain_agree(client: TestClient, path: str, keep: bool) -> None:
-    body = base(path, "one 12 two 345 three") | {"stop_regex": r"\d{3}", "no_stop_trim": keep, "max_tokens": 100}
-    choice = ok(client, path, **body)["choices"][0]
-    text = choice["text"] if path == COMPLETION else choice["message"]["content"]
-    assert text.endswith("one 12 two " + "345" * keep)
-    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", r"\d{3}")
-    chunks = [c["choices"][0] for c in events(client.post(path, json=body | {"stream": True}).text)]
-    streamed = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in chunks)
-    assert streamed == text and chunks[-1]["matched_stop"] == r"\d{3}"
 
 
 def test_a_stop_regex_that_takes_too_long_ends_the_request(client: TestClient, engine: FakeEngine) -> None:
@@ -264,12 +231,30 @@ def test_prediction(drafts: TestClient, drafting: FakeEngine) -> None:
 
 def test_defaults_of_the_model() -> None:
     engine = FakeEngine(defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         ok(client, CHAT, **base(CHAT))
         ok(client, COMPLETION, **base(COMPLETION), temperature=0, top_k=None)
         ok(client, "/generate", text="a", sampling_params={"top_k": 5, "temperature": None})
     found = [(r.params.temperature, r.params.top_k, r.params.repetition_penalty) for r in engine.requests]
     assert found == [(0.6, 20, 1.1), (0.0, 20, 1.1), (0.6, 5, 1.1)]
+
+
+def test_a_length_of_the_model_holds_where_nothing_else_limits_the_answer() -> None:
+    engine = FakeEngine(defaults={"max_new_tokens": 300})
+    messages = {"messages": [{"role": "user", "content": "a"}]}
+    with client_of(engine) as client:
+        ok(client, CHAT, **messages)
+        ok(client, CHAT, **messages, max_tokens=400)
+        ok(client, "/v1/responses", input="a")
+        ok(client, "/v1/messages", **messages, model="m", max_tokens=400)
+        ok(client, "/api/chat", **messages, model="m", stream=False)
+        ok(client, "/api/chat", **messages, model="m", stream=False, options={"num_predict": -1})
+        ok(client, COMPLETION, prompt="a")
+        ok(client, "/generate", text="a")
+        ok(client, CHAT, messages=[{"role": "user", "content": "a" * (CONTEXT - 100)}])
+        assert client.get("/ui/info").json()["sampling_defaults"]["max_tokens"] == 300
+    *found, cut = [request.params.max_new_tokens for request in engine.requests]
+    assert found == [300, 400, 300, 400, 300, None, 16, 128] and cut is not None and cut < 100
 
 
 def test_expressions_are_compiled_once_and_in_a_thread(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-import httpx
 import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, local, process
 
@@ -21,7 +20,6 @@ from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import supervision
-from draftwing.server.app import create_app
 from draftwing.server.engine_client import AsyncEngine
 
 pytestmark = pytest.mark.slow
@@ -212,26 +210,5 @@ def test_the_engine_outlives_signals_meant_for_the_server(spawned: list[EngineLi
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(spawned[0].process.pid, number)
             assert await text_of(engine, request("a")) == [1, 2, 3, 256] and engine.healthy
-
-    asyncio.run(scenario())
-
-
-def test_health_while_the_engine_is_dead() -> None:
-    async def scenario() -> None:
-        engine = local(first := FakeEngine())
-        app = create_app(engine, byte_tokenizer())
-        engine.start()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.get("/health_generate")).status_code == 200 and len(first.requests) == 1
-            first.crash = RuntimeError("out of paper")
-            engine.link.engine.wake()  # type: ignore[attr-defined]
-            await until(lambda: not engine.healthy)
-            for path in ("/health", "/health_generate"):
-                dead = await client.get(path)
-                assert dead.status_code == 503 and dead.content == b""
-            info = await client.get("/server_info")
-            assert info.status_code == 503 and "out of paper" in info.json()["error"]["message"]
-        await engine.stop()
 
     asyncio.run(scenario())

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import CONTEXT, FakeEngine
 from starlette.testclient import TestClient
 
 QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
@@ -61,6 +61,7 @@ def test_chat_completion(client: TestClient) -> None:
 def test_model_info_by_both_names(client: TestClient) -> None:
     info = client.get("/model_info").json()
     assert set(info) == MODEL_INFO and info == client.get("/get_model_info").json()
+    assert info["served_model_name"] == "echo"
     assert (info["model_type"], info["architectures"]) == ("llama", ["LlamaForCausalLM"])
 
 
@@ -70,9 +71,11 @@ def test_server_info_by_both_names(client: TestClient, engine: FakeEngine) -> No
     wanted = {"launch_command", "max_total_num_tokens", "startup_time", "internal_states", "version", "dtype",
               "speculative_algorithm", "speculative_num_steps", "mem_fraction_static", "random_seed"}  # fmt: skip
     assert wanted <= info.keys() and info["random_seed"] == 7 and info["dtype"] == "float32"
+    assert info["port"] == 30000 and info["context_length"] == CONTEXT and info["weight_bytes"] == {"Q8_0": 34}
+    assert info["floor"] == {"memory_gb_s": 17e-6, "read_ms": 2.0, "plain_step_ms": 8.0, "share": 0.25}
     (state,) = info["internal_states"]
     assert info["speculative"]["explain"]["summary"] == "nothing is drafted"
-    assert state["avg_spec_accept_length"] == 1.5 and state["memory_usage"]["token_capacity"] == 8000
+    assert state["avg_spec_accept_length"] == 1.5 and state["memory_usage"]["token_capacity"] == 4 * CONTEXT
 
 
 def test_tokenize_and_back(client: TestClient) -> None:

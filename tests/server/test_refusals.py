@@ -134,6 +134,11 @@ def test_hints_are_accepted_and_named(client: TestClient, path: str, model: type
             assert response.status_code == 200 and "draftwing-ignored" not in response.headers, (name, one)
 
 
+@pytest.mark.parametrize(("name", "value"), [("store", 0), ("mirostat", False), ("cache_prompt", 1), ("speed", 0)])
+def test_a_number_is_no_switch_and_a_switch_no_number(name: str, value: Any) -> None:
+    assert schema.asks_for_nothing(name, NEUTRAL[name][0]) and not schema.asks_for_nothing(name, value)
+
+
 def test_hints_inside_of_objects_are_named(client: TestClient) -> None:
     parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
     for path in (CHAT_PATH, "/v1/messages"):
@@ -243,13 +248,6 @@ def test_mistyped_and_out_of_range(client: TestClient, path: str, name: str, val
     refused(client, path, base(path) | {name: value}, name)
 
 
-def test_nested_fields_are_named(client: TestClient) -> None:
-    body = {"prompt": "a", "stream": True, "stream_options": {"bogus": 1}}
-    assert "stream_options.bogus" in refused(client, COMPLETION, body, "stream_options.bogus")
-    refused(client, "/generate", {"text": "a", "sampling_params": {"bogus": 1}}, "sampling_params.bogus")
-    refused(client, "/generate", {"text": ["a", "b"], "sampling_params": [{}, {"top_p": 7}]}, "sampling_params.1.top_p")
-
-
 def test_combinations(client: TestClient) -> None:
     assert "max_tokens" in refused(client, COMPLETION, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens")
     refused(client, COMPLETION, {"prompt": "a", "seed": 1, "sampling_seed": 1}, "seed")
@@ -257,6 +255,7 @@ def test_combinations(client: TestClient) -> None:
     refused(client, "/generate", {}, "text")
     refused(client, "/generate", {"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params")
     refused(client, "/generate", {"text": ["a", "b"], "rid": ["x"]}, "rid")
+    refused(client, "/generate", {"text": ["a", "b"], "sampling_params": [{}, {"top_p": 7}]}, "sampling_params.1.top_p")
     refused(client, COMPLETION, {"prompt": ["a"] * 100, "n": 100}, "n")
     for name, value in (("best_of", 2), ("best_of", 10**400), ("logprobs", 21), ("logprobs", -1), ("logprobs", True)):
         refused(client, COMPLETION, {"prompt": "a", name: value}, name)

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,9 @@ import httpx
 import pytest
 from engine_process import engines
 from tiny_checkpoint import write_checkpoint
+
+from draftwing.server.run import terminable
+from draftwing.utils import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +48,6 @@ def served(model: Path, port: int, files: str = "", before: str = "") -> Iterato
     finally:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.further(files=["2>&-", ">/dev/full 2>&1", "2>/dev/full"])
@@ -116,3 +112,29 @@ def test_a_server_under_nohup_stays(model: Path) -> None:
         time.sleep(0.5)
         assert process.poll() is None
         assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_whatever_runs(number: int) -> None:
+    """Python 3.11 makes a RuntimeError of what is raised in `__set_name__`; a library may raise its own error after it
+    caught everything."""
+
+    class Named:
+        def __set_name__(self, owner: object, name: str) -> None:
+            signal.raise_signal(number)
+
+    def caught() -> None:
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            raise OSError("interrupted") from None
+
+    before = signal.getsignal(number)
+    for block in (lambda: type("Owner", (), {"named": Named()}), caught):
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, terminable():
+            block()
+        assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)
+        assert number == signal.SIGINT or ended.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    with pytest.raises(ValueError), terminable():
+        raise ValueError("no signal")

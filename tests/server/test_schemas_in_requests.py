@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import local
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, client_of
 from starlette.testclient import TestClient
-
-from draftwing.server.app import create_app
 
 GOOD = {"type": "object", "properties": {"city": {"type": "string"}}, "additionalProperties": False}
 # What is wrong, where in the schema, and a word of the reason.
@@ -43,7 +40,7 @@ def engine(style: str) -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def client(engine: ScriptedEngine) -> Iterator[TestClient]:
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
+    with client_of(engine) as client:
         yield client
 
 

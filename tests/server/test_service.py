@@ -7,9 +7,9 @@ import threading
 import time
 from typing import Any
 
-import httpx
 import pytest
 from fake_engine import FakeEngine, byte_tokenizer, local
+from scripted import asking, client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
@@ -110,9 +110,7 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
     )
 
     async def scenario() -> None:
-        transport = httpx.ASGITransport(app)
-        started = app.router.lifespan_context(app)
-        async with started, httpx.AsyncClient(transport=transport, base_url="http://a", timeout=30) as client:
+        async with asking(app) as client:
             ask = lambda body: asyncio.ensure_future(client.post("/v1/chat/completions", json=body))  # noqa: E731
             waiting = [ask(small | more) for _ in range(40)]
             await asyncio.sleep(0.3)
@@ -142,9 +140,7 @@ def test_words_are_tokenized_once_and_where_nobody_waits(
     app = create_app(local(engine), engine.tokenizer)
 
     async def scenario() -> None:
-        transport = httpx.ASGITransport(app)
-        started = app.router.lifespan_context(app)
-        async with started, httpx.AsyncClient(transport=transport, base_url="http://a", timeout=30) as client:
+        async with asking(app) as client:
             body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 2, "bad_words": words}
             assert (await client.post("/v1/completions", json=body)).status_code == 200
 
@@ -169,7 +165,7 @@ def test_the_time_of_a_request_begins_when_it_arrives(path: str, monkeypatch: py
     if "chat" in path:
         asked = {"messages": [{"role": "user", "content": "a"}]}  # type: ignore[dict-item]
     guided = asked | ({"sampling_params": {"regex": "a+"}} if path == "/generate" else {"regex": "a+"})
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         before = time.monotonic()
         late = client.post(path, json=guided)
         assert late.status_code == 500 and "timeout" in late.text and begun.is_set()
@@ -231,7 +227,7 @@ def test_server_info_masks_the_key_and_names_the_model(monkeypatch: pytest.Monke
     key = "it's $secret"  # which a shell has to quote
     engine = FakeEngine(Options(model="folder/of model", api_key=key, random_seed=1))
     monkeypatch.setattr("sys.argv", ["draftwing", "serve", "--model", "folder/of model", f"--api-key={key}", "-x", key])
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         info = client.get("/server_info", headers={"authorization": f"Bearer {key}"})
     assert "secret" not in info.text
     assert info.json()["launch_command"] == "draftwing serve --model 'folder/of model' '--api-key=***' -x '***'"

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import httpx
 import pytest
 from engine_process import engines
 from fake_engine import FakeEngine
+from scripted import launched
 from starlette.testclient import TestClient
 from tiny_checkpoint import write_checkpoint
 
@@ -32,7 +33,6 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import supervision
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.supervision import CrashHistory, Watchdog
-from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 SECONDS = 2.0  # of the watchdog of these tests
 
@@ -196,34 +196,16 @@ def engine_of(process: subprocess.Popen[bytes]) -> int:
     return engines(process.pid)[0]
 
 
-@contextmanager
-def serving(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    write_checkpoint(folder)
-    process, port = launch_server_cmd(
-        f"python -m draftwing.launch_server --model {folder} --served-model-name tiny --num-threads 1 "
-        f"--speculative-algorithm NGRAM --log-level error {' '.join(more)}"
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for_server(url, timeout=60, process=process)
-        yield process, url
-    finally:
-        terminate_process(process)
-
-
 def endless(i: int, **more: object) -> dict[str, object]:
     params = {"temperature": 50, "seed": i, "max_new_tokens": 900, "ignore_eos": True}
     return {"text": f"client {i}: ", "sampling_params": params, **more}
 
 
-async def streamed(client: httpx.AsyncClient, i: int, began: asyncio.Event, grown: list[int] | None = None) -> str:
-    """grown: characters of each stream, which are kept up to date."""
+async def streamed(client: httpx.AsyncClient, i: int, began: asyncio.Event) -> str:
     text = ""
     async with client.stream("POST", "/generate", json=endless(i, stream=True)) as response:
         async for part in response.aiter_text():
             text += part
-            if grown is not None:
-                grown[i] = len(text)
             began.set()
     return text
 
@@ -260,7 +242,9 @@ def test_a_stopped_engine_is_replaced(tmp_path: Path) -> None:
             assert again.json()["meta_info"]["completion_tokens"] == 5
         assert not Path(f"/proc/{stopped}").exists() and engine_of(process) != stopped
 
-    with serving(tmp_path / "tiny", f"--watchdog-timeout {SECONDS}") as (process, url):
+    folder = write_checkpoint(tmp_path / "tiny")
+    command = f"--model {folder} --speculative-algorithm NGRAM --watchdog-timeout {SECONDS}"
+    with launched(command) as (process, url):
         asyncio.run(scenario(process, url))
 
 
@@ -270,11 +254,11 @@ def test_an_answer_that_the_model_cannot_give_is_an_error_with_its_reason(
     reason = {"type": "abort", "message": "the model's logits are not finite", "status_code": 500}
     advance = engine._advance
 
-    def spoilt(uid: str) -> Output:
+    def failing(uid: str) -> Output:
         prompt = engine.tokenizer.decode(engine.running[uid][0].prompt_ids)
         return engine._end(uid, [], reason) if "nan" in prompt else advance(uid)
 
-    monkeypatch.setattr(engine, "_advance", spoilt)
+    monkeypatch.setattr(engine, "_advance", failing)
     for path, body in (
         ("/v1/completions", {"prompt": "nan"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "nan"}]}),

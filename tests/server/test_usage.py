@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import FakeEngine
+from scripted import client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.server.app import create_app
 from draftwing.server.openai.timings import timings_and_metrics
 from draftwing.server.telemetry.observer import AnswerRecord
 from draftwing.text.answer import Answer
@@ -92,7 +92,7 @@ def test_before_the_end_of_a_stream_nothing_is_said_of_the_cache(client: TestCli
 @pytest.fixture
 def drafts() -> Iterator[TestClient]:
     engine = FakeEngine(Options(random_seed=7, speculative_algorithm="NGRAM"))
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         yield client
 
 
@@ -123,7 +123,7 @@ def test_several_answers_have_no_timings(drafts: TestClient, path: str) -> None:
 
 
 class _Meta:
-    """Has what `measured` reads of an answer."""
+    """What `timings_and_metrics` reads of an answer."""
 
     def __init__(self, meta: dict[str, Any], tokens: int) -> None:
         self.meta, self.token_ids = meta, [0] * tokens

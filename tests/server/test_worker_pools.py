@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
-from fastapi.testclient import TestClient
+from fake_engine import FakeEngine
+from scripted import client_of
 
 from draftwing.config.api_keys import ApiKey
-from draftwing.server import worker_pools as lanes_module
-from draftwing.server.app import create_app
+from draftwing.server import worker_pools
 from draftwing.server.edge.keys import client as client_var
 from draftwing.server.worker_pools import MAX_INLINE_SIZE, MAX_SHORT_SIZE, FairSemaphore, WorkerPools
 
@@ -65,7 +65,7 @@ def test_cancelled_work_is_told_or_never_begins() -> None:
 def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is read at a time, and the next one nine times as long afterwards, whatever became of it."""
     now, events, rests = [0.0], list[str](), list[float]()
-    monkeypatch.setattr(lanes_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(worker_pools, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def reads(name: str) -> str:
         now[0] += 0.5
@@ -104,7 +104,7 @@ def test_which_bodies_take_turns(size: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(WorkerPools, "read", watched)
     engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         assert client.post("/tokenize", json={"prompt": "a" * size}).status_code == 200
     assert len(taken) == (size > 65_536)
 
@@ -119,7 +119,7 @@ def as_client(name: str, work: Any) -> asyncio.Task[Any]:
     return asyncio.ensure_future(run())
 
 
-LANES: dict[str, Callable[[WorkerPools, Callable[[], None]], Any]] = {
+POOLS: dict[str, Callable[[WorkerPools, Callable[[], None]], Any]] = {
     "short": lambda pools, work: pools.run(MAX_SHORT_SIZE, lambda gone: work()),
     "long": lambda pools, work: pools.run(MAX_SHORT_SIZE + 1, lambda gone: work()),
     "json": lambda pools, work: pools.render(MAX_INLINE_SIZE + 1, lambda large: work()),
@@ -127,18 +127,18 @@ LANES: dict[str, Callable[[WorkerPools, Callable[[], None]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_clients_take_turns(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pool", POOLS)
+def test_clients_take_turns(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes behind a hundred of another client is next but those that run."""
-    monkeypatch.setattr(lanes_module.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(lanes_module, "REST_FACTOR", 0)
+    monkeypatch.setattr(worker_pools.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(worker_pools, "REST_FACTOR", 0)
     order: list[str] = []
 
     async def scenario() -> None:
         pools = WorkerPools()
 
         def ask(name: str) -> asyncio.Task[Any]:
-            return as_client(name, LANES[lane](pools, lambda: order.append(name)))
+            return as_client(name, POOLS[pool](pools, lambda: order.append(name)))
 
         every = [ask("alice") for _ in range(100)]
         every += [ask("bob"), ask("bob"), ask("carol")]
@@ -146,7 +146,7 @@ def test_clients_take_turns(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pools.close()
 
     asyncio.run(scenario())
-    places = 2 if lane == "short" else 1
+    places = 2 if pool == "short" else 1
     assert len(order) == 103
     assert {"bob", "carol"} <= {*order[places : places + 3]}
     assert order.index("bob", order.index("bob") + 1) <= places + 5
@@ -220,7 +220,7 @@ def test_expressions_are_long_work_unless_they_are_few(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(WorkerPools, "run", watched)
     engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+    with client_of(engine) as client:
         for expressions in (["a{3}"], [f"{i}" + "(ab|cd){0,8}" + "y" * 100 for i in range(16)]):
             params = {"max_new_tokens": 1, "stop_regex": expressions}
             assert client.post("/generate", json={"text": "a", "sampling_params": params}).status_code == 200

@@ -59,7 +59,7 @@ def test_it_saves_steps_and_changes_no_text(
     assert answers[0].token_ids == plain and len(set(plain)) > 50
     meta = answers[0].meta_info
     assert 1 + meta["spec_num_correct_drafts"] / meta["spec_verify_ct"] > 1.1
-    assert "custom_drafter:PairLookup drafts, at most 3 steps" in caplog.text and stats["accept_length"] > 1
+    assert "custom_drafter:PairLookup, at most 3 steps" in caplog.text and stats["accept_length"] > 1
     with LLM(model, **ENGINE, speculative_algorithm="none") as llm:
         sampled = llm.generate(PROMPT + "red", GREEDY | {"temperature": 0.7, "sampling_seed": 1})
     assert answers[1].token_ids == sampled[0].token_ids
@@ -244,7 +244,7 @@ def test_options_know_its_tree_and_what_it_reads(caplog: pytest.LogCaptureFixtur
         options = asked.resolve()
     assert options.speculative_shape == TreeShape(4, 2, 9) and not options.speculative_fixed_shape
     assert options.drafter.endswith(":WithModel") and options.resolve() == options
-    assert "WithModel, speculative_token_map has no effect" in caplog.text
+    assert "WithModel, --speculative-token-map has no effect" in caplog.text
     steps = Options(speculative_algorithm=WithModel, speculative_num_steps=2).resolve()
     assert steps.speculative_shape.tree == (2, 2, 7)
     Odd.num_steps = 1

@@ -88,7 +88,7 @@ def test_variables_and_functions() -> None:
         ("{% for i in range(10**9) %}{% endfor %}", "chat template refuses"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 2 s"),
         ("{{ messages[0].content * 10**10 }}", "more than 1024 MiB"),
-        ("{{ messages[0].content * 10**8 }}", "more than 16777216 characters"),
+        ("{{ messages[0].content * 10**7 * 2 }}", "more than 16777216 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
     ],
 )

@@ -6,27 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tiny_tokenizers import REPLACEMENT, sentencepiece
+from tokenizers import decoders
 
 from draftwing.text.detok import IncrementalDetokenizer, StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
-
-REPLACEMENT = "\ufffd"
-
-
-def sentencepiece(decoder: Any = None) -> Tokenizer:
-    """Pieces with a visible leading space, byte fallback, two special tokens, an empty and a replacement piece."""
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
-    names += ["▁", "▁the", "the", "▁a", "a", "b", "▁▁", "é", "日", "\n", REPLACEMENT, "stop", "▁stop", "er", ""]
-    backend = tokenizers.Tokenizer(
-        models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
-    )
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoder or decoders.Sequence(parts)
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @pytest.fixture(scope="module", params=["smollm2", "sentencepiece", "metaspace"])

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from draftwing.errors import CheckpointError, ConfigError, RequestError
-from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
+from draftwing.text.tokenizer import BUNDLED_TEMPLATE, Tokenizer, load_tokenizer, vocabulary_difference
 
 CORPUS = ["The quick brown fox jumps over the lazy dog.", "Zwölf Boxkämpfer jagen Viktor quer, 1234 mal!", "日本語 😀"]
 TEXTS = [
@@ -333,3 +333,13 @@ def test_files_that_hold_anything(name: str, tmp_path: Path) -> None:
             refused += 1
             assert str(error).startswith(str(folder)) or "chat template" in str(error)
     assert refused > 10
+
+
+def test_the_template_that_comes_with_us_takes_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "model", byte_level(), chat_template="C")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_tokenizer(folder, BUNDLED_TEMPLATE)
+    said = tokenizer.render_chat(ASKED, tools=TOOL)
+    assert TOOL[0]["function"]["name"] in said and said.endswith("<|im_start|>assistant\n")
+    (tmp_path / BUNDLED_TEMPLATE).write_text("a file of this name")
+    assert load_tokenizer(folder, BUNDLED_TEMPLATE).render_chat(ASKED) == "a file of this name"

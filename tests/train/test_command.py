@@ -142,7 +142,7 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
         assert llm.engine.accept_length > 1.5
     card = (run / "head" / "README.md").read_text()
     for part in (
-        "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "100 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} |",
+        "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "100 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} ± ",
         "80 prompts", "256 tokens", "--speculative-algorithm EAGLE3",
     ):  # fmt: skip
         assert part in card, part
@@ -393,11 +393,11 @@ def test_what_cannot_work_is_refused_at_once(
         (["--algorithm", "EAGLE9"], "algorithm must be one of EAGLE, EAGLE3, DFLASH, DSPARK, MTP; found 'EAGLE9'"),
         (["--shapes", "3,1"], "--shapes: expected steps,topk,draft tokens such as 5,4,16; found '3,1'"),
         (["--shapes", "3,2,99"], "--shapes: expected 4 to 11 draft tokens for 3 steps and topk 2, found 99"),
-        (["--greedy-share", "1.5"], "greedy_share must be at most 1; found 1.5"),
+        (["--greedy-share", "1.5"], "--greedy-share must be at most 1; found 1.5"),
         (["--temperatures", "1", "0.5"], "--temperatures: expected the lowest and the highest"),
         (
             ["--aux-layers", "1", "2", "40"],
-            "aux_layers: expected 0 to 7 for a target of 7 layers, found [1, 2, 40]",
+            "--aux-layers: expected 0 to 7 for a target of 7 layers, found [1, 2, 40]",
         ),
         (["--regenerate"], "--regenerate needs --conversations"),
         (["--data", str(tmp_path)], "holds no run of `draftwing train`"),

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
 from draftwing.engine.engine import Engine
@@ -18,11 +17,6 @@ from draftwing.train.sequences import Response, read_responses, responses_files
 
 SAMPLING = Sampling(max_tokens=24, max_length=200, seed=7)
 PROMPTS = [Prompt((f"question {i}",), where=f"p:{i}") for i in range(12)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
 from draftwing.core import Output
@@ -21,14 +20,9 @@ from draftwing.train.own_prompts import write_prompts
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
+def llm(model: str) -> Iterator[LLM]:
     options = {"max_total_tokens": 3000, "max_running_requests": 4, "speculative_algorithm": "none"}
-    with LLM(str(folder), dtype="float32", **options) as loaded:
+    with LLM(model, dtype="float32", **options) as loaded:
         yield loaded
 
 

@@ -156,8 +156,9 @@ def scripted(engine: FakeEngine) -> Iterator[tuple[str, Recorder]]:
 @contextlib.contextmanager
 def real(model: str) -> Iterator[tuple[str, Recorder]]:
     """A server of a model. Its template knows tools, which the default model's own does not."""
-    template = str(HERE.parent / "chatml_tools.jinja")
-    options = Options(model=model, chat_template=template, tool_call_parser="hermes", api_key=KEY, log_level="error")
+    options = Options(
+        model=model, chat_template="chatml_tools", tool_call_parser="hermes", api_key=KEY, log_level="error"
+    )
     with opened(options.resolve()) as (engine, tokenizer):
         recorder = Recorder(create_app(engine, tokenizer))
         with listening(recorder) as url:

@@ -1,20 +1,24 @@
 """`draftwing bench`: throughput and latency at given concurrencies, of a server or of an engine in this process.
 
-`engine.measure` says what a record holds.
+`engine.benchmark.record_of` says what a record holds.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from draftwing.cli.client import Client
-from draftwing.engine.benchmark import Sample
+from draftwing.cli.progress import Progress
+from draftwing.config.drafters import NO_DRAFTER
+from draftwing.engine.benchmark import Ended, Sample, Target, ignored, record_of, timed_run
 from draftwing.errors import ConfigError
 
 PROMPTS = (
@@ -29,17 +33,30 @@ PROMPTS = (
 )
 
 
+LEAST_WARMUPS = 4  # prompts: some hundred steps, after which the choice of drafts has settled
+ROUNDS = 2  # with drafts and without, alternately
+
+
 class Remote:
-    """A server that is measured, an `engine.measure.Target`."""
+    """A server that is measured, an `engine.benchmark.Target`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
+
+    @cached_property
+    def _info(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._client.get("/server_info")
+        return found
 
     def encode(self, prompt: str) -> list[int]:
         ids: list[int] = self._client.post("/tokenize", {"messages": [{"role": "user", "content": prompt}]})["tokens"]
         return ids
 
-    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
+    def run(
+        self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
+        ended: Ended = ignored,
+    ) -> list[Sample]:  # fmt: skip
+        wish = {} if drafts else {"speculative": "off"}
         todo: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         for prompt in prompts:
             todo.put(prompt)
@@ -49,7 +66,9 @@ class Remote:
         def work() -> None:
             try:
                 while not failures:
-                    samples.append(self._one(todo.get_nowait(), params))
+                    sample = self._one(todo.get_nowait(), {"sampling_params": params, **wish})
+                    samples.append(sample)
+                    ended(sample)
             except queue.Empty:
                 pass
             except Exception as error:
@@ -64,26 +83,73 @@ class Remote:
             raise failures[0]
         return samples
 
-    def _one(self, prompt: list[int], params: dict[str, Any]) -> Sample:
+    def _one(self, prompt: list[int], body: dict[str, Any]) -> Sample:
         sample = Sample(time.monotonic(), prompt_tokens=len(prompt))
-        for event in self._client.stream("/generate", {"input_ids": prompt, "sampling_params": params}):
+        for event in self._client.stream("/generate", {"input_ids": prompt, **body}):
             sample.meta = event["meta_info"]
             sample.seen(sample.meta["completion_tokens"])
         return sample
+
+    def drafter(self) -> str | None:
+        # Servers of other engines do not have `speculative`, here or in requests.
+        name = self._info.get("speculative_algorithm") if "speculative" in self._info else None
+        return None if name == NO_DRAFTER.name else name
 
     def flush(self) -> None:
         self._client.flush_cache()
 
     def weight_bytes(self) -> dict[str, int]:
-        found = self._client.get("/server_info").get("weight_bytes")
+        found = self._info.get("weight_bytes")
         return found if isinstance(found, dict) else {}
 
     def floor(self) -> float:
-        found = self._client.get("/server_info").get("floor")
+        found = self._info.get("floor")
         return float(found["read_ms"] or 0.0) / 1e3 if isinstance(found, dict) else 0.0
 
     def stages(self) -> dict[str, float]:
         return {}
+
+
+def compare(
+    target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, progress: Progress
+) -> dict[str, Any]:
+    """Returns a record. Where drafts can be left out, rounds without and with them alternate: the record is of all
+    rounds with them, `without_drafts` that of the others, and `speedup` the ratio of throughputs."""
+    drafter = target.drafter()
+    sides, rounds = ((True,), 1) if drafter is None else ((False, True), ROUNDS)
+    warmup = [prompts[i % len(prompts)] for i in range(max(concurrency, LEAST_WARMUPS))]
+    samples: dict[bool, list[Sample]] = {drafts: [] for drafts in sides}
+    seconds = dict.fromkeys(sides, 0.0)
+    for number in range(1, rounds + 1):
+        for drafts in sides:
+            where = f"concurrency {concurrency}"
+            if drafter is not None:
+                where += ", with drafts" if drafts else ", without drafts"
+            if number == 1:
+                target.run(warmup, params, concurrency, drafts, counted(progress, f"{where}, warm-up", len(warmup)))
+            where += f", round {number} of {rounds}"
+            show = counted(progress, where, len(prompts))
+            found, took = timed_run(target, prompts, params, concurrency, drafts, show)
+            samples[drafts] += found
+            seconds[drafts] += took
+    progress.clear()
+    record = record_of(target, concurrency, samples[True], seconds[True])
+    record |= {"rounds": rounds, "warmup_prompts": len(warmup), "drafter": drafter}
+    if drafter is None:
+        return record
+    plain = record_of(target, concurrency, samples[False], seconds[False])
+    plain.pop("step_ms", None)  # only those of the last run are known, which had drafts
+    return record | {"without_drafts": plain, "speedup": record["throughput"] / plain["throughput"]}
+
+
+def counted(progress: Progress, where: str, total: int) -> Ended:
+    """Returns what shows how many prompts of so many are answered."""
+    count = itertools.count(1)
+
+    def ended(sample: Sample) -> None:
+        progress.show(f"{where}: {next(count)} of {total} prompts")
+
+    return ended
 
 
 def load_prompts(path: str | None, count: int) -> list[str]:
@@ -94,7 +160,9 @@ def load_prompts(path: str | None, count: int) -> list[str]:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
             prompts = [_prompt(json.loads(line)) for line in lines if line.strip()]
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"--prompts: {path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"--prompts: {path} is not a file of JSON lines with prompts: {error}") from None
         if not prompts:
             raise ConfigError(f"--prompts: {path} is empty")

@@ -20,13 +20,13 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def check_card(head: Path, options: Mapping[str, Any], prompts: str | None, emit: Emit) -> None:
-    """Measures the greedy accept length again, in the first tree of the report, on the prompts that it was measured on.
+    """Measures the greedy acceptance length again, in the first tree of the report, on the prompts of the report.
 
     head: folder of a head, with the eval.json of its training in it or beside it.  options: of the engine.
     prompts: the file of one of the report's sets.
 
-    Raises CheckpointError for an accept length that is not within `TOLERANCE` of the report's, and ConfigError for a
-    report or prompts that nothing can be compared with.
+    Raises CheckpointError for an acceptance length that is not within `TOLERANCE` of the report's, and ConfigError
+    for a report or prompts that nothing can be compared with.
     """
     report = read_report(head)
     if prompts is None:
@@ -44,7 +44,7 @@ def check_card(head: Path, options: Mapping[str, Any], prompts: str | None, emit
         (found,) = evaluate({"random_seed": 0, **options, **own}, {name: texts}, trial, Path(folder) / "eval.json")
     emit(found)
     wanted, got = expected["accept_length"], found["accept_length"]
-    line = f"{name}, {shape.tree}: expected an accept length of {wanted:.3f}, found {got:.3f}"
+    line = f"{name}, {shape.tree}: expected an acceptance length of {wanted:.3f}, found {got:.3f}"
     if not math.isclose(got, wanted, rel_tol=TOLERANCE):
         raise CheckpointError(f"{head}: {line}, more than {TOLERANCE:.0%} away")
     print(f"{line}, within {TOLERANCE:.0%}")

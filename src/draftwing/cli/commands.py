@@ -6,46 +6,56 @@ import argparse
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from draftwing.config.arguments import add_arguments
+from draftwing.cli.models import add_model_commands
+from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments
 from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.options import SERVER, Options
 from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
+from draftwing.files import cache_folder
+
+if TYPE_CHECKING:
+    from draftwing.cli.answerers import Answerer
+    from draftwing.engine.benchmark import Target
 
 Run = Callable[[dict[str, Any]], None]
 Emit = Callable[[dict[str, Any]], None]
+Lines = Callable[[Mapping[str, Any]], list[str]]  # of a record, for people
+PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def add_commands(commands: Any) -> dict[str, Run]:
     """Adds a parser for each command to argparse's `commands`; returns what runs them, by name."""
     chat = commands.add_parser(
         "chat",
-        usage="draftwing chat [--url URL | options]",
+        aliases=["run"],
+        usage="draftwing chat [MODEL] [QUESTION] [--url URL | options]",
         help="chat in the terminal",
-        description="Chats with a running server (--url), or with a model that is loaded into this process.",
+        description="Chats with a running server (--url), or with a model that is loaded into this process. With a "
+        "question, or with a text on standard input, it prints one answer and ends.",
         allow_abbrev=False,
     )
     _add_source(chat)
     chat.add_argument("--system", metavar="STR", help="system prompt")
-    chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: no limit)")
-    chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: 1)")
+    chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: the model's)")
+    chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: the model's)")
     _add_engine_options(chat)
-
-    pull = commands.add_parser(
-        "pull", help="fetch a model", description="Fetches a model, so that a server starts with it at once."
+    chat.add_argument(
+        "question", nargs="?", metavar="QUESTION", help="a text with white space is a question even without a MODEL"
     )
-    pull.add_argument("model", help="an alias (smollm2) or a hub id")
-    pull.add_argument("--revision", metavar="STR", help="branch, tag or commit of a hub id")
+
+    models = add_model_commands(commands)
 
     bench = commands.add_parser(
         "bench",
-        usage="draftwing bench [--url URL | options] [--sweep]",
+        usage="draftwing bench [MODEL] [--url URL | options] [--sweep]",
         help="measure throughput and latency",
-        description="Measures a running server (--url), or an engine in this process. Prints JSON lines.",
+        description="Measures a running server (--url), or an engine in this process, with drafts and without.",
         allow_abbrev=False,
     )
     _add_source(bench)
@@ -61,7 +71,8 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
     bench.add_argument("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")
-    bench.add_argument("--output", metavar="FILE", help="append the JSON lines to this file, too")
+    bench.add_argument("--json", action="store_true", help="print JSON lines, not a table")
+    bench.add_argument("--output", metavar="FILE", help="append JSON lines to this file")
     bench.add_argument("--plot", metavar="FILE.svg", help="draw throughput, accepted drafts and latency, or the sweep")
     bench.add_argument(
         "--check-card",
@@ -89,7 +100,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
             metavar="INTS",
             help=f"values to try (default: {default})",
         )
-    _add_engine_options(bench)
+    _add_engine_options(bench, uncommon=("save_shape", "check_card", "steps", "topk", "draft_tokens", "output"))
 
     token_map = commands.add_parser(
         "token-map",
@@ -108,7 +119,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
 
     prompts = commands.add_parser(
         "write-prompts",
-        usage="draftwing write-prompts --model M --out FILE [options]",
+        usage="draftwing write-prompts [MODEL] --out FILE [options]",
         help="let a model write prompts, for `train --prompts`",
         description="The model writes what a user may say, by its own chat template: more prompts to train a draft on.",
         allow_abbrev=False,
@@ -119,18 +130,18 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     prompts.add_argument("--seed", type=int, default=0, metavar="INT", help="others for another one (default: 0)")
     _add_engine_options(prompts)
-    runs = {"chat": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
-    return {**runs, "write-prompts": run_write_prompts}
+    runs = {"chat": run_chat, "run": run_chat, "bench": run_bench, "token-map": run_token_map}
+    return {**models, **runs, "write-prompts": run_write_prompts}
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="URL", help="address of a running server, such as http://127.0.0.1:30000")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options, so that the command of a server can be tried here; --help is without those that only concern a
-    server, and without those that are refused."""
-    add_arguments(parser, hidden=(SERVER,))
+def _add_engine_options(parser: argparse.ArgumentParser, uncommon: Collection[str] = ()) -> None:
+    """Adds all options, so that the command of a server can be tried here; the help is without those that only concern
+    a server, and without those that only SGLang has. uncommon: own options that only --help-all shows."""
+    add_arguments(parser, hidden=(SERVER,), uncommon=uncommon)
     next(action for action in parser._actions if action.dest == "api_key").help = "for --url: the key of that server"
 
 
@@ -150,12 +161,6 @@ def _sizes(text: str) -> list[int]:
 def _taken(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
     """Takes a command's own arguments out of all; the rest are options of an engine."""
     return {name: arguments.pop(name) for name in names}
-
-
-def run_pull(arguments: dict[str, Any]) -> None:
-    from draftwing.models.hub import resolve_model
-
-    print(resolve_model(arguments["model"], arguments["revision"]))
 
 
 def run_token_map(arguments: dict[str, Any]) -> None:
@@ -179,38 +184,70 @@ def run_write_prompts(arguments: dict[str, Any]) -> None:
     print(f"{found} prompts of {own['count']} are in {own['out']}")
 
 
+def take_question(arguments: dict[str, Any], unknown: Sequence[str]) -> list[str]:
+    """Tells `draftwing chat`'s model and question apart, in `arguments`; returns what is left of the `unknown` words.
+
+    A text with white space that is no path is a question; with --url everything is. Else the model comes first.
+    """
+    # argparse gives no second word to a command that has had options since the first one.
+    words = [arguments.pop(name, None) for name in (POSITIONAL_MODEL, "question")]
+    words = [*filter(None, words), *(word for word in unknown if not word.startswith("-"))]
+    model = words and arguments["url"] is None and (len(words[0].split()) < 2 or Path(words[0]).exists())
+    if model:
+        arguments[POSITIONAL_MODEL] = words.pop(0)
+    arguments["question"] = words.pop(0) if words else None
+    return [*(word for word in unknown if word.startswith("-")), *words]
+
+
 def run_chat(arguments: dict[str, Any]) -> None:
     from draftwing.cli import chat
+    from draftwing.cli.line_input import LineReader
+
+    own = _taken(arguments, "url", "system", "max_tokens", "temperature", "question")
+    named = {"max_new_tokens": own["max_tokens"], "temperature": own["temperature"]}
+    fields = {name: value for name, value in named.items() if value is not None}
+    chat.check_fields(fields)  # before a model is loaded
+    typed = own["question"] is None and chat.at_terminal()
+    with _answerer(own["url"], arguments, typed or sys.stderr.isatty()) as answerer:
+        if not typed:
+            chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields)
+            return
+        with LineReader(cache_folder() / "chat_history", [*chat.COMMANDS]) as lines:
+            chat.Chat(answerer, lines, own["system"], fields).run()
+
+
+@contextlib.contextmanager
+def _answerer(url: str | None, arguments: dict[str, Any], tells: bool) -> Iterator[Answerer]:
+    """A server, or the model that `arguments` name. tells: whether to say that it is being loaded."""
+    from draftwing.cli.answerers import InProcess, Remote
     from draftwing.cli.client import Client
 
-    own = _taken(arguments, "url", "system", "max_tokens", "temperature")
-    limits = {"max_tokens": own["max_tokens"], "temperature": own["temperature"]}
-    given = {name: value for name, value in limits.items() if value is not None}
-    if own["url"] is not None:
-        client = Client(own["url"], arguments.pop("api_key", None))
+    if url is not None:
+        client = Client(url, arguments.pop("api_key", None))
         _refuse_options(arguments)
-        client.get("/v1/models")  # that it is there, before anybody types a question
-        chat.converse(chat.over_http(client, given), own["system"])
+        yield Remote(client)
         return
-    fields = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in given.items()}
     # The engine's lines would stand between the answers.
     options = Options.from_kwargs(**{"log_level": "warning", **arguments}).resolve()
     logging.getLogger("draftwing").setLevel(options.log_level.upper())
+    if tells:
+        print(f"loading {options.served_model_name or options.model} ...", file=sys.stderr)
     from draftwing.engine.engine import Engine
 
     with contextlib.closing(Engine(options)) as engine:
-        chat.converse(chat.in_process(engine, fields), own["system"])
+        yield InProcess(engine)
 
 
 def run_bench(arguments: dict[str, Any]) -> None:
     from draftwing.cli import bench
+    from draftwing.cli.bench_table import counted_requests, footer, json_lines, no_lines, sweep_lines, table
     from draftwing.cli.card_check import check_card
-    from draftwing.cli.client import Client
+    from draftwing.cli.progress import Progress
     from draftwing.cli.sweep import Grid, flags, head_folder, sweep
 
     own = _taken(
         arguments, "url", "concurrency", "num_prompts", "prompts", "max_tokens", "temperature", "ignore_eos", "output",
-        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card", "plot",
+        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card", "plot", "json",
     )  # fmt: skip
     measured = own["url"] or arguments.get("model", Options.model)
     if own["save_shape"] and not own["sweep"]:
@@ -220,11 +257,19 @@ def run_bench(arguments: dict[str, Any]) -> None:
     if own["check_card"] is not None and own["plot"] is not None:
         raise ConfigError("--plot draws throughput; --check-card measures none")
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
+    params |= PLAIN_SAMPLING  # whatever the model's defaults are: a server has them, an engine of this process not
     prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
     if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")
     logging.getLogger("draftwing").setLevel(level.upper())
-    with _printer(own["output"]) as printed, _drawn(own["plot"], f"draftwing bench: {measured}", printed) as emit:
+    lines = sweep_lines if own["sweep"] else table
+    if own["json"]:
+        lines = json_lines
+    elif own["check_card"] is not None:
+        lines = no_lines
+    records: list[dict[str, Any]] = []
+    printer, title = _printer(own["output"], lines), f"draftwing bench: {measured}"
+    with printer as printed, _drawn(own["plot"], title, printed) as emit, Progress() as progress:
         for name in ("sweep", "check_card"):
             if own["url"] is not None and own[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} starts engines of its own; it does not go with --url")
@@ -233,34 +278,41 @@ def run_bench(arguments: dict[str, Any]) -> None:
         elif own["sweep"]:
             folder = head_folder(arguments) if own["save_shape"] else None
             grid = Grid(own["steps"], own["topk"], own["draft_tokens"], own["concurrency"])
-            found = sweep(arguments, grid, prompts, params, emit)
+            found = sweep(arguments, grid, prompts, params, emit, progress)
             for batch, point in found.best.items():
-                print(f"best for {batch} requests at once: {flags(point)}")
-            for lines in found.choices.values():
-                print("\n".join(lines))
+                print(f"best for {counted_requests(batch)} at once: {flags(point)}")
+            for lines_of_choice in found.choices.values():
+                print("\n".join(lines_of_choice))
             if folder is not None:
                 save_shape(folder, found.device, found.tree)
                 print(f"{folder / 'config.json'} asks for {list(found.tree.tree)} on {found.device} from now on")
-        elif own["url"] is not None:
-            client = Client(own["url"], arguments.pop("api_key", None))
-            _refuse_options(arguments)
-            _run(bench.Remote(client), prompts, params, own["concurrency"], emit)
         else:
-            options = Options.from_kwargs(**arguments).resolve()
-            from draftwing.engine.benchmark import Local
-            from draftwing.engine.engine import Engine
+            with _target(own["url"], arguments) as target:
+                ids = [target.encode(prompt) for prompt in prompts]
+                for size in own["concurrency"]:
+                    records.append(bench.compare(target, ids, params, size, progress))
+                    emit(records[-1])
+            if not own["json"]:
+                print(footer(records, own["url"] is not None))
 
-            with contextlib.closing(Engine(options)) as engine:
-                _run(Local(engine), prompts, params, own["concurrency"], emit)
 
+@contextlib.contextmanager
+def _target(url: str | None, arguments: dict[str, Any]) -> Iterator[Target]:
+    """What is measured: a server, or an engine of this process."""
+    from draftwing.cli.bench import Remote
+    from draftwing.cli.client import Client
 
-def _run(target: Any, prompts: list[str], params: dict[str, Any], concurrency: list[int], emit: Any) -> None:
-    from draftwing.engine.benchmark import measure
+    if url is not None:
+        client = Client(url, arguments.pop("api_key", None))
+        _refuse_options(arguments)
+        yield Remote(client)
+        return
+    options = Options.from_kwargs(**arguments).resolve()
+    from draftwing.engine.benchmark import Local
+    from draftwing.engine.engine import Engine
 
-    ids = [target.encode(prompt) for prompt in prompts]
-    target.run(ids[:1], params, 1)  # first use of everything
-    for size in concurrency:
-        emit(measure(target, ids, params, size))
+    with contextlib.closing(Engine(options)) as engine:
+        yield Local(engine)
 
 
 def _refuse_options(arguments: dict[str, Any]) -> None:
@@ -269,8 +321,8 @@ def _refuse_options(arguments: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _printer(path: str | None) -> Iterator[Emit]:
-    """Prints records as JSON lines, and appends them to a file where one is named."""
+def _printer(path: str | None, lines: Lines) -> Iterator[Emit]:
+    """Prints the `lines` of records, and appends records as JSON lines to a file where one is named."""
     with contextlib.ExitStack() as stack:
         try:
             file = None if path is None else stack.enter_context(Path(path).open("a", encoding="utf-8"))
@@ -278,10 +330,11 @@ def _printer(path: str | None) -> Iterator[Emit]:
             raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from None
 
         def emit(record: dict[str, Any]) -> None:
-            line = json.dumps(_rounded(record))
-            print(line, flush=True)
+            record = _rounded(record)
+            for line in lines(record):
+                print(line, flush=True)
             if file is not None:
-                print(line, file=file, flush=True)
+                print(json.dumps(record), file=file, flush=True)
 
         yield emit
 

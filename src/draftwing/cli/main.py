@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import draftwing
-from draftwing.cli.commands import Run, add_commands
-from draftwing.config.arguments import add_arguments, dashed
+from draftwing.cli.commands import Run, add_commands, take_question
+from draftwing.config import fields, sglang_compat
+from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, dashed
 from draftwing.config.choices import LOG_LEVELS
+from draftwing.config.foreign_names import OF_REQUESTS, OURS, SHORT, WITHOUT_COUNTERPART, of_others
 from draftwing.config.options import Options
-from draftwing.config.sglang_compat import from_environment
-from draftwing.errors import DraftwingError
+from draftwing.errors import ConfigError, DraftwingError
 from draftwing.log import Forgiving, configure_logging
 from draftwing.train.command import add_train, run_train
+from draftwing.train.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. 2: an option or a model that cannot work."""
     parser, runs, commands = _parser()
-    known, unknown = parser.parse_known_args(dashed(sys.argv[1:] if argv is None else argv))
+    words = dashed(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in commands:
+        _refuse_short(commands[words[0]], words[1:])
+    known, unknown = parser.parse_known_args(words)
     arguments = vars(known)
     command = arguments.pop("command")
+    if "question" in arguments:
+        unknown = take_question(arguments, unknown)
     if unknown:
         _refuse(commands.get(command, parser), unknown)
     if command is None:
@@ -34,17 +44,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = arguments.get("log_level", "info")
     configure_logging(level if level in LOG_LEVELS else "info")  # a wrong one is refused in a moment
     try:
+        _take_positional_model(arguments)
         runs[command](arguments)
     except DraftwingError as error:
-        Forgiving(sys.stderr).write(f"draftwing: error: {error}\n")
+        text = fields.as_typed(str(error), Options, Settings) if isinstance(error, ConfigError) else str(error)
+        Forgiving(sys.stderr).write(f"draftwing: error: {text}\n")
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
 
 
+def _take_positional_model(arguments: dict[str, Any]) -> None:
+    """Makes `draftwing serve MODEL` the same as `--model MODEL`."""
+    given = arguments.pop(POSITIONAL_MODEL, None)
+    if given is not None and arguments.setdefault("model", given) != given:
+        raise ConfigError(f"the model is given twice: {given!r} and --model {arguments['model']!r}")
+
+
 def _serve(arguments: dict[str, Any]) -> None:
     _open_standard_files()
+    unread = [f"{name} ({fields.flag(ours)})" for name, ours in of_others(os.environ, fields.names_of(Options)).items()]
+    if unread:
+        logger.info("variables of other servers are not read here; the options instead: %s", ", ".join(unread))
     options = serve_options(arguments).resolve()
     from draftwing.server.run import serve
 
@@ -60,20 +82,48 @@ def _open_standard_files() -> None:
 
 def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
     """What the command line and, where it is silent, the environment ask for."""
-    asked = from_environment(environ)
+    asked = sglang_compat.from_environment(environ)
     if arguments.get("disable_overlap_schedule"):
         asked.pop("enable_overlap", None)
     return Options.from_kwargs(**{**asked, **arguments})
 
 
+def _refuse_short(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuses short options of other servers; the parser would take some of them for its own with a value behind."""
+    options = parser._option_string_actions
+    for word in words if "--model" in options else ():
+        name = word.partition("=")[0]
+        if name in SHORT and name not in options:
+            _refuse_name(parser, name, SHORT[name])
+
+
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Exits with the usage of the command whose arguments these are, and the option that comes nearest."""
+    """Exits with the usage of the command whose arguments these are, and what to write instead."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None:
         parser.error(f"unrecognised arguments: {' '.join(unknown)}")
-    options = [name for name in parser._option_string_actions if name.startswith("--")]
-    (near,) = difflib.get_close_matches(flag, options, n=1, cutoff=0.0)
-    parser.error(f"unrecognised argument {flag}; the nearest option is {near}")
+    _refuse_name(parser, flag, _name(flag))
+
+
+def _refuse_name(parser: argparse.ArgumentParser, flag: str, name: str) -> NoReturn:
+    """name: what tables of names have for the flag."""
+    options = parser._option_string_actions.keys()
+    for ours in (name, OURS.get(name, ""), OF_REQUESTS.get(name, "")):
+        if fields.flag(ours) in options:
+            parser.error(f"unrecognised argument {flag}; here it is {fields.flag(ours)}")
+    if name in OF_REQUESTS:
+        parser.error(f"{flag} is no option of this server: it is a field of each request, {OF_REQUESTS[name]!r}")
+    if name in WITHOUT_COUNTERPART:
+        parser.error(f"{flag} is no option of this server: {WITHOUT_COUNTERPART[name]}")
+    able = [option for option in options if option.startswith("--") and _name(option) not in sglang_compat.FOREIGN]
+    near = difflib.get_close_matches(flag, able, n=1)
+    help_option = "--help-all" if "--help-all" in options else "--help"
+    known = f"the nearest option is {near[0]}" if near else f"{parser.prog} {help_option} lists those that are known"
+    parser.error(f"unrecognised argument {flag}; {known}")
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, argparse.ArgumentParser]]:
@@ -85,7 +135,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, arg
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
-        usage="draftwing serve [options]",
+        usage="draftwing serve [MODEL] [options]",
         help="serve a model over HTTP",
         description="Serves a model over HTTP: OpenAI's chat and text completions, and /generate. "
         "Option names may be written with - or _.",

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftwing.cli.bench import counted
+from draftwing.cli.bench_table import counted_requests
+from draftwing.cli.progress import Progress
 from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_map_in
 from draftwing.config.fields import flag
 from draftwing.config.options import Options
 from draftwing.config.trees import TREE
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.benchmark import Local, measure
+from draftwing.engine.benchmark import Local, record_of, timed_run
 from draftwing.errors import ConfigError
 from draftwing.sched.explain import table
 
@@ -74,7 +77,9 @@ def points(options: dict[str, Any], grid: Grid) -> Iterator[Options]:
             yield point
 
 
-def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: dict[str, Any], emit: Emit) -> Found:
+def sweep(
+    options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: dict[str, Any], emit: Emit, progress: Progress
+) -> Found:
     """Measures every point at every batch size; `emit` gets each record."""
     from draftwing.engine.engine import Engine  # late: it imports torch
 
@@ -85,7 +90,9 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
     overall: tuple[float, TreeShape] = (-math.inf, PLAIN)
     device = ""
     choices: dict[int, list[str]] = {}
-    for point in (*todo, Options.from_kwargs(**{**options, "speculative_fixed_shape": False}).resolve()):
+    todo.append(Options.from_kwargs(**{**options, "speculative_fixed_shape": False}).resolve())
+    total, numbers = len(todo) * len(grid.batch), itertools.count(1)
+    for point in todo:
         engine = Engine(point)
         chooses = engine.parts.prices is not None
         if chooses:
@@ -97,10 +104,14 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
         for batch in grid.batch:
             if engine.explainer is not None:
                 engine.explainer.forget()
-            record = measure(target, ids, params, batch)
+            number = next(numbers)
+            where = f"{number} of {total}, {counted_requests(batch)} at once"
+            samples, seconds = timed_run(target, ids, params, batch, ended=counted(progress, where, len(ids)))
+            progress.clear()
+            record = record_of(target, batch, samples, seconds)
             depth, topk, nodes = engine.options.speculative_shape.tree
             shape = {"batch_size": batch, "steps": depth, "topk": topk, "num_draft_tokens": nodes, "fixed": not chooses}
-            emit({**shape, "speculative_algorithm": point.drafter, **record})
+            emit({"point": number, "points": total, **shape, "speculative_algorithm": point.drafter, **record})
             if chooses:
                 choices[batch] = _choice(engine, batch, record["throughput"], best[batch][0])
                 continue
@@ -117,7 +128,8 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
 
 def _choice(engine: Engine, batch: int, throughput: float, best: float) -> list[str]:
     """Lines on what the engine did by itself. best: throughput of the best fixed shape, or of no drafts."""
-    lines = [f"chosen by the engine at {batch} requests at once: {throughput / best:.2f} of the best fixed throughput"]
+    load = f"{counted_requests(batch)} at once"
+    lines = [f"chosen by the engine at {load}: {throughput / best:.2f} of the best fixed throughput"]
     if engine.explainer is None or engine.explainer.busiest is None:
         return lines
     seen = engine.explainer.busiest

@@ -62,7 +62,7 @@ def _from_file(path: Path) -> list[ApiKey]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file {str(path)!r} is not valid TOML: {error}") from None
     if others:
-        logger.warning("api_key_file %s is not its owner's alone: chmod 600 %s", path, path)
+        logger.warning("--api-key-file: %s is not its owner's alone: chmod 600 %s", path, path)
     if not tables:
         raise ConfigError(f"api_key_file {str(path)!r} has no key; expected a table for each, as [name] and key = ...")
     return [_from_table(f"api_key_file {str(path)!r}: [{name}]", name, table) for name, table in tables.items()]

@@ -19,3 +19,11 @@ TOOL_CALL_PARSERS = ("hermes", "json", "llama3", "llama3_json", "mistral", "qwen
 HARMONY_PARSERS = ("gpt-oss", "openai", "openai_gptoss")  # of reasoning and of calls, which are one format
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 AUX_LAYER_IDS = ("auto", "output", "boundary")
+
+# What other servers' --quantization has for checkpoints that are quantised: here that is read from their config.
+OF_CHECKPOINTS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf")
+
+# Other spellings of --dtype, by that which is used here.
+DTYPE_SPELLINGS = {
+    "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+}  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from draftwing.config.aliases import ALIASES, HubModel
 from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, most_nodes
 from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
@@ -269,6 +270,13 @@ def shipped_head(model: str, drafter: DrafterSpec) -> Path | None:
         return None
     folder = HEADS / model / drafter.heads[0]
     return folder if (folder / "config.json").is_file() else None
+
+
+def published_head(model: str, drafter: DrafterSpec) -> HubModel | None:
+    """Where the hub has a head for `--model model`, an alias, that this drafter loads."""
+    if model not in ALIASES or not drafter.heads:
+        return None
+    return ALIASES[model].heads.get(drafter.heads[0])
 
 
 def token_map_in(folder: Path) -> Path | None:

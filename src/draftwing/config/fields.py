@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,15 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     fixed: bool = True,
+    common: bool = False,
 ) -> Any:
     """Returns a dataclass field with what the command line and the checks need.
 
     metavar: shown in place of choices or type.  minimum, maximum: inclusive.
-    fixed: whether a run of training keeps its value for good.
+    fixed: whether a run of training keeps its value for good.  common: whether --help shows it, or only --help-all.
     """
-    bounds = {"min": minimum, "max": maximum}
-    meta = {"group": group, "help": help, "aliases": aliases, "choices": choices, "metavar": metavar, "fixed": fixed}
-    return field(default=default, metadata=meta | bounds)
+    meta = {"group": group, "help": help, "aliases": aliases, "choices": choices, "metavar": metavar}
+    return field(default=default, metadata=meta | {"min": minimum, "max": maximum, "fixed": fixed, "common": common})
 
 
 class Kind(NamedTuple):
@@ -113,6 +114,18 @@ def _check(name: str, meta: Mapping[str, Any], kinds: tuple[type[Any], ...], val
 def flag(name: str) -> str:
     """Returns what is typed for a field."""
     return "--" + name.replace("_", "-")
+
+
+def as_typed(message: str, *classes: type[Any]) -> str:
+    """Returns a message about fields of these classes with their names as options: those that it begins with and those
+    that have an underscore, unless they are part of a quoted value or a path."""
+    names = {name for cls in classes for name in names_of(cls)}
+
+    def typed(found: re.Match[str]) -> str:
+        word = found[0]
+        return flag(word) if word in names and ("_" in word or found.start() == 0) else word
+
+    return re.sub(r"""(?<![\w./'"-])\w+(?![\w/'"-]|\.\w)""", typed, message)
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}") -> None:

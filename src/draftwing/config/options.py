@@ -6,18 +6,30 @@ No torch here: options are checked before anything heavy is imported.
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from draftwing.config import resolve
 from draftwing.config import sglang_compat as compat
-from draftwing.config.choices import AUX_LAYER_IDS, HARMONY_PARSERS, LOG_LEVELS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from draftwing.config.choices import (
+    AUX_LAYER_IDS,
+    DTYPE_SPELLINGS,
+    HARMONY_PARSERS,
+    LOG_LEVELS,
+    OF_CHECKPOINTS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+)
 from draftwing.config.devices import AUTO, DEVICES, Defaults
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
+from draftwing.config.foreign_names import OF_REQUESTS, OURS, WITHOUT_COUNTERPART
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
 REQUESTS, CUDA = "requests", "CUDA"
@@ -31,78 +43,88 @@ class Options:
     same as once."""
 
     model: str = option(
-        "smollm2", MODEL, "an alias (smollm2), a folder in Hugging Face's format, a hub id, or a .gguf file",
-        aliases=("model_path",),
+        "smollm2", MODEL, "an alias (`draftwing list`), hub id, .gguf file, or folder in Hugging Face's format; may "
+        "stand without --model", aliases=("model_path",), common=True,
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
     revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")
     chat_template: str | None = option(
-        None, MODEL, "Jinja chat template in place of the model's own: a file, or the text itself"
-    )
-    trust_remote_code: bool = option(False, MODEL, "accepted; code that comes with a checkpoint is never executed")
+        None, MODEL, "Jinja template in place of the model's own: a file, the text itself, or chatml_tools; that is "
+        "one with tools, for models whose messages begin with <|im_start|>", common=True,
+    )  # fmt: skip
+    trust_remote_code: bool = option(False, MODEL, "no effect: code that comes with a checkpoint is never executed")
     dtype: str = option(
         "auto", MODEL,
-        "type of weights that are not quantised, of activations and of KV; auto: on CUDA the checkpoint's half type, "
-        "on a CPU bfloat16 where it is native, else float32. On a CPU float16, and bfloat16 without AVX-512, are "
-        "computed in float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "type of activations and of unquantised weights; auto: on CUDA the checkpoint's 16-bit type, on a CPU bfloat16 "
+        "where it is native, else float32. A CPU computes float16, and bfloat16 without AVX-512, in float32",
+        choices=("auto", "float32", "bfloat16", "float16"), common=True,
     )  # fmt: skip
     quantization: str = option(
         "auto", MODEL,
-        "what weights become that are not quantised in the checkpoint. On a GPU fp8 (a scale for each row) or w4a16 (4 "
-        "bits in groups of 128); auto: nothing. On a CPU blocks, and activations are rounded to 8 bits: q8_0 (fp8 is "
-        "the same), q4_0 (w4a16), q4_k; auto: q8_0 with --dtype auto. Quantised weights stay so where there are "
-        "kernels; none: multiplied out", choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"),
+        "quantise weights when they are loaded; GPU: fp8 (a scale for each row), w4a16 (4 bits in groups of 128); CPU: "
+        "q8_0 (fp8 is the same), q4_0 (w4a16), q4_k, with activations rounded to 8 bits; auto: q8_0 on a CPU with "
+        "--dtype auto, nothing on a GPU. A quantised checkpoint stays as it is where there are kernels; none: it is "
+        "dequantised",
+        choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"), common=True,
     )  # fmt: skip
     load_format: str = option(
         "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",
         choices=("auto", "dummy"),
     )  # fmt: skip
     device: str | type[Any] = option(  # noqa: RUF009
-        AUTO, MODEL, "auto: cuda where there is one; module:Class is one of your own", metavar=_DEVICES
-    )
+        AUTO, MODEL, "auto: cuda if there is a GPU; module:Class: your own", metavar=_DEVICES,
+        common=True,
+    )  # fmt: skip
     tp_size: int = option(
-        1, MODEL, "ranks that the model is spread over (tensor parallel): processes, each with a GPU if there are GPUs",
-        aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64,
+        1, MODEL, "GPUs to split the model over (tensor parallel); with --device cpu processes",
+        aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64, common=True,
     )  # fmt: skip
-    context_length: int | None = option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
+    context_length: int | None = option(
+        None, MODEL, "most tokens of prompt and answer (default: the model's)", minimum=2, common=True
+    )
     random_seed: int | None = option(
-        None, MODEL, "seed from which requests without a seed get theirs (default: random)", minimum=0,
-        maximum=2**63 - 1,
-    )  # fmt: skip
+        None, MODEL, "seed of requests that give none of their own (default: random)", minimum=0, maximum=2**63 - 1
+    )
 
-    served_model_name: str | None = option(None, SERVER, "name in /v1/models (default: the model as given)")
-    host: str = option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0 for every interface")
-    port: int = option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
+    served_model_name: str | None = option(
+        None, SERVER, "name in /v1/models (default: the model as given)", common=True
+    )
+    host: str = option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0: every interface", common=True)
+    port: int = option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535, common=True)
     log_level: str = option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)
+    log_interval: float = option(
+        10.0, SERVER, "seconds between lines of the log about running requests; 0: no such lines", minimum=0,
+        maximum=86400,
+    )  # fmt: skip
     api_key: str | None = option(
-        None, SERVER, "key that clients must send as a bearer token, except to /health (default: no key)"
+        None, SERVER, "key that clients must send, as a bearer token (default: no key)", common=True
     )
     admin_api_key: str | None = option(
-        None, SERVER, "key that alone may use /abort_request and /flush_cache (default: the one of --api-key)"
+        None, SERVER, "only this key may use /abort_request and /flush_cache (default: the one of --api-key)"
     )
     api_key_file: str | None = option(
         None, SERVER, "TOML file of several keys, with names and limits of requests and tokens per minute"
     )
     public_endpoints: str = option(
-        "none", SERVER, "what may be read without a key, beside /health and the files of the page",
+        "none", SERVER, "what may be read without a key, in addition to /health and the files of the page",
         choices=("none", "metrics", "docs", "all"),
     )  # fmt: skip
     allowed_hosts: str | None = option(
-        None, SERVER, "hosts, with commas between them, whose pages may use the server from a browser, and names under "
-        "which one on a loopback address and without a key may be asked; *: pages of any site, and any name",
+        None, SERVER, "hosts, separated by commas, whose pages may call the server from a browser (CORS), and names "
+        "under which a server without a key on a loopback address answers; *: any",
     )  # fmt: skip
     max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
     max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)
     max_queued_requests: int = option(
-        8192, SERVER, "most answers that wait for their first token; more requests get 503", minimum=1, maximum=2**20
-    )
+        8192, SERVER, "most requests that wait for their first token; further ones get HTTP 503", minimum=1,
+        maximum=2**20,
+    )  # fmt: skip
     max_queued_requests_per_key: int = option(
-        2048, SERVER, "the same of each key of --api-key-file; more get 429", minimum=1, maximum=2**20
+        2048, SERVER, "the same for each key of --api-key-file; further ones get HTTP 429", minimum=1, maximum=2**20
     )
     response_store_size: int = option(
-        64 * 2**20, SERVER, "most bytes of finished answers of /v1/responses and their requests that are kept, for an "
-        "hour, so that others can go on from them; 0: none", minimum=0, maximum=2**40,
+        64 * 2**20, SERVER, "most bytes of answers of /v1/responses, with their requests, that are kept for an hour "
+        "for previous_response_id; 0: keep nothing", minimum=0, maximum=2**40,
     )  # fmt: skip
     request_timeout: float | None = option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
@@ -114,18 +136,18 @@ class Options:
 
     watchdog_timeout: float = option(
         300.0, SERVER,
-        "seconds that a step of the engine may take, compilers not counted, before its process is taken for hung and "
-        "replaced; one that does not answer at all has 20 at most", minimum=0.1, maximum=86400,
+        "most seconds of one engine step, without compilation; a hung engine process is restarted, and one without "
+        "any sign of life after at most 20 s", minimum=0.1, maximum=86400,
     )  # fmt: skip
     disable_ui: bool = option(False, SERVER, "serve no page at /")
     ui_show_texts: bool = option(
         False,
         SERVER,
-        "show those who look at the engine in the page the texts of all requests, and in traces drafts "
-        "from earlier answers",
+        "show the texts of all requests to everybody who opens the page's engine view, and in traces drafts from "
+        "earlier answers",
     )
 
-    enable_metrics: bool = option(False, SERVER, "accepted; /metrics is always there")
+    enable_metrics: bool = option(False, SERVER, "no effect: /metrics is always there")
     log_requests: bool = option(False, SERVER, "log one line of JSON per request")
     log_requests_level: int = option(
         0, SERVER, "0: sizes and times; 1: also parameters; 2: also the beginning of texts; 3: also all texts",
@@ -136,17 +158,18 @@ class Options:
     )
 
     sampling_defaults: str = option(
-        "openai", REQUESTS,
-        "whose defaults hold for sampling fields that a request does not give: those of the model's "
-        "generation_config.json, or OpenAI's", choices=("model", "openai"),
+        "model", REQUESTS,
+        "defaults of sampling fields that a request does not set: the model's (generation_config.json, the metadata of "
+        "a .gguf file, or the alias), or OpenAI's (temperature 1, no limits)", choices=("model", "openai"),
     )  # fmt: skip
     reasoning_parser: str | None = option(
-        None, REQUESTS, "how the model marks its reasoning; it is then returned in a field of its own",
-        choices=(*REASONING_PARSERS, *HARMONY_PARSERS),
+        None, REQUESTS, "how the model marks its reasoning; it then has a field of its own",
+        choices=(*REASONING_PARSERS, *HARMONY_PARSERS), common=True,
     )  # fmt: skip
     tool_call_parser: str | None = option(
-        None, REQUESTS, "how the model writes its tool calls", choices=(*TOOL_CALL_PARSERS, *HARMONY_PARSERS)
-    )
+        None, REQUESTS, "how the model writes its tool calls", choices=(*TOOL_CALL_PARSERS, *HARMONY_PARSERS),
+        common=True,
+    )  # fmt: skip
     logit_processor: str | None = option(
         None, REQUESTS, "module:attribute of a logits processor that requests may name; several with commas"
     )
@@ -162,15 +185,15 @@ class Options:
 
     mem_fraction_static: float | None = option(
         None, MEMORY,
-        "share of the device's memory for weights and KV pool (default on a CPU: the smaller of 2 GiB and a quarter "
-        "of free memory for the pool)", aliases=("mem_fraction",), minimum=0.01, maximum=0.99,
+        "share of memory for weights and KV cache; without it most of a GPU's, on a CPU for the KV cache the smaller "
+        "of 2 GiB and a quarter of free memory", aliases=("mem_fraction",), minimum=0.01, maximum=0.99, common=True,
     )  # fmt: skip
     max_total_tokens: int | None = option(
-        None, MEMORY, "tokens in the KV pool, in place of a share of the memory", minimum=2
+        None, MEMORY, "tokens in the KV cache, in place of a share of the memory", minimum=2
     )
     max_running_requests: int | None = option(
-        None, MEMORY, "requests that run at once; others wait (default: 64 on a CPU, 64 to 256 on CUDA, by its memory)",
-        minimum=1, maximum=65536,
+        None, MEMORY, "requests that run at once; others wait (default: CPU 64; CUDA 64 to 256, by its memory)",
+        minimum=1, maximum=65536, common=True,
     )  # fmt: skip
     chunked_prefill_size: int | None = option(
         None, MEMORY,
@@ -179,14 +202,13 @@ class Options:
     )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto", MEMORY,
-        "type of keys and values in the pool; auto: that of the model, bfloat16 beside weights in blocks; fp8_e4m3: "
-        "twice the tokens (CUDA), divided by the checkpoint's scales, else by 1",
-        choices=("auto", "float32", "bfloat16", "fp8_e4m3"),
+        "type of keys and values; auto: the model's, and bfloat16 on a CPU with block-quantised weights; fp8_e4m3 "
+        "(CUDA): twice the tokens", choices=("auto", "float32", "bfloat16", "fp8_e4m3"),
     )  # fmt: skip
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
     enable_overlap: bool = option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
-    num_threads: int | None = option(None, MEMORY, "CPU threads of a forward (default: all cores)", minimum=1)
+    num_threads: int | None = option(None, MEMORY, "CPU threads of a forward pass (default: all cores)", minimum=1)
 
     cuda_graph_max_bs: int | None = option(
         None, CUDA,
@@ -197,21 +219,22 @@ class Options:
     enable_torch_compile: bool = option(False, CUDA, "run small batches of target and draft with torch.compile")
     torch_compile_max_bs: int = option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
     enable_deterministic_inference: bool = option(
-        False, CUDA, "make a request's text independent of what runs beside it and of speculation"
+        False, CUDA, "make a request's text independent of the other requests of a batch and of speculation"
     )
 
     speculative_algorithm: str | type[Any] | None = option(  # noqa: RUF009
         None,
         SPECULATION,
-        "the drafter; EAGLE3+NGRAM or another one with a model and a lookup draft together, module:Class is one of "
-        "your own (default: EAGLE3 for smollm2, whose head is bundled, none for other models)",
+        "what drafts tokens; two together: EAGLE3+NGRAM; module:Class: your own; none: no speculation (default: for an "
+        "alias the first of its heads, else none)",
         aliases=("speculative_algo",),
         metavar=_ALGORITHMS,
+        common=True,
     )
     speculative_draft_model_path: str | None = option(
         None, SPECULATION,
-        "model or head that drafts, given like --model (default: for smollm2 its bundled head; with EAGLE and NEXTN "
-        "the model's own prediction layers)", aliases=("speculative_draft_model",),
+        "draft model or head, given like --model (default: the head of an alias; EAGLE and NEXTN: the model's own "
+        "prediction layers)", aliases=("speculative_draft_model",), common=True,
     )  # fmt: skip
     speculative_draft_model_revision: str | None = option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
@@ -227,27 +250,28 @@ class Options:
     )  # fmt: skip
     speculative_num_steps: int | None = option(
         None, SPECULATION,
-        f"depth of a draft (default: as the head's config says, else {CHAIN.depth}, or {LLAMA_TREE.depth} for heads on "
-        "Llama; draft tokens - 1 for NGRAM)", minimum=STEPS[0], maximum=STEPS[1],
+        f"depth of the draft tree; NGRAM: draft tokens - 1 (default: the head's, else {CHAIN.depth}, on Llama "
+        f"{LLAMA_TREE.depth})",
+        minimum=STEPS[0], maximum=STEPS[1], common=True,
     )  # fmt: skip
     speculative_eagle_topk: int | None = option(
         None, SPECULATION,
-        f"branching factor of a draft (default: as the head's config says, else {CHAIN.topk}, or {LLAMA_TREE.topk} for "
-        "heads on Llama; max bfs breadth for NGRAM)", minimum=TOPK[0], maximum=TOPK[1],
+        f"branches of the draft tree; NGRAM: max bfs breadth (default: the head's, else {CHAIN.topk}, on Llama "
+        f"{LLAMA_TREE.topk})",
+        minimum=TOPK[0], maximum=TOPK[1], common=True,
     )  # fmt: skip
     speculative_num_draft_tokens: int | None = option(
         None, SPECULATION,
-        f"nodes verified in a step, the root included (default: as the head's config says, else {CHAIN.nodes}, or "
-        f"{LLAMA_TREE.nodes} for heads on Llama; {MATCHES.nodes} for NGRAM)", minimum=NODES[0], maximum=NODES[1],
+        f"most tokens verified in a step; the root is one of them (default: the head's, else {CHAIN.nodes}, on Llama "
+        f"{LLAMA_TREE.nodes}; NGRAM: {MATCHES.nodes})", minimum=NODES[0], maximum=NODES[1], common=True,
     )  # fmt: skip
     speculative_fixed_shape: bool = option(
         False, SPECULATION,
-        "draft the whole tree at every step (default: it is the largest one, and the engine takes smaller ones, or "
-        "none, where that is faster)",
+        "draft the whole tree at every step (default: smaller trees, or nothing, where that is faster)",
     )  # fmt: skip
     speculative_explain: bool = option(
         False, SPECULATION,
-        "log every ten seconds what is drafted and why: what drafts cost and what they bring (also in /server_info)",
+        "log every ten seconds what is drafted and why: the cost and the gain of drafts (also in /server_info)",
     )  # fmt: skip
     speculative_ngram_min_match_window_size: int = option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_CONFIDENCE
@@ -292,11 +316,19 @@ class Options:
         for key, value in compat.take({key.replace("-", "_"): value for key, value in kwargs.items()}).items():
             name = names.get(key)
             if name is None:
-                near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+                if key in WITHOUT_COUNTERPART:
+                    raise ConfigError(f"{key!r} is no option of this server: {WITHOUT_COUNTERPART[key]}")
+                if key in OF_REQUESTS:
+                    raise ConfigError(f"{key!r} is no option of the engine: it is a field of each request")
+                near = OURS.get(key) or difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"unknown option {key!r}; the nearest one is {near!r}")
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
-            values[name] = value
+            values[name] = DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value
+        if values.get("quantization") in OF_CHECKPOINTS:
+            logger.warning(
+                "--quantization %s has no effect: a checkpoint says how it is quantised", values.pop("quantization")
+            )
         return cls(**values)
 
     def resolve(self) -> Options:
@@ -343,7 +375,7 @@ class Options:
         """Says in words what is not real in this run; every output carries it. Empty where everything is real."""
         parts = ["random weights"] if self.dummy else []
         if self.simulate_accept_length is not None:
-            parts.append(f"accept length {self.simulate_accept_length:g}")
+            parts.append(f"acceptance length {self.simulate_accept_length:g}")
         return {"simulated": parts} if parts else {}
 
     @property

@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftwing.config.aliases import ALIASES
 from draftwing.config.choices import HARMONY_PARSERS
 from draftwing.config.devices import Defaults, check_device
 from draftwing.config.drafters import (
@@ -21,9 +22,12 @@ from draftwing.config.drafters import (
     TOKEN_MAP,
     DrafterSpec,
     find_drafter,
+    head_drafter,
+    published_head,
     shipped_head,
     token_map_in,
 )
+from draftwing.config.fields import flag
 from draftwing.config.trees import TREE, Given, grown_shape, matched_shape
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
@@ -49,7 +53,7 @@ def resolved(options: Options) -> Options:
         raise ConfigError(f"gpt-oss writes reasoning and calls in one format; found {found}: give both or one of them")
     fraction = options.mem_fraction_static
     if options.max_total_tokens is not None and fraction is not None:
-        logger.warning("max_total_tokens sets the size of the KV pool; mem_fraction_static has no effect")
+        logger.warning("--max-total-tokens sets the size of the KV cache; --mem-fraction-static has no effect")
         fraction = None
     seed = secrets.randbits(31) if options.random_seed is None else options.random_seed
     options = dataclasses.replace(options, mem_fraction_static=fraction, random_seed=seed)
@@ -77,7 +81,7 @@ def _without_cuda(options: Options) -> dict[str, Any]:
     defaults = {spec.name: spec.default for spec in dataclasses.fields(options) if spec.name in IDLE_WITHOUT_CUDA}
     asked = [name for name, default in defaults.items() if getattr(options, name) != default]
     if asked:
-        logger.warning("without CUDA, %s has no effect", ", ".join(asked))
+        logger.warning("without CUDA, %s has no effect", ", ".join(map(flag, asked)))
     return defaults
 
 
@@ -91,6 +95,11 @@ def _speculation(options: Options) -> Options:
     if draft is None:
         head = shipped_head(options.model, drafter)
         draft = None if head is None else str(head)
+        published = published_head(options.model, drafter)
+        if published is not None:
+            draft, commit = published
+            revision = options.speculative_draft_model_revision or commit
+            options = dataclasses.replace(options, speculative_draft_model_revision=revision)
     _check_draft_model(drafter, draft)
     if draft is not None and TOKEN_MAP in drafter.options:
         tokens = token_map_in(Path(draft).expanduser())
@@ -115,7 +124,10 @@ def _default(options: Options) -> DrafterSpec:
     nothing of them."""
     if options.dummy or options.speculative_draft_model_path is not None:
         return NO_DRAFTER
-    return NO_DRAFTER if shipped_head(options.model, DEFAULT) is None else DEFAULT
+    if shipped_head(options.model, DEFAULT) is not None:
+        return DEFAULT
+    heads = ALIASES[options.model].heads if options.model in ALIASES else {}
+    return next(map(head_drafter, heads), NO_DRAFTER)
 
 
 def _check_draft_model(drafter: DrafterSpec, draft: str | None) -> None:
@@ -146,7 +158,7 @@ def _without_effect(options: Options, drafter: DrafterSpec, draft: str | None) -
         and getattr(options, spec.name) != spec.default
     }
     if idle:
-        logger.warning("with speculative_algorithm %s, %s has no effect", drafter.name, ", ".join(idle))
+        logger.warning("with --speculative-algorithm %s, %s has no effect", drafter.name, ", ".join(map(flag, idle)))
     return idle
 
 

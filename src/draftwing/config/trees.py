@@ -72,7 +72,7 @@ def matched_shape(given: Given, default: TreeShape) -> TreeShape:
 def _chain(steps: int, nodes: int) -> TreeShape:
     """nodes: as asked for"""
     if nodes != steps + 1:
-        logger.warning("speculative_eagle_topk 1 is a chain: speculative_num_draft_tokens is set to %d", steps + 1)
+        logger.warning("--speculative-eagle-topk 1 is a chain: --speculative-num-draft-tokens is set to %d", steps + 1)
     return TreeShape(steps, 1, steps + 1)
 
 

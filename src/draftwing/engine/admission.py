@@ -23,7 +23,8 @@ class EngineInfo:
     max_banned: most stop ids of a request with min_new_tokens.  dtype, device: as printed by torch ("float32", "cpu").
     weight_bytes: of the target's matrices, which every step reads, by type.  read_rate: bytes of memory that the device
     reads in a second; 0 as long as nobody has measured it, see `Engine.measure_read_rate`.
-    processors: names of the custom logits processors.  defaults: sampling fields of requests that do not give them.
+    processors: names of the custom logits processors.  defaults: sampling fields of requests that do not set them, by
+    their names in `SamplingParams`; `max_new_tokens` among them is for requests whose API has no limit of its own.
     """
 
     options: Options  # resolved
@@ -40,6 +41,11 @@ class EngineInfo:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     read_rate: float = 0.0
     capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The defaults without the length, for APIs that have one of their own."""
+        return {name: value for name, value in self.defaults.items() if name != "max_new_tokens"}
 
     @property
     def floor(self) -> float:

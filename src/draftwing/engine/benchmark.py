@@ -1,4 +1,4 @@
-"""Measures throughput, latency and accept length of an engine, or of whatever else answers prompts.
+"""Measures throughput, latency and acceptance length of an engine, or of whatever else answers prompts.
 
 The load is closed: `concurrency` requests run, and each one that ends is followed by the next. Times are those of the
 client, so that of a server they include HTTP, tokenizing and detokenizing.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import statistics
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 from draftwing.engine.session import Session
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,14 +42,27 @@ class Sample:
         self.tokens = tokens
 
 
+Ended = Callable[[Sample], None]  # is called with each request that has ended
+
+
+def ignored(sample: Sample) -> None:
+    pass
+
+
 class Target(Protocol):
     """What is measured."""
 
     def encode(self, prompt: str) -> list[int]:
         """Ids of a conversation with one question."""
 
-    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
-        """Answers all prompts, at most `concurrency` at once."""
+    def run(
+        self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
+        ended: Ended = ignored,
+    ) -> list[Sample]:  # fmt: skip
+        """Answers all prompts, at most `concurrency` at once. drafts: False asks for none with each request."""
+
+    def drafter(self) -> str | None:
+        """Who drafts, where requests can be asked not to be drafted for; None: nobody, or it is not known."""
 
     def flush(self) -> None:
         """Forgets what earlier runs left in caches."""
@@ -75,12 +88,16 @@ class Local:
     def encode(self, prompt: str) -> list[int]:
         return self._engine.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
-    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
+    def run(
+        self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
+        ended: Ended = ignored,
+    ) -> list[Sample]:  # fmt: skip
         checked, running, done = SamplingParams.read(params), dict[str, Sample](), list[Sample]()
+        limits = None if drafts or not self._engine.info.speculates else SpecLimits(0, 1, 1)
 
         def load() -> Iterator[GenerationRequest]:
             for prompt in prompts:
-                request = GenerationRequest(uuid.uuid4().hex, prompt, checked)
+                request = GenerationRequest(uuid.uuid4().hex, prompt, checked, limits=limits)
                 running[request.uid] = Sample(time.monotonic(), prompt_tokens=len(prompt))
                 yield request
 
@@ -91,7 +108,11 @@ class Local:
                 if output.finish_reason is not None:
                     sample.meta = self._engine.options.label | output.meta
                     done.append(running.pop(output.uid))
+                    ended(sample)
         return done
+
+    def drafter(self) -> str | None:
+        return self._engine.options.drafter if self._engine.info.speculates else None
 
     def flush(self) -> None:
         self._engine.flush_cache()
@@ -116,15 +137,29 @@ class Local:
 
 
 def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> dict[str, Any]:
-    """One record: a run of all prompts after a flush.
+    """One record: a run of all prompts after a flush."""
+    samples, seconds = timed_run(target, prompts, params, concurrency)
+    return record_of(target, concurrency, samples, seconds)
 
-    share_of_floor: of the time of a step, as its client sees it, what reading the target's weights takes.
-    """
+
+def timed_run(
+    target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
+    ended: Ended = ignored,
+) -> tuple[list[Sample], float]:  # fmt: skip
+    """Runs all prompts after a flush; returns what came of them, and how many seconds it took."""
     target.flush()
     target.stages()
     start = time.monotonic()
-    samples = target.run(prompts, params, concurrency)
-    seconds = time.monotonic() - start
+    samples = target.run(prompts, params, concurrency, drafts, ended)
+    return samples, time.monotonic() - start
+
+
+def record_of(target: Target, concurrency: int, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
+    """Returns the figures of runs that took so many seconds together.
+
+    share_of_floor: of the time of a step, as its client sees it, what reading the target's weights takes.
+    step_ms: of the last run.
+    """
     tokens = sum(sample.tokens for sample in samples)
     steps, correct, proposed = (
         sum(sample.meta.get(name, 0) for sample in samples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from draftwing.config.drafters import shipped_head
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
@@ -37,7 +36,7 @@ from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool
-from draftwing.log import Forgiving
+from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
@@ -115,7 +114,7 @@ def build(
     if options.tp_size > 1:
         options = spread(options, config, device)
     log_drafter(options)
-    log.info("operations: %s", device.ops.title)
+    log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
     if options.num_threads:
         device.set_threads(options.num_threads)
     check_device(options, device)
@@ -200,6 +199,11 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
         raise ConfigError(f"--tp-size {size}: expected a drafter in a module that other processes can import")
     if isinstance(options.device, type) and options.device.__module__ == "__main__":
         raise ConfigError(f"--tp-size {size}: expected a device in a module that other processes can import")
+    if not device.has_own_memory and size > device.threads:
+        log.warning(
+            "--tp-size %d: expected at most one process for each CPU core, found %d cores; more are slower than fewer",
+            size, device.threads,
+        )  # fmt: skip
     threads = options.num_threads or max(device.threads // size, 1)
     return replace(options, num_threads=threads)
 
@@ -346,11 +350,15 @@ def check_draft_tokenizer(options: Options, draft_path: Path, target: Tokenizer)
 def log_drafter(options: Options) -> None:
     """Logs the drafter, its largest tree, and how to turn it off: it may be there by default."""
     if not options.drafts:
+        log.info("speculative decoding: off; --speculative-algorithm turns it on")
         return
     draft = options.speculative_draft_model_path
+    bundled = shipped_head(options.model, options.drafter_spec)
+    source = f" ({'bundled head' if draft == str(bundled) else draft})" if draft else ""
     log.info(
-        "%s drafts%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it off",
-        options.drafter, f" with {draft}" if draft else "", *options.speculative_shape.tree,
+        "speculative decoding: %s%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it "
+        "off",
+        options.drafter.replace("EAGLE3", "EAGLE-3"), source, *options.speculative_shape.tree,
     )  # fmt: skip
 
 
@@ -358,8 +366,7 @@ def load_with_progress(
     path: Path, precision: Precision, device: Device, options: Options, ranks: Ranks = ALONE, target: bool = True
 ) -> DecoderModel:
     """The model, packed. target: whether it is the one that options are of."""
-    file = Forgiving(sys.stderr)
-    with tqdm(unit="B", unit_scale=True, desc="loading weights", file=file, leave=False, disable=ranks.rank > 0) as bar:
+    with progress_bar(unit="B", unit_scale=True, desc="loading weights", disable=ranks.rank > 0) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total

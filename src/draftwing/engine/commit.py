@@ -41,9 +41,9 @@ class CommitStage:
     def tree(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> Tensor:
         """Of a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
         if drafted.place is None:
-            target = self._sample(step.drawing, step.filtered, self._nodes(step, drafted, verified))
+            target = self._sample(step.groups, step.filtered, self._nodes(step, drafted, verified))
         else:
-            target = self._sample(step.drawing, step.filtered, self._queries(drafted, verified))
+            target = self._sample(step.groups, step.filtered, self._queries(drafted, verified))
             target = self._ops.take_rows(target, drafted.place.flatten()).view_as(drafted.place)
         return self._accept(step, drafted, verified, target)
 
@@ -52,7 +52,7 @@ class CommitStage:
         plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
         assert step is not None and drafted is not None and verified is not None
         drawn = self._nodes(step, drafted, verified)
-        target = self._sample(step.drawing, step.filtered, drawn)
+        target = self._sample(step.groups, step.filtered, drawn)
         target = self._features.draw(plan, drawn, target, pending.guidance)
         packed = self._accept(step, drafted, verified, target)
         packed[:, CONFIDENCE] = self._features.confidence(plan, step.rows, packed[:, CONFIDENCE])
@@ -149,7 +149,7 @@ class CommitStage:
             begin = batch.chunks[first].offset
             here = slice(begin, begin + part.ids.shape[0])
             next_ids = self._table.tokens[upload.token_rows[here], upload.positions[here] + 1]
-            noisy = upload.drawing.noisy
+            noisy = upload.groups.noisy
             if first or end < upload.final.numel():
                 some = plan.noisy[(plan.noisy >= first) & (plan.noisy < end)] - first
                 noisy = self._table.device.upload(some)
@@ -172,7 +172,7 @@ class CommitStage:
         tokens = table.tokens[rows.unsqueeze(1), position]
         zero = torch.zeros_like(position)
         nodes = SampleInputs(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
-        drawn = self._sample(upload.drawing, len(plan.filtered) > 0, nodes)  # [F, 1]
+        drawn = self._sample(upload.groups, len(plan.filtered) > 0, nodes)  # [F, 1]
         logprobs = None
         if plan.special:
             drawn = self._features.draw(plan, nodes, drawn, pending.guidance)
@@ -189,13 +189,13 @@ class CommitStage:
         """hidden [B, N, H] -> [B, N, V]"""
         return self._model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
-    def _sample(self, drawing: SamplingGroups, filtered: bool, drawn: SampleInputs) -> Tensor:
+    def _sample(self, groups: SamplingGroups, filtered: bool, drawn: SampleInputs) -> Tensor:
         """A token for every node, [B, N]."""
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
         if logits.dtype.itemsize < 4:
             rescoring = Rescoring(hidden, self._model.lm_head.op.stored, self._model.exact_logits)
-        return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, drawing, filtered, rescoring)
+        return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, groups, filtered, rescoring)
 
     def _show(
         self, drafter: Drafter, lags: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
@@ -203,7 +203,7 @@ class CommitStage:
     ) -> None:  # fmt: skip
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens, or keeps what it will need.
         place [B, N]: which query of the target's forward a node was, None: all were, in their order."""
-        rows, path, width, noisy = step.rows, done.path, step.shape.max_commit, step.drawing.noisy
+        rows, path, width, noisy = step.rows, done.path, step.shape.max_commit, step.groups.noisy
         nodes = None if path is None else path.nodes
         if nodes is not None and place is not None:
             nodes = self._ops.take_rows(place.view(-1, 1), nodes).flatten()

@@ -66,7 +66,7 @@ class Engine:
         parts = build(options, path, tokenizer, rank_failed)
         self.options = parts.options
         try:
-            defaults = sampling_defaults(path) if options.sampling_defaults == "model" else {}
+            defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
             self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
         except BaseException:
             parts.executor.close()
@@ -96,10 +96,16 @@ class Engine:
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:
-            log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
+            log.warning("SIMULATED: %s. Step times are real, texts and acceptance lengths are not", simulated)
         times = parts.executor.device.step_times()
         credited = self.options.drafter_spec.credited
-        self.reporter = Reporter(parts.sched, simulated=simulated, credited=credited, times=times)
+        self.reporter = Reporter(
+            parts.sched,
+            simulated=simulated,
+            credited=credited,
+            times=times,
+            log_seconds=self.options.log_interval,
+        )
         self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)

@@ -9,7 +9,6 @@ batch), `verify` (the target's forward), `commit`. On CUDA they are captured as 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -17,7 +16,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, DraftBatch
@@ -32,7 +30,7 @@ from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
-from draftwing.log import Forgiving
+from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
@@ -203,9 +201,7 @@ class Executor:
         seconds = {}
         sizes = len(self.prefills.sizes) if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
-        with tqdm(
-            total=len(todo) + sizes, desc="capturing graphs", file=Forgiving(sys.stderr), leave=False, disable=quiet
-        ) as bar:
+        with progress_bar(total=len(todo) + sizes, desc="capturing graphs", disable=quiet) as bar:
             if self.prefills is not None:
                 self.prefills.capture(bar)
             if self._backlog is not None:
@@ -254,10 +250,10 @@ class Executor:
             forget(self.calibration)
         filtered = len(plan.filtered) > 0
         if key is None:
-            rows, drawing = self.table.upload_step(plan)
+            rows, groups = self.table.upload_step(plan)
             special = plan if plan.special else None
             total = len(plan.rows) * plan.shape.verified if known else 0  # rows that ask for more get whole trees
-            return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special, guidance, total)
+            return TreeStep(None, rows, plan.shape, plan.max_kv_len, groups, filtered, special, guidance, total)
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
@@ -285,7 +281,7 @@ class Executor:
             return self._batches.last_tokens(rows, step.bound)
         if special is not None and guidance is not None:
             self._features.constrain(special, rows, guidance)
-        draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
+        draft = self.propose(rows, shape, step.bound, step.groups.noisy)
         if special is not None:
             draft = self._features.adjust(special, rows, draft, guidance)
         return self._batches.trees(rows, draft, shape, step.bound, self.calibration, step.total)

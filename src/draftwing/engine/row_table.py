@@ -25,7 +25,7 @@ class Upload(NamedTuple):
     """A prefill's numbers on the device; the sizes are known to the host."""
 
     rows: Tensor  # [B]
-    drawing: SamplingGroups
+    groups: SamplingGroups
     kv_len: Tensor  # [B] kv_len after the step
     token_rows: Tensor  # [M] row of each query
     positions: Tensor  # [M]
@@ -73,7 +73,7 @@ class RowTable:
 
     def upload(self, plan: Plan) -> Upload:
         """Brings a prefill to the device: one copy, then the scatters of what the host decided."""
-        parts = [*_pack_state(plan, self.length), *_drawing(plan), *_pack_chunks(plan)]
+        parts = [*_pack_state(plan, self.length), *_sampling_groups(plan), *_pack_chunks(plan)]
         rows, noisy, filtered, banning, *chunks = self._send(parts)
         return Upload(rows, SamplingGroups(noisy, filtered, banning), *chunks)
 
@@ -81,12 +81,12 @@ class RowTable:
         """Brings a tree step to the device and returns its rows [B], and what they need of the sampler. Most steps find
         what the step before sent."""
         self.upload_state(plan)
-        parts = _drawing(plan)
+        parts = _sampling_groups(plan)
         known = [part.tobytes() for part in parts]
         if self._step is None or self._step[0] != known:
             packed = self.device.upload(np.concatenate(parts))
-            rows, *drawing = packed.split([len(part) for part in parts])
-            self._step = known, (rows, SamplingGroups(*drawing))
+            rows, *groups = packed.split([len(part) for part in parts])
+            self._step = known, (rows, SamplingGroups(*groups))
         return self._step[1]
 
     def upload_state(self, plan: Plan) -> None:
@@ -154,7 +154,7 @@ def _pack_state(plan: Plan, length: int) -> list[IntArray]:
     return [_joined(part) for part in (slot_at, slots, token_at, tokens, admits)]
 
 
-def _drawing(plan: Plan) -> list[IntArray]:
+def _sampling_groups(plan: Plan) -> list[IntArray]:
     """The rows, and the fields of `SamplingGroups`."""
     return [plan.rows, plan.noisy, plan.filtered, plan.banning]
 

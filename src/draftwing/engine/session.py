@@ -73,9 +73,11 @@ class Session:
         """Outputs of the requests, as they come, until all of them are finished.
 
         at_once: most requests that run at a time; the next one is taken from `requests` when there is room for it.
-        What is unfinished when the iteration ends early is aborted.
+        What is unfinished when the iteration ends early is aborted. Raises RuntimeError while another run is iterated.
         """
         todo, engine, running = iter(requests), self.engine, self._running
+        if running:
+            raise RuntimeError("the engine is streaming another answer: read it to its end or close it first")
         try:
             while True:
                 for request in islice(todo, None if at_once is None else max(at_once - len(running), 0)):

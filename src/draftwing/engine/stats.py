@@ -1,8 +1,7 @@
-"""Counts what a running engine does: totals, and log lines, one per prefill plan and one per 40 decode steps."""
+"""Counts what a running engine does: totals, and means over the last 40 decode steps."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,9 +12,8 @@ import numpy as np
 
 from draftwing.config.drafters import NO_DRAFTER
 from draftwing.core import PLAIN, IntArray, Plan, StepResult
+from draftwing.engine.status_line import StatusLine
 from draftwing.sched.scheduler import Scheduler
-
-log = logging.getLogger("draftwing")
 
 KINDS = ("prefill", "plain", "speculative")  # of steps: of prompts, of one token per row, with drafts
 STAGES = ("draft", "verify", "commit")  # of a tree step: propose, the target's forward, sample and accept
@@ -109,7 +107,7 @@ class DraftCounts:
 
 @dataclass
 class Interval:
-    """Sums over the decode steps since the last log line."""
+    """Sums over the decode steps of an interval."""
 
     steps: int = 0
     rows: int = 0
@@ -133,14 +131,15 @@ class Reporter:
         credited: Sequence[Sequence[str]] = NO_DRAFTER.credited,
         times: StepTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        log_seconds: float = 0.0,
     ) -> None:
         """simulated: says what of the run is not real.  credited: see `DrafterSpec`.  times: that the executor
-        fills."""
+        fills.  log_seconds: see `StatusLine`."""
         self._sched = sched
-        self._mark = f" (SIMULATED: {simulated})" if simulated else ""
+        self._status = StatusLine(sched, log_seconds, f" (SIMULATED: {simulated})" if simulated else "")
         self._every = interval
         self._clock = clock
-        self._admitted = self._cached = 0  # since the last prefill line: an admission may come with a decode step
+        self._cached = 0  # since the last prefill: an admission may come with a decode step
         self.total_tokens = self.total_rows = 0  # committed tokens and verified rows of all tree steps
         self.times = times or StepTimes()
         self.steps = dict.fromkeys(KINDS, 0)
@@ -175,7 +174,7 @@ class Reporter:
         return self.total_tokens / self.total_rows if self.total_rows else 1.0
 
     def stats(self) -> dict[str, Any]:
-        """Returns totals since the start; `last` are means over the last finished interval, as in the log lines."""
+        """Returns totals since the start; `last` are means over the last finished interval."""
         sched = self._sched
         return {
             "steps": dict(self.steps),
@@ -211,23 +210,25 @@ class Reporter:
         self._count_admissions(plan)
         if plan.kind == "prefill":
             self._count_prefill(plan)
-            return
-        committed = self._count_tree(plan, result)
-        self._estimate(len(plan.rows), committed, result.seconds, kind == "plain")
-        self._interval.steps += 1
-        if self._interval.steps >= self._every:
-            self._finish_interval(len(plan.rows))
+        else:
+            committed = self._count_tree(plan, result)
+            self._estimate(len(plan.rows), committed, result.seconds, kind == "plain")
+            self._interval.steps += 1
+            if self._interval.steps >= self._every:
+                self._finish_interval()
+        self._status.look(now, result.seconds)
 
     def pause(self) -> None:
         """There is nothing to do: the time until the next result is not the host's."""
         self._watched = None
+        self._status.rest(self._clock())
 
     # -- totals -------------------------------------------------------------------------------------------------------
 
     def _count_admissions(self, plan: Plan) -> None:
         for admit in plan.admits:
-            self._admitted += 1
             self._cached += len(admit.slots)
+            self._status.sums.cached += len(admit.slots)
             if len(admit.tokens) == admit.prompt_len:  # else it was retracted, and its prompt counted before
                 self.queried_tokens += admit.prompt_len
                 self.hit_tokens += len(admit.slots)
@@ -243,6 +244,8 @@ class Reporter:
         tokens = sum([count[i] for i in live])
         self._interval.rows += len(live)
         self._interval.tokens += tokens
+        self._status.sums.rows += len(live)
+        self._status.sums.tokens += tokens
         self.total_rows += len(live)
         self.total_tokens += tokens
         if plan.shape != PLAIN:
@@ -256,7 +259,10 @@ class Reporter:
         level = np.arange(1, deepest + 1)
         accepted = np.where(level < count[:, None], level, 0)  # [B, D]
         self.drafted.add(depth, accepted, deepest)
-        self._interval.proposed += int(np.count_nonzero(depth))
+        proposed = int(np.count_nonzero(depth))
+        self._interval.proposed += proposed
+        self._status.sums.proposed += proposed
+        self._status.sums.accepted += int(np.count_nonzero(accepted))
         accepted_source = result.accepted_source[at]
         for name, credited in self._credited.items():
             own = credited[source] * depth
@@ -286,41 +292,20 @@ class Reporter:
                 sums.plain_seconds += tokens * mean
                 sums.timed_seconds += seconds
 
-    # -- log lines ----------------------------------------------------------------------------------------------------
+    # -- the last interval --------------------------------------------------------------------------------------------
 
     def _count_prefill(self, plan: Plan) -> None:
         length = sum(chunk.length for chunk in plan.chunks)
         self.prefilled_tokens += length
+        self._status.sums.prompt += length
         self.last["cache_hit_rate"] = self._cached / (self._cached + length)
-        log.info(
-            "prefill batch: #new-seq %d, #new-token %d, #cached-token %d, #running-req %d, #queue-req %d",
-            self._admitted,
-            length,
-            self._cached,
-            len(self._sched.running),
-            len(self._sched.waiting),
-        )
-        self._admitted = self._cached = 0
+        self._cached = 0
 
-    def _finish_interval(self, rows: int) -> None:
-        sched, sums = self._sched, self._interval
-        self._interval = Interval()
+    def _finish_interval(self) -> None:
+        sums, self._interval = self._interval, Interval()
         if not sums.rows:
             return
-        used = sched.config.slots - sched.kv.obtainable
         self.last["accept_length"] = sums.tokens / sums.rows
         self.last["accept_rate"] = (sums.tokens - sums.rows) / sums.proposed if sums.proposed else 0.0
         self.last["gen_throughput"] = sums.tokens / max(sums.busy, 1e-9)
         self.speedup = sums.plain_seconds / sums.timed_seconds if sums.timed_seconds else None
-        log.info(
-            "decode batch: #running-req %d, #token %d, token usage %.2f, accept len %.2f, accept rate %.2f, "
-            "gen throughput %.1f token/s, #queue-req %d%s",
-            rows,
-            used,
-            used / sched.config.slots,
-            self.last["accept_length"],
-            self.last["accept_rate"],
-            self.last["gen_throughput"],
-            len(sched.waiting),
-            self._mark,
-        )

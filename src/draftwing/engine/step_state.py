@@ -33,7 +33,7 @@ class TreeStep(NamedTuple):
     rows: Tensor  # [B]
     shape: TreeShape
     bound: int  # host bound of kv_len; the table's length in graphs, which run at any length
-    drawing: SamplingGroups  # nobody, where it is decided on the device row by row
+    groups: SamplingGroups  # nobody, where it is decided on the device row by row
     filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
     special: Plan | None = None  # where rows ask for more than drafts and sampling; never in graphs
     guidance: Guides | None = None  # the host's part in it

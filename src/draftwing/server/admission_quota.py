@@ -69,13 +69,13 @@ class AdmissionQuota:
             self._counts[request.client] += 1
 
     def started(self, uid: str) -> None:
-        """It waits no more; nothing happens if it did not."""
+        """Ends the wait of an answer; does nothing for one that did not wait."""
         client = self._clients.pop(uid, None)
         if client is not None:
             self._less(client, 1)
 
     def abandoned(self, uids: Iterable[str]) -> None:
-        """Their client, one for all, waits for them no more."""
+        """Keeps counting answers that their client, one for all, has left."""
         clients = [self._clients[uid] for uid in uids if uid in self._clients]
         if clients:
             self._abandoned.append((self._clock() + ABANDONED_SECONDS, clients[0], len(clients)))

@@ -23,6 +23,7 @@ from draftwing.server.http import install_error_handlers
 from draftwing.server.native.routes import add_native_routes
 from draftwing.server.ollama.routes import add_ollama_routes
 from draftwing.server.openai.routes import add_openai_routes
+from draftwing.server.reference import add_reference
 from draftwing.server.service import Service
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
@@ -59,7 +60,14 @@ def create_app(
         service.pools.close()
         await asyncio.to_thread(observer.close)
 
-    app = FastAPI(title="draftwing", version=draftwing.__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="draftwing",
+        version=draftwing.__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # which would load scripts from elsewhere
+        redoc_url=None,
+    )
     app.state.service = service
     install_error_handlers(app)
     chats = Chats(service)
@@ -68,8 +76,9 @@ def create_app(
     add_ollama_routes(app, service, chats)
     add_native_routes(app, service, chats)
     add_metrics_route(app, metrics)
+    add_reference(app)
     if not service.options.disable_ui:
-        add_ui_routes(app, service)
+        add_ui_routes(app, service, chats)
     _add_heads(app)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
     free = _free(service.options)

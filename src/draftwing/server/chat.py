@@ -26,13 +26,14 @@ from draftwing.server.schema import GenerationBody
 from draftwing.server.service import Generation, Service
 from draftwing.server.worker_pools import MAX_SHORT_SIZE
 from draftwing.text.continuation import render_continued
+from draftwing.text.tokenizer import BUNDLED_TEMPLATE
 
 MAX_TOOLS = 512
 MAX_NAME = 256  # characters
 MAX_LOOSENED = 16  # functions of one request whose schemas are found not to be built
 # Values in what a template is given: it is copied to another process, which holds all others up.
 MAX_VALUES = 16_384  # in further variables
-MAX_TOLD = 65_536  # in the definitions of all tools, lists of what a parameter may be included; in all messages
+MAX_TEMPLATE_VALUES = 65_536  # in the definitions of all tools, enumerations included; in all messages
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
 _NO_CALLS = ToolChoice("none")
@@ -108,7 +109,7 @@ class Chats:
         self._service = service
         self.harmony, self.reasoning = service.reasoning.harmony, service.reasoning.style
         named, source = service.options.tool_call_parser, service.tokenizer.chat_source
-        self.tools = None if self.harmony else _style(TOOL_STYLES, named) or style_of(source)
+        self.tools = None if self.harmony else TOOL_STYLES.get(named or "") or style_of(source)
 
     async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
         """The answers to a conversation, and how they are read. Raises RequestError or EngineDead.
@@ -125,7 +126,7 @@ class Chats:
         called = _CALLED | dict(body.names) | {"thinking": body.thinking_field}
         text = await self._rendered(chat, called, size)
         style = self._message_style(chat, text)
-        params, unheard = self._with_budget(chat, body, params, style)
+        params, without_effect = self._with_budget(chat, body, params, style)
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
         field = called["tools"] if chat.offers else body.grammar_field
@@ -142,9 +143,9 @@ class Chats:
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
-        ignored = (*chat.ignored, *unheard)
+        ignored = (*chat.ignored, *without_effect)
         asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
-        if asks and not self._knows_effort:
+        if asks and not self.knows_effort:
             ignored = (*ignored, called.get("effort", called["thinking"]))
         try:
             asked = GenerationRequest("", ids, params, logprobs=logprobs)
@@ -187,28 +188,24 @@ class Chats:
             variables = {"reasoning_effort": effort} | variables
         tokenizer = self._service.tokenizer
         if chat.offers:
+            name, about = names["tools"], f"{names['tools']}: the model's chat template"
             if not self._takes_tools:
-                raise RequestError(
-                    f"{names['tools']}: the model's chat template knows no tools; start the server with a "
-                    "--chat-template that does",
-                    names["tools"],
-                )
-            if self.tools is None and not self.harmony:
-                raise RequestError(
-                    f"{names['tools']}: the model's chat template does not tell how it writes calls; start the server "
-                    "with --tool-call-parser",
-                    names["tools"],
-                )
+                chatml = "<|im_start|>" in (tokenizer.chat_source or "")
+                how = f"{BUNDLED_TEMPLATE} --tool-call-parser hermes" if chatml else "FILE, a template of it that does"
+                raise RequestError(f"{about} knows no tools; start the server with --chat-template {how}", name)
+            if not self.calls_tools:
+                how = "start the server with --tool-call-parser"
+                raise RequestError(f"{about} does not tell how it writes calls; {how}", name)
             variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
-            _check_values(variables["tools"], MAX_TOLD, names["tools"], f"all {names['tools']}")
-        _check_values(chat.messages, MAX_TOLD, "messages", "all messages")
+            _check_values(variables["tools"], MAX_TEMPLATE_VALUES, name, f"all {name}")
+        _check_values(chat.messages, MAX_TEMPLATE_VALUES, "messages", "all messages")
         messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:
             return render_continued(tokenizer, messages, **variables)
         return tokenizer.render_chat(messages, add_generation_prompt=chat.prompted, **variables)
 
     @property
-    def _knows_effort(self) -> bool:
+    def knows_effort(self) -> bool:
         """Whether the chat template can use how much to reason, or whether to."""
         source = self._service.tokenizer.chat_template or ""
         return "reasoning_effort" in source or "thinking" in source
@@ -234,15 +231,15 @@ class Chats:
 
         What is not to reason, and would all the same, is ended at once."""
         known, silent = self._service.reasoning.known, style.start == "closed"
-        unheard: list[str] = []
+        ignored: list[str] = []
         if chat.thinking and silent and not chat.continued:
-            unheard.append(body.thinking_field)
+            ignored.append(body.thinking_field)
         if chat.thinking is False and known and not chat.continued:
             params = params.replace(thinking_budget=0)
         elif params.thinking_budget is not None and not known and body.hints_at_budget:
             params = params.replace(thinking_budget=None)
-            unheard += [] if unheard else [body.budget_field]
-        return params, unheard
+            ignored += [] if ignored else [body.budget_field]
+        return params, ignored
 
     def _message_style(self, chat: Chat, text: str) -> MessageStyle:
         style = MessageStyle(
@@ -331,10 +328,6 @@ class Chats:
         return any(m is not None and tokenizer.backend.token_to_id(m) in tokenizer.special_ids for m in markers)
 
 
-def _style(styles: Mapping[str, Any], name: str | None) -> Any:
-    return None if name is None else styles[name]
-
-
 def template_tool(function: Function, described: bool = False) -> dict[str, Any]:
     """A function as chat templates want it. described: it has a description in any case, as gpt-oss's asks for."""
     inner: dict[str, Any] = {"name": function.name}
@@ -378,7 +371,7 @@ def _check_values(data: Any, most: int, field: str, called: str) -> None:
 
 
 def _values(data: Any, most: int) -> int:
-    """How many values are in lists and mappings; where they are more than `most`, some number that is, too."""
+    """Counts the values in lists and mappings, and stops where they are more than `most`."""
     found, rest = 0, [data]
     while rest:
         part = rest.pop()

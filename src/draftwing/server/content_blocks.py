@@ -36,7 +36,7 @@ class ContentBlocks(ABC):
         return [*events, *self._end(answer)] if final else events
 
     async def read(self, generation: Generation, text: str, answer: Answer) -> list[Event]:
-        """As `push`, in a thread where the text is long: a client that reads late gets much of it at once."""
+        """Calls `push`, in a thread where the text is long: a client that reads late gets much of it at once."""
         return await generation.render(len(text), lambda _: self.push(text, answer))
 
     def _begin(self, part: Part) -> list[Event]:

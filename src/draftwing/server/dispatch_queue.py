@@ -29,7 +29,7 @@ class DispatchQueue:
             self._next(client)
 
     def drop(self, uids: Iterable[str]) -> list[str]:
-        """Those of the requests that were not sent, and now never are."""
+        """Drops requests that were not sent yet, and returns which those are."""
         return [uid for uid in uids if self._unsent.drop(uid) is not None]
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from draftwing.core import Output
@@ -170,7 +170,7 @@ class AsyncEngine:
         self._dispatch.put(admitted)
         return stream
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Outputs of one request; it is aborted when the iteration ends early."""
         stream = self.submit([request])
         try:
@@ -210,7 +210,7 @@ class AsyncEngine:
         as `GrammarCompiler.compile` and for one that has stopped engines before, GenerationError where the engine
         failed at it, or EngineDead. text: what a `Translator` has made of it."""
         self._check()
-        self._crashes.check_grammar(grammar, param)
+        self._crashes.check(grammar, param)
         question = Compile(next(self._numbers), grammar, text, param, client)
         self._compiles[question.number] = grammar
         try:
@@ -272,15 +272,15 @@ class AsyncEngine:
 
     async def _watch(self, link: EngineLink) -> None:
         """Ends an engine that hangs."""
-        dog = Watchdog(self.info.options.watchdog_timeout)
+        watchdog = Watchdog(self.info.options.watchdog_timeout)
         question: asyncio.Future[None] | None = None
         while True:
             if question is None or question.done():
                 question = asyncio.ensure_future(self._learn())
                 question.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may die meanwhile
             self._heard = False
-            await asyncio.sleep(dog.every)
-            reason = dog.look(self._heard, self._known[1].get("progress") if self._known else None)
+            await asyncio.sleep(watchdog.every)
+            reason = watchdog.look(self._heard, self._known[1].get("progress") if self._known else None)
             if reason is not None:
                 logger.error("the engine hangs: %s. Its process is killed", reason)
                 link.process.kill()
@@ -339,7 +339,7 @@ class AsyncEngine:
         if self._compiles:
             grammars = set(self._compiles.values())
             if len(grammars) == 1:
-                self._crashes.suspect_grammar(grammars.pop())
+                self._crashes.suspect(grammars.pop())
         elif len(streams) == 1:
             (stream,) = streams.values()
             if stream.requests[0].name:  # clients' requests have one, health checks do not

@@ -70,16 +70,16 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
     same flat, as SGLang has it; for native endpoints the nested message alone, for Ollama's the flat one."""
     kind = dialect(path)
     if kind == "anthropic":
-        told: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+        about: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
         known = {"details": {"error_code": code}} if code and code.startswith("thread_") else {}
-        return {"type": "error", "error": told | known}
+        return {"type": "error", "error": about | known}
     if kind == "native":
         return {"error": {"message": message}}
     if kind == "ollama":
         return {"error": message}
     name = _TYPES.get(status, "InternalServerError")
-    told = {"message": message, "type": name, "param": param, "code": code or status}
-    return {"error": told, "object": "error", **told}
+    about = {"message": message, "type": name, "param": param, "code": code or status}
+    return {"error": about, "object": "error", **about}
 
 
 def dialect(path: str) -> Literal["openai", "responses", "anthropic", "ollama", "native"]:
@@ -104,12 +104,18 @@ def json_response(content: bytes, status: int = 200) -> Response:
     return Response(content, status, media_type="application/json")
 
 
+def _failure(error: Exception) -> tuple[int, str]:
+    """The status and the message of what is no fault of the request."""
+    if isinstance(error, QueueFull):
+        return 429 if error.own else 503, str(error)
+    if isinstance(error, EngineDead | GenerationError):
+        return 503 if isinstance(error, EngineDead) else 500, str(error)
+    return 500, "internal error; the server's log has the cause"
+
+
 def stream_error(path: str, error: Exception) -> str:
     """An error that comes when the response has begun, as an event of the stream."""
-    told = isinstance(error, EngineDead | GenerationError | QueueFull)
-    message = str(error) if told else "internal error; the server's log has the cause"
-    own = isinstance(error, QueueFull) and error.own
-    status, kind = 500 if isinstance(error, GenerationError) else 429 if own else 503, dialect(path)
+    (status, message), kind = _failure(error), dialect(path)
     if kind == "anthropic":
         return named_event("error", error_body(path, status, message))
     if kind == "responses":
@@ -144,12 +150,6 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestError)
         return error_response(request, 400, str(error), error.param, error.code)
 
-    async def full(request: Request, error: Exception) -> Response:
-        assert isinstance(error, QueueFull)
-        response = error_response(request, 429 if error.own else 503, str(error))
-        response.headers["retry-after"] = str(RETRY_SECONDS)
-        return response
-
     async def query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         found = refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
@@ -163,26 +163,21 @@ def install_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def dead(request: Request, error: Exception) -> Response:
-        return error_response(request, 503, str(error))
-
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(request, 500, str(error))
+        response = error_response(request, *_failure(error))
+        if isinstance(error, QueueFull):
+            response.headers["retry-after"] = str(RETRY_SECONDS)
+        return response
 
     async def disconnected(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    async def bug(request: Request, error: Exception) -> Response:
-        return error_response(request, 500, "internal error; the server's log has the cause")
-
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(RequestValidationError, query)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(EngineDead, dead)
-    app.add_exception_handler(QueueFull, full)
-    app.add_exception_handler(GenerationError, failed)
     app.add_exception_handler(ClientDisconnect, disconnected)
-    app.add_exception_handler(Exception, bug)
+    for kind in (EngineDead, QueueFull, GenerationError, Exception):
+        app.add_exception_handler(kind, failed)
 
 
 @cache  # to make them takes most of the time that an application does
@@ -199,8 +194,8 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
-    """As `read_body`, for a body that asks for answers: what is prepared for them counts as one that waits, until they
-    do. Raises QueueFull, before the body is looked at, where there is no room."""
+    """Reads a body that asks for answers, which counts as one that waits until they are asked for. Raises QueueFull,
+    before the body is looked at, where there is no room."""
     with ExitStack() as place:
         body = await read_body(request, model, place)
         body.hold(place)

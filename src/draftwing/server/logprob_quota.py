@@ -39,7 +39,7 @@ def fit_logprobs(requests: Sequence[GenerationRequest], chosen: bool, context: i
     weights = [request.params.n * _width(request) for request in requests]
     if not any(weights):
         return list(requests)
-    prompts = sum(weight * _told(request) for weight, request in zip(weights, requests, strict=True))
+    prompts = sum(weight * _prompt_positions(request) for weight, request in zip(weights, requests, strict=True))
     room = max((MAX_REQUEST_LOGPROBS - prompts) // sum(weights), 1)
     found, total = [], prompts
     for weight, request in zip(weights, requests, strict=True):
@@ -94,22 +94,22 @@ class LogprobQuota:
 
 
 def count_logprobs(output: Output, request: GenerationRequest) -> int:
-    """How many come with news of a request."""
+    """Counts the log probabilities that come with an output of a request."""
     return _width(request) * (len(output.logprobs) + len(output.prompt_logprobs))
 
 
 def first_logprobs(requests: Sequence[GenerationRequest]) -> int:
-    """How many come with the first tokens of requests."""
-    return sum(_width(request) * (1 + _told(request)) for request in requests)
+    """Counts the log probabilities that come with the first tokens of requests."""
+    return sum(_width(request) * (1 + _prompt_positions(request)) for request in requests)
 
 
 def _width(request: GenerationRequest) -> int:
-    """Log probabilities at a position."""
+    """Counts the log probabilities of one position."""
     wanted = request.logprobs
     return 0 if wanted is None else 1 + wanted.top + len(wanted.token_ids)
 
 
-def _told(request: GenerationRequest) -> int:
-    """Positions of the prompt that are."""
+def _prompt_positions(request: GenerationRequest) -> int:
+    """Counts the positions of a prompt that have log probabilities."""
     wanted = request.logprobs
     return 0 if wanted is None or wanted.start < 0 else max(len(request.prompt_ids) - wanted.start, 0)

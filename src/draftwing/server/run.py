@@ -13,6 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import draftwing
 from draftwing.config.api_keys import ApiKey, read_keys
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineLink
@@ -32,8 +33,9 @@ def serve(options: Options) -> None:
     """Serves until SIGINT, SIGTERM or SIGHUP. Raises ConfigError, CheckpointError or EngineDead before it listens, and
     SystemExit with code 1 when the engine is lost for good: whoever runs the server may start another one."""
     with terminable(), bind(options.host, options.port) as sock:
+        logger.info("draftwing %s: model %s, device %s", draftwing.__version__, options.model, options.device)
         if options.trust_remote_code:
-            logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
+            logger.warning("--trust-remote-code has no effect: code that comes with a checkpoint is never executed")
         watchers = open_watchers(options, read_keys(options))
         with opened(options) as (engine, tokenizer):
             from draftwing.server.uvicorn_server import make_server
@@ -94,16 +96,30 @@ def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that what is to be cleaned up is. SIGHUP may be ignored (nohup)."""
+    """SIGTERM and SIGHUP raise SystemExit, SIGINT KeyboardInterrupt, so that what is to be cleaned up is. Other errors
+    that come of a signal end the block in the same way. SIGHUP may be ignored (nohup)."""
+    received: list[int] = []
+
+    def ending() -> BaseException:
+        return KeyboardInterrupt() if received[0] == signal.SIGINT else SystemExit(128 + received[0])
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        received.append(number)
+        raise ending()
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with handled(signal.SIGTERM, leave), handled(signal.SIGHUP, leave):
-        yield
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            stack.enter_context(handled(number, leave))
+        try:
+            yield
+        except Exception:
+            # Python may be where it makes other errors of what a handler raises, as in the body of a class.
+            if received:
+                raise ending() from None
+            raise
 
 
 @contextlib.contextmanager

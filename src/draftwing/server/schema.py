@@ -141,7 +141,11 @@ def sampled(name: str, required: bool = False) -> Any:
 class Body(BaseModel):
     """An object of a request's JSON. Fields that a class has no more to say of are words of its head."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    # Fields whose names Python or pydantic have for something else end with a `_`, which clients do not send.
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(),
+        alias_generator=lambda name: name.removesuffix("_"),
+    )  # fmt: skip
 
     def __init_subclass__(
         cls,
@@ -150,20 +154,20 @@ class Body(BaseModel):
         not_built: str = "",
         other_kinds: str = "",
         bookkeeping: str = "",
+        untyped: str = "",
         sampling: str = "",
         **config: Any,
     ) -> None:
         """Adds fields whose names are given, with a blank between two.
 
-        hints, not_built, other_kinds, bookkeeping: of `Hint`, `NotBuilt`, `OtherKind` and `Bookkeeping`.  sampling:
-        `sampled` under their own names.  config: pydantic's.
+        hints, not_built, other_kinds, bookkeeping: of `Hint`, `NotBuilt`, `OtherKind` and `Bookkeeping`.  untyped: of
+        any type, which the class checks itself.  sampling: `sampled` under their own names.  config: pydantic's.
         """
         super().__init_subclass__(**config)
         added = {
             **dict.fromkeys(hints.split(), Hint),
             **dict.fromkeys(not_built.split(), NotBuilt),
-            **dict.fromkeys((other_kinds + " " + bookkeeping).split(), OtherKind),
-            **dict.fromkeys(sampling.split(), Any),
+            **dict.fromkeys(f"{other_kinds} {bookkeeping} {untyped} {sampling}".split(), Any),
         }
         # Before pydantic collects the fields, which it does by these.
         cls.__annotations__ = inspect.get_annotations(cls) | added
@@ -186,10 +190,10 @@ def known_fields(model: type[BaseModel], place: Sequence[int | str]) -> list[str
     for part in place:
         kinds = [one for kind in kinds for one in _inside(kind, part)]
     found = dict.fromkeys(
-        field.alias or name
+        field.alias or ""
         for kind in kinds
         if isinstance(kind, type) and issubclass(kind, BaseModel)
-        for name, field in kind.model_fields.items()
+        for field in kind.model_fields.values()
         if field.metadata != list(NotBuilt.__metadata__)
     )
     return [*found]
@@ -199,10 +203,7 @@ def _inside(kind: Any, part: int | str) -> list[Any]:
     """Types of what a value of a type holds in a field or as an entry."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [
-            one
-            for name, field in kind.model_fields.items()
-            if (field.alias or name) == part
-            for one in _members(field.annotation)
+            one for field in kind.model_fields.values() if field.alias == part for one in _members(field.annotation)
         ]
     return _members(get_args(kind)[0]) if get_origin(kind) is list else []
 
@@ -233,9 +234,9 @@ def ignored_fields(body: BaseModel) -> tuple[str, ...]:
                 one = getattr(value, name)
                 if name in hints:
                     if not asks_for_nothing(name, one):
-                        named.add(f"{where}{model.model_fields[name].alias or name}")
+                        named.add(f"{where}{model.model_fields[name].alias}")
                 elif type(one) not in _PLAIN:
-                    below.append((f"{where}{model.model_fields[name].alias or name}.", one))
+                    below.append((f"{where}{model.model_fields[name].alias}.", one))
         found += sorted(named.difference(found))
         level = below
     return tuple(found)
@@ -245,14 +246,14 @@ _PLAIN = frozenset({str, int, float, bool, dict, type(None)})  # types of values
 
 
 def split_effort(effort: str | int | None) -> tuple[str | None, int | None]:
-    """How much to reason, of an `Effort`, and the most tokens for it, of `EffortTokens`."""
+    """Splits an `Effort` from `EffortTokens`: how much to reason in a word, or in tokens."""
     if effort is None or (isinstance(effort, str) and not effort.isdecimal()):
         return effort, None
     return None, int(effort)
 
 
 def characters(value: Any) -> int:
-    """Of a text, or of the texts in a list; 0 for anything else."""
+    """Counts the characters of a text, or of the texts in a list; 0 for anything else."""
     if isinstance(value, list):
         return sum(map(characters, value))
     return len(value) if isinstance(value, str) else 0
@@ -276,14 +277,11 @@ class GenerationBody(Body):
     cache_salt: str | None = None
 
     _place: ExitStack = PrivateAttr(default_factory=ExitStack)
-    _ignored: tuple[str, ...] | None = PrivateAttr(default=None)
 
-    @property
+    @functools.cached_property
     def ignored(self) -> tuple[str, ...]:
         """See `ignored_fields`; found once, where the body is read, for it may be large."""
-        if self._ignored is None:
-            self._ignored = ignored_fields(self)
-        return self._ignored
+        return ignored_fields(self)
 
     @property
     def place(self) -> ExitStack:
@@ -310,10 +308,11 @@ class GenerationBody(Body):
     ) -> SamplingParams:
         """Checked parameters. Raises RequestError.
 
-        defaults: of the model, for what is not given.  fields: others that the body asks for by fields of its own.
+        defaults: of the model, for what is not given; without a length among them the context is the limit.
+        fields: others that the body asks for by fields of its own.
         called: what those are called in the body, where no class says it.
         """
-        given, names = {**defaults, **fields}, {**self.names, **(called or {})}
+        given, names = {"max_new_tokens": None, **defaults, **fields}, {**self.names, **(called or {})}
         for name, ours in self._sampled().items():
             value = getattr(self, name)
             if value is not None:

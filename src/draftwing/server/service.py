@@ -39,10 +39,9 @@ MAX_COMPILED = 64  # grammars that the engine need not be asked about; it keeps 
 MAX_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
 _AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
-_PAUSE_SECONDS = (
-    0.01  # until the next, where somebody is served: its processor is one of the engine's, whose threads wait
-)
-# for each other
+# Until the next turn, where somebody is served: its processor is one of the engine's, whose threads wait for each
+# other.
+_PAUSE_SECONDS = 0.01
 _EXPRESSION = 100  # characters of a text are read while one of an expression is compiled
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
@@ -99,7 +98,7 @@ class Generation:
         return self.answers
 
     async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """As `WorkerPools.render`, of the answers so far. size: see `Answer.entries`."""
+        """Makes JSON of the answers so far by `WorkerPools.render`. size: see `Answer.entries`."""
         return await self._pools.render(size, work)
 
     def close(self) -> None:

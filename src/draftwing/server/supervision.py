@@ -19,6 +19,8 @@ ALONE = 2  # deaths after which a request that was alone in the engine is refuse
 SUSPECTS = 1024  # requests that are remembered
 SILENCE = 20.0  # seconds without any message, though one was due; a thread of its own answers while a step runs
 
+Suspect = Grammar | Sequence[GenerationRequest]  # a grammar that was compiled, or requests that came together
+
 
 class Watchdog:
     """Says when an engine hangs. It counts looks, not the clock: where the whole machine stood still, nobody hung."""
@@ -60,56 +62,41 @@ class CrashHistory:
             return None
         return 0.0 if count == 1 else min(2.0 ** (count - 2), LONGEST_BACK_OFF)
 
-    def suspect(self, requests: Sequence[GenerationRequest]) -> None:
-        """Remembers requests that came together and were alone in the engine when it died."""
-        if self._count(fingerprint(requests)) == ALONE:
-            grammar = requests[0].params.grammar
-            logger.error(
-                "request %.100r was alone in the engine when it stopped, twice: it is refused from now on "
-                "(%d prompts, tokens of the first: %d, grammar: %s)",
-                requests[0].name, len(requests), len(requests[0].prompt_ids), grammar and grammar.kind,
-            )  # fmt: skip
-
-    def suspect_grammar(self, grammar: Grammar) -> None:
-        """Remembers a grammar that was the only one being compiled when the engine died."""
-        if self._count(_grammar_print(grammar)) == ALONE:
-            logger.error(
-                "a grammar (%s, %d characters) was compiled alone when the engine stopped, twice: it is refused "
-                "from now on", grammar.kind, len(grammar.text),
-            )  # fmt: skip
-
-    def _count(self, print_: bytes) -> int:
-        count = self._alone.pop(print_, 0) + 1
-        self._alone[print_] = count
+    def suspect(self, what: Suspect) -> None:
+        """Remembers what was alone in the engine when it died."""
+        key = _fingerprint(what)
+        self._alone[key] = count = self._alone.pop(key, 0) + 1
         if len(self._alone) > SUSPECTS:
             del self._alone[next(iter(self._alone))]
-        return count
-
-    def check(self, requests: Sequence[GenerationRequest]) -> None:
-        """Raises RequestError for requests that were alone in too many deaths."""
-        if ALONE in self._alone.values() and self._alone.get(fingerprint(requests), 0) >= ALONE:
+        if count == ALONE:
+            name, about = _described(what)
             logger.error(
-                "refused a request that was alone in the engine when it stopped, twice: %.100r", requests[0].name
-            )
-            raise RequestError(f"the engine stopped {ALONE} times while it ran this request alone; it is refused")
-
-    def check_grammar(self, grammar: Grammar, param: str | None) -> None:
-        """Raises RequestError for a grammar that was alone in too many deaths. param: the field that it came in."""
-        if ALONE in self._alone.values() and self._alone.get(_grammar_print(grammar), 0) >= ALONE:
-            logger.error("refused a grammar that was compiled alone when the engine stopped, twice: %s", grammar.kind)
-            raise RequestError(
-                f"the engine stopped {ALONE} times while it compiled this grammar alone; it is refused", param
+                "%s was alone in the engine when it stopped, twice: it is refused from now on (%s)", name, about
             )
 
+    def check(self, what: Suspect, param: str | None = None) -> None:
+        """Raises RequestError for what was alone in too many deaths. param: the field that it came in."""
+        if ALONE in self._alone.values() and self._alone.get(_fingerprint(what), 0) >= ALONE:
+            logger.error("refused %s, which was alone in the engine when it stopped, twice", _described(what)[0])
+            doing = "compiled this grammar" if isinstance(what, Grammar) else "ran this request"
+            raise RequestError(f"the engine stopped {ALONE} times while it {doing} alone; it is refused", param)
 
-def fingerprint(requests: Sequence[GenerationRequest]) -> bytes:
+
+def _described(what: Suspect) -> tuple[str, str]:
+    """What the log calls it, and more about it."""
+    if isinstance(what, Grammar):
+        return "a grammar", f"{what.kind}, {len(what.text)} characters"
+    first, grammar = what[0], what[0].params.grammar
+    about = f"{len(what)} prompts, tokens of the first: {len(first.prompt_ids)}, grammar: {grammar and grammar.kind}"
+    return f"request {first.name[:100]!r}", about
+
+
+def _fingerprint(what: Suspect) -> bytes:
     """The same for requests that ask for the same: by what they ask, not by their ids and seeds."""
     digest = blake2b(digest_size=16)
-    for one in requests:
-        asked = one._replace(uid="", name="", terms=None, arrived=None, params=one.params.replace(sampling_seed=None))
-        digest.update(repr(asked).encode())
+    for one in [what] if isinstance(what, Grammar) else what:
+        if isinstance(one, GenerationRequest):
+            params = one.params.replace(sampling_seed=None)
+            one = one._replace(uid="", name="", terms=None, arrived=None, params=params)
+        digest.update(repr(one).encode())
     return digest.digest()
-
-
-def _grammar_print(grammar: Grammar) -> bytes:
-    return blake2b(repr(grammar).encode(), digest_size=16).digest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +22,7 @@ from draftwing.server.app import create_app, paced
 from draftwing.server.edge.acceptor import Acceptor
 from draftwing.server.edge.connections import LimitedConnection, ReadScheduler, allow_descriptors, check_uvicorn
 from draftwing.server.edge.hosts import guarded
+from draftwing.server.edge.keys import FREE_PATHS, METRICS_PATHS
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.run import handled
 from draftwing.server.telemetry.observer import Watcher
@@ -55,7 +56,15 @@ def make_server(
         timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS + SEND_SECONDS),
     )
     check_uvicorn(config)
+    logging.getLogger("uvicorn.error").setLevel(max(logging.getLogger("uvicorn").level, logging.WARNING))
+    logging.getLogger("uvicorn.access").filters = [_no_probe]
     return Server(config, engine, options.drain_timeout, url(options.host, port))
+
+
+def _no_probe(record: logging.LogRecord) -> bool:
+    """Whether a line of the access log is of a request that nobody's machine makes again and again."""
+    _, _, path, *_ = cast(tuple[Any, ...], record.args)
+    return path.partition("?")[0] not in FREE_PATHS | METRICS_PATHS
 
 
 def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
@@ -104,19 +113,8 @@ class Server(uvicorn.Server):
             self._acceptors = [Acceptor(sock, one) for sock in sockets or ()]
             gc.collect()
             gc.freeze()  # large bodies make the collector look through all there is, while everybody waits
-            model = self._engine.info.model_name
-            body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-            logger.info("ready: %s/v1", self._url)
-            if not self._engine.info.options.disable_ui:
-                logger.info("a page to chat and to watch the drafts: %s", self._url)
-            logger.info(
-                "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",
-                self._url,
-                "-H 'Authorization: Bearer YOUR_API_KEY' "
-                if self._engine.info.options.has_key
-                else "",  # the log is no place for the key
-                body.replace("'", "'\\''"),
-            )
+            page = [] if self._engine.info.options.disable_ui else [f"page:       {self._url}"]
+            logger.info("\n".join(["ready", *page, f"OpenAI API: {self._url}/v1"]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.draining = True

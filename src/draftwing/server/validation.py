@@ -21,13 +21,14 @@ def refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None)
     first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
     path = max((path for path, _ in first), key=len)
     same = [error for at, error in first if at == path]
-    name, kind, messages = _dotted(path), same[0]["type"], list(dict.fromkeys(error["msg"] for error in same))[:4]
-    told = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": messages[0]}
+    name, kind = ".".join(map(str, path))[:200], same[0]["type"]
+    messages = list(dict.fromkeys(error["msg"] for error in same))[:4]
+    known = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": messages[0]}
     expected = [message.removeprefix(_EXPECTED) for message in messages if message.startswith(_EXPECTED)]
     expected = ["a list" if one == "a valid array" else one for one in expected]
     field = name or "the body"
-    if kind in told:
-        message = f"{field} {told[kind]}"
+    if kind in known:
+        message = f"{field} {known[kind]}"
         if kind == "extra_forbidden" and model is not None:
             message += suggestion(str(path[-1]), known_fields(model, path[:-1]))
     else:
@@ -43,7 +44,3 @@ def _path(error: Any, given: Any) -> tuple[int | str, ...]:
             given = given[part]
             found.append(part)
     return (*found, error["loc"][-1]) if error["type"] == "missing" else tuple(found)
-
-
-def _dotted(path: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in path)[:200]

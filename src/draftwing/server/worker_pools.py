@@ -136,5 +136,5 @@ class WorkerPools:
 
     def close(self) -> None:
         """Begins no more work."""
-        for lane in (self._short, self._long, self._json):
-            lane.close()
+        for pool in (self._short, self._long, self._json):
+            pool.close()

@@ -28,6 +28,10 @@ class TokenTexts:
         """Returns a token's text; bytes that are no characters are U+FFFD."""
         return self.raw(token).decode(errors="replace")
 
+    def special(self, token: int) -> bool:
+        """Whether it is a special token, such as the end of a turn."""
+        return token in self._tokenizer.special_ids
+
     def key(self, token: int) -> str:
         """Returns a name: as `text`, but tokens of different bytes have different ones, `bytes:\\xf0\\x9f` for broken
         characters."""

@@ -16,6 +16,7 @@ from draftwing.gguf_file import open_gguf
 from draftwing.text import gguf_tokenizer
 from draftwing.text.chat_template import ChatTemplate, Message, end_of_turn
 
+BUNDLED_TEMPLATE = "chatml_tools"  # a file beside this one: ChatML with tools
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -123,7 +124,7 @@ class Tokenizer:
 def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Tokenizer:
     """Tokenizer of a Hugging Face folder or a `.gguf` file.
 
-    chat_template: replaces the checkpoint's; a file, or the jinja2 text itself.
+    chat_template: replaces the checkpoint's; a file, the jinja2 text itself, or the name of one that comes with us.
     Raises CheckpointError for a missing or unsupported tokenizer, ConfigError for a template file that does not exist.
     """
     override = None if chat_template is None else _template_text(chat_template)
@@ -148,8 +149,12 @@ def _template_text(template: str | Path) -> str:
     if isinstance(template, str) and ("{%" in template or "{{" in template):
         return template
     file = Path(template).expanduser()
+    if template == BUNDLED_TEMPLATE and not file.exists():
+        file = Path(__file__).with_name(f"{BUNDLED_TEMPLATE}.jinja")
     if not file.is_file():
-        raise ConfigError(f"--chat-template: expected a file or a jinja2 template, found {str(template)!r}")
+        raise ConfigError(
+            f"--chat-template: expected a file, a jinja2 template, or {BUNDLED_TEMPLATE}; found {str(template)!r}"
+        )
     return file.read_text(encoding="utf-8")
 
 

@@ -94,6 +94,7 @@ class BlockObjective(nn.Module):
         more = {"confidence_loss": ratio(sum(unsure), sum(rows))} if self.head.confidence is not None else {}
         return {
             "loss": sum(ratio(*pair) for pair in zip(loss, rows, strict=True)),
+            "token_loss": ratio(loss[0], rows[0]),
             "overlap": ratio(sum(accepted), sum(rows)),
             **more,
             "hit_rate": ratio(hits[0], rows[0]),

@@ -15,18 +15,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from draftwing.config.drafters import training
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.precision import pick_dtype
+from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FULL, Attend, AttentionKind, DenseAttend, HeadNorms
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
+from draftwing.train.progress import Remaining
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,9 @@ def capture(
     token_bytes = bytes_per_token(store.meta)
     pending: list[Sample] = []
     held = 0
-    with tqdm(total=sum(len(one.ids) for one in missing), desc="capturing", unit=" tokens", unit_scale=True) as bar:
+    total, done = sum(len(one.ids) for one in missing), 0
+    remaining = Remaining("capturing", total)
+    with progress_bar(total=total, desc="capturing", unit=" tokens", unit_scale=True) as bar:
         for batch in batches(sorted(tokens, key=lambda one: one.key), batch_tokens):
             batch = [one for one in batch if one.key not in store.keys]
             if not batch:
@@ -198,6 +201,8 @@ def capture(
                 pending.append(Sample(row, torch.from_numpy(one.loss_mask), aux_hidden.cpu(), final.cpu(), one.key))
                 held += len(row) * token_bytes
                 bar.update(len(row))
+                done += len(row)
+            remaining.update(done)
             if held >= shard_bytes:
                 store.append(pending)
                 pending, held = [], 0

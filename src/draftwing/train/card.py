@@ -33,8 +33,9 @@ def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) ->
             f"```\ndraftwing serve {flags}\n```",
             *_note(settings.drafter, target),
             "## Acceptance",
-            "Accept length: mean tokens per verification, the target's own token included. Measured by the engine on "
-            f"first turns, {settings.eval_tokens} tokens an answer. Trees are (steps, topk, draft tokens).",
+            "Acceptance length ± standard error: mean tokens per verification, the target's own token included. "
+            f"Measured by the engine on first turns, {settings.eval_tokens} tokens an answer. Trees are (steps, topk, "
+            "draft tokens).",
             summary(records),
             _positions(records),
             "## Data",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import os
 from pathlib import Path
@@ -22,22 +23,23 @@ def add_train(commands: Any) -> None:
     """Adds the parser to argparse's `commands`."""
     train = commands.add_parser(
         "train",
-        usage="draftwing train [generate|capture|fit|eval] --model M --prompts FILES... --out DIR [options]",
+        usage="draftwing train [generate|capture|fit|eval] [MODEL] --prompts FILES... --out DIR [options]",
         help="train a draft for a model",
         description="Trains a draft head for a model: the model answers the prompts, its features are captured, the "
         "head is trained on them and measured by the engine. Without a stage all run, each going on where a run of "
         "the same --out was interrupted.",
         allow_abbrev=False,
     )
-    train.add_argument("stage", nargs="?", choices=STAGES, help="only this one")
+    train.add_argument("stage", nargs="?", metavar="STAGE", help=f"only this one: {', '.join(STAGES)}")
     train.add_argument("--out", required=True, metavar="DIR", help="folder of the run; the head is in DIR/head")
     add_fields(train, Settings, "train: {}")
-    add_arguments(train, hidden=(SERVER, REQUESTS))
+    uncommon = [spec.name for spec in dataclasses.fields(Settings) if not spec.metadata["common"]]
+    add_arguments(train, hidden=(SERVER, REQUESTS), uncommon=uncommon)
 
 
 def run_train(arguments: dict[str, Any]) -> None:
     """Runs the command. Raises ConfigError and CheckpointError."""
-    stage, out = arguments.pop("stage"), Path(arguments.pop("out"))
+    stage, out = _stage(arguments), Path(arguments.pop("out"))
     names = {spec.name for spec in dataclasses.fields(Settings)}
     given = {name: arguments.pop(name) for name in names & arguments.keys()}
     first = os.environ.get("RANK", "0") == "0"  # of the processes of a torchrun
@@ -56,6 +58,19 @@ def run_train(arguments: dict[str, Any]) -> None:
     work = {"generate": stages.generate, "capture": stages.capture, "fit": stages.fit, "eval": stages.evaluate}
     for name in STAGES if stage is None else (stage,):
         work[name]()
+
+
+def _stage(arguments: dict[str, Any]) -> str | None:
+    """Takes the stage out of the arguments. A model may stand in its place, as it does after another command."""
+    word = arguments.pop("stage")
+    if word is None or word in STAGES:
+        return word
+    if "model" in arguments:
+        raise ConfigError(f"the stage must be one of {', '.join(STAGES)}; found {word!r}")
+    if near := difflib.get_close_matches(word, STAGES, n=1):
+        raise ConfigError(f"{word!r} is neither a stage nor a model; did you mean {near[0]}?")
+    arguments["model"] = word
+    return None
 
 
 def _one_gpu(number: int) -> None:

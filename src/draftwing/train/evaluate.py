@@ -1,4 +1,4 @@
-"""Measures how good a head is, by the engine that will run it: accept lengths on prompts that it was not trained on.
+"""Measures how good a head is, by the engine that will run it: acceptance lengths on unseen prompts.
 
 Runs and counts are those of `draftwing bench`, so its figures are the same.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,13 +19,14 @@ from typing import Any
 from draftwing.config.options import MODEL, SPECULATION, Options
 from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
-from draftwing.engine.benchmark import Local, Sample, measure
+from draftwing.engine.benchmark import Ended, Local, Sample, ignored, measure
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
 
 logger = logging.getLogger(__name__)
 
 SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 4, 16), TreeShape(6, 10, 60))
+FEW = 20  # prompts of a set, below which its acceptance length says little
 # Options of the model and of speculation change what is accepted, and so do these of other groups. Apart are those that
 # a report or a record has under another name; of the head it has what it is, wherever it lies.
 _MORE = ("kv_cache_dtype", "enable_deterministic_inference")
@@ -51,8 +53,11 @@ class _Recorder(Local):
         tokenizer = self._engine.tokenizer
         return super().encode(prompt) if tokenizer.chat_template is not None else tokenizer.encode(prompt)
 
-    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
-        found = super().run(prompts, params, concurrency)
+    def run(
+        self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
+        ended: Ended = ignored,
+    ) -> list[Sample]:  # fmt: skip
+        found = super().run(prompts, params, concurrency, drafts, ended)
         self.samples = found
         return found
 
@@ -77,6 +82,10 @@ def evaluate(
         "prompts": {name: prompts_digest(prompts) for name, prompts in sets.items()},
         "options": _deciding(options),
     }
+    for name, prompts in sets.items():
+        if 0 < len(prompts) < FEW:
+            logger.warning("%s: number of prompts %d; the acceptance length of fewer than %d says little: give "
+                           "more with --eval-prompts or a larger --held-out", name, len(prompts), FEW)  # fmt: skip
     records = _known(report, same)
     runs = [(temperature, name) for temperature in trial.temperatures for name in sets if sets[name]]
     for shape in trial.shapes:
@@ -109,7 +118,9 @@ def _measure_shape(
         target.run(ids[:1], params, 1)  # first use of everything
         record = measure(target, ids, params, trial.concurrency)
         found = {"set": name, "shape": list(shape.tree), "temperature": temperature, **record}
-        logger.info("%s %s, temperature %g: accept length %.3f", name, shape.tree, temperature, record["accept_length"])
+        error = standard_error(target.samples)
+        found |= {} if error is None else {"accept_length_error": error}
+        logger.info("%s %s, temperature %g: acceptance length %s", name, shape.tree, temperature, _length(found, 3))
         yield found | {"positions": positions(target.samples, shape.depth)}
     engine.close()
     del engine, target
@@ -126,16 +137,35 @@ def positions(samples: Sequence[Sample], depth: int) -> list[float]:
     return [reached[d + 1] / reached[d] if reached[d] else 0.0 for d in range(depth)]
 
 
+def standard_error(samples: Sequence[Sample]) -> float | None:
+    """Returns the standard error of the acceptance length, a ratio of sums, from how prompts differ; None of fewer than
+    two with steps."""
+    counts = [(s.meta.get("spec_num_correct_drafts", 0), s.meta.get("spec_verify_ct", 0)) for s in samples]
+    counts = [(correct, steps) for correct, steps in counts if steps]
+    if len(counts) < 2:
+        return None
+    total = sum(steps for _, steps in counts)
+    mean = sum(correct for correct, _ in counts) / total
+    squares = sum((correct - mean * steps) ** 2 for correct, steps in counts)
+    return math.sqrt(squares * len(counts) / (len(counts) - 1)) / total
+
+
+def _length(record: Mapping[str, Any], digits: int = 2) -> str:
+    """2.32 ± 0.05"""
+    error = record.get("accept_length_error")
+    return f"{record['accept_length']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table in Markdown: a row for each set and temperature, a column for each shape."""
+    """Returns a table in Markdown: a row for each set and temperature, a column for each shape. Acceptance lengths have
+    their standard errors where these are known."""
     shapes = list(dict.fromkeys(tuple(record["shape"]) for record in records))
     runs = list(dict.fromkeys((record["set"], record["temperature"]) for record in records))
-    found = {(r["set"], r["temperature"], tuple(r["shape"])): r["accept_length"] for r in records}
+    found = {(r["set"], r["temperature"], tuple(r["shape"])): _length(r) for r in records}
     head = ["prompts", "temperature", *(f"({', '.join(map(str, shape))})" for shape in shapes)]
     lines = [head, ["---"] * len(head)]
     for name, temperature in runs:
-        lengths = (found.get((name, temperature, shape)) for shape in shapes)
-        lines.append([name, f"{temperature:g}", *("" if one is None else f"{one:.2f}" for one in lengths)])
+        lines.append([name, f"{temperature:g}", *(found.get((name, temperature, shape), "") for shape in shapes)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

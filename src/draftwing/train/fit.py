@@ -74,6 +74,11 @@ def join_world(device: str = "cuda") -> torch.device:
     return chosen
 
 
+def trains_in_half(device: torch.device) -> bool:
+    """Tells whether products are in bfloat16 where the precision is "auto"."""
+    return device.type == "cuda" or has_native_bfloat16()
+
+
 class Fit:
     """Trains a head in place, on the device it is on; every process of a torchrun does alike (`join_world`)."""
 
@@ -97,8 +102,7 @@ class Fit:
         self.params = [param for param in head.parameters() if param.requires_grad]
         _check(head, self.params, source, eval_source)
         self.device = self.params[0].device
-        native = self.device.type == "cuda" or has_native_bfloat16()
-        half = config.precision == "bfloat16" or (config.precision == "auto" and native)
+        half = config.precision == "bfloat16" or (config.precision == "auto" and trains_in_half(self.device))
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=half)
         self.feature_dtype = None if half else self.params[0].dtype
         self.lengths = usable(source, config.max_length)

@@ -15,14 +15,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from draftwing.engine.session import Session
 from draftwing.errors import ConfigError, RequestError
+from draftwing.log import progress_bar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import BadData, Prompt, Skipped, original
+from draftwing.train.progress import Remaining
 from draftwing.train.sequences import Response, chat_ids, first_ids, opening
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def usable(
     """Prompts that leave room for an answer, with their token ids."""
     found, most = [], sampling.max_length - MIN_ANSWER
     known: dict[str, list[int]] = {}  # copies have the same
-    for prompt in tqdm(prompts, desc="tokenizing", unit=" prompts", leave=False):
+    for prompt in progress_bar(iterable=prompts, desc="tokenizing", unit=" prompts"):
         try:
             name = original(prompt.key)
             if name not in known:
@@ -135,9 +135,10 @@ def generate(
     window = 2 * (engine.info.options.max_running_requests or 64)
     session, running, generated = Session(engine), dict[str, _Running](), 0
     file.parent.mkdir(parents=True, exist_ok=True)
+    remaining, ended, lengths = Remaining("generating", len(prompts)), 0, list[int]()
     with (
         file.open("a", encoding="utf-8") as lines,
-        tqdm(total=len(prompts), desc="generating", unit=" prompts", smoothing=0.05) as bar,
+        progress_bar(total=len(prompts), desc="generating", unit=" prompts", smoothing=0.05) as bar,
     ):
 
         def first_turns() -> Iterator[GenerationRequest]:
@@ -162,12 +163,15 @@ def generate(
                     continue
                 del running[output.uid]
                 if one.spans:
+                    lengths += [end - start for start, end in one.spans]
                     lines.write(_response(one, finish, sampling).line())
                     lines.flush()
                 else:
                     skipped.note("no answer", one.prompt.where)
                 bar.update()
                 bar.set_postfix(tokens=generated, refresh=False)
+                ended += 1
+                remaining.update(ended, f", {sum(lengths) / max(1, len(lengths)):.0f} tokens an answer")
         os.fsync(lines.fileno())
     return generated
 

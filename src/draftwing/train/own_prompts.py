@@ -13,11 +13,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tqdm import tqdm
-
 from draftwing.engine.session import Session
 from draftwing.errors import ConfigError, RequestError
 from draftwing.files import replace_file
+from draftwing.log import progress_bar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.tokenizer import Tokenizer
@@ -66,7 +65,7 @@ def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
     window = 2 * (engine.info.options.max_running_requests or 64)
     with (
         partial.open("w", encoding="utf-8") as lines,
-        tqdm(total=count, desc="writing", unit=" prompts") as bar,
+        progress_bar(total=count, desc="writing", unit=" prompts") as bar,
         closing(Session(engine).run(requests(), window)) as outputs,
     ):
         for output in outputs:

@@ -8,15 +8,19 @@ from __future__ import annotations
 import csv
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from draftwing.files import replace_file
+from draftwing.log import BAR_SECONDS
 
 logger = logging.getLogger(__name__)
+
+_MARKS = (0.1, 0.25, 0.5, 0.75)  # shares of the work at which `Remaining` says how much time is left
 
 # One line of metrics.csv: step, split ("train" or "eval"), loss, ..., accept_length, accept_1, accept_2, ...
 Row = Mapping[str, str | int | float]
@@ -33,6 +37,7 @@ class Progress:
         self.out, self.history = out, list(history)
         self._shown = shown
         self._bar = tqdm(total=total, initial=step, unit="step", disable=None if shown else True, dynamic_ncols=True)
+        self._first, self._start = step, time.monotonic()
         self._events: Any = None
         self._text = {"train": "", "eval": ""}
         if not shown:
@@ -61,13 +66,19 @@ class Progress:
         held_out = f" | held out: {self._text['eval']}" if self._text["eval"] else ""
         self._bar.set_postfix_str(self._text["train"] + held_out)
         if self._bar.disable:  # no terminal: lines for a log file
-            logger.info("step %s of %d, %s: %s", row["step"], self._bar.total, split, summary(row))
+            logger.info("step %s of %d, %s: %s%s", row["step"], self._bar.total, split, summary(row), self._left())
         write_csv(self.out / "metrics.csv", self.history)
         if self._events is not None:
             for key, value in row.items():
                 if key not in ("step", "split"):
                     self._events.add_scalar(f"{split}/{key}", value, row["step"])
             self._events.flush()
+
+    def _left(self) -> str:
+        """Says how long the steps that are left take, at the pace of this process so far."""
+        done, left = int(self.history[-1]["step"]) - self._first, self._bar.total - int(self.history[-1]["step"])
+        pace = (time.monotonic() - self._start) / max(1, done)
+        return f"; about {duration(pace * left)} left" if left > 0 else ""
 
     def close(self) -> None:
         self._bar.close()
@@ -77,10 +88,37 @@ class Progress:
             draw_curves(self.out / "curves.png", self.history)
 
 
+class Remaining:
+    """Logs at a few points of a long stage about how much time is left."""
+
+    def __init__(self, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """total: of whatever is counted."""
+        self._name, self._total, self._clock = name, total, clock
+        self._start, self._marks = clock(), list(_MARKS)
+
+    def update(self, done: int, note: str = "") -> None:
+        """done: so far in all."""
+        share = done / max(1, self._total)
+        if not self._marks or share < self._marks[0]:
+            return
+        self._marks = [mark for mark in self._marks if mark > share]
+        spent = self._clock() - self._start
+        if share < 1 and spent > BAR_SECONDS:
+            logger.info("%s: %.0f%%%s, about %s left", self._name, 100 * share, note, duration(spent / share - spent))
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds, minutes or hours, whichever fits."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def summary(row: Row) -> str:
-    """loss 2.345, accept 0.71 0.48 0.31, length 2.5"""
+    """token_loss 2.345, loss 5.678, accept 0.71 0.48 0.31, length 2.5"""
     accept = " ".join(f"{row[name]:.2f}" for name in positions(row))
-    return f"loss {row['loss']:.3f}, accept {accept}, length {row['accept_length']:.2f}"
+    token_loss = f"token_loss {row['token_loss']:.3f}, " if "token_loss" in row else ""
+    return f"{token_loss}loss {row['loss']:.3f}, accept {accept}, length {row['accept_length']:.2f}"
 
 
 def positions(row: Row) -> list[str]:
@@ -102,7 +140,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 def draw_curves(path: Path, rows: Sequence[Row]) -> bool:
     """Loss and acceptance over the steps; False where there is no matplotlib or nothing to draw."""
     if importlib.util.find_spec("matplotlib") is None:
-        logger.info("curves.png is not drawn without matplotlib (pip install matplotlib); see metrics.csv")
+        logger.info("curves.png is not drawn without matplotlib (pip install 'draftwing[train]'); see metrics.csv")
         return False
     if not rows:
         return False

@@ -47,20 +47,26 @@ class Settings:
 
     prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts that the model answers: JSON lines, JSON, CSV or lines of text, also as .gz; "
-        "FILE:N takes a random N", fixed=False,
+        "FILE:N takes a random N", fixed=False, common=True,
     )  # fmt: skip
     conversations: tuple[str, ...] = option(
-        (), DATA, "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are", fixed=False
+        (),
+        DATA,
+        "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are",
+        fixed=False,
+        common=True,
     )
     regenerate: bool = option(False, DATA, "replace the answers in --conversations by the model's own")
     eval_prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts to measure acceptance on; prompts that share 13 words in a row with them are not "
-        "trained on (default: some prompts are held out)", fixed=False,
+        "trained on (default: some prompts are held out)", fixed=False, common=True,
     )  # fmt: skip
     max_length: int = option(2048, DATA, "tokens of a conversation; longer ones are skipped", minimum=32)
 
     max_tokens: int = option(1024, GENERATE, "tokens of an answer", minimum=16)  # as `train.generate.MIN_ANSWER`
-    answers: int = option(1, GENERATE, "answers to each prompt; those after the first are never greedy", minimum=1)
+    answers: int = option(
+        1, GENERATE, "answers to each prompt; those after the first are never greedy", minimum=1, common=True
+    )
     greedy_share: float = option(
         0.5, GENERATE, "share of prompts that are answered at temperature 0", minimum=0, maximum=1
     )
@@ -68,9 +74,9 @@ class Settings:
         (0.6, 1.0), GENERATE, "lowest and highest temperature of the others", minimum=0, maximum=_HOTTEST
     )
 
-    algorithm: str = option(_DEFAULT, CAPTURE, "kind of head", choices=tuple(TRAINED))
+    algorithm: str = option(_DEFAULT, CAPTURE, "kind of head", choices=tuple(TRAINED), common=True)
     data: str | None = option(
-        None, CAPTURE, "folder of another run whose answers and hidden states are used (default: --out)"
+        None, CAPTURE, "folder of another run whose answers and hidden states are used (default: --out)", common=True
     )
     online: bool = option(
         False, CAPTURE, "compute hidden states while training, for data that would not fit on the disk", fixed=False
@@ -116,12 +122,17 @@ class Settings:
     )
     ffn_size: int = option(0, FIT, "width of the head's MLP (default: the target's)", minimum=0, fixed=False)
     epochs: float = option(
-        1.0, FIT, "passes over the data; 0: train nothing and keep --init-head as it is", minimum=0, fixed=False
+        1.0,
+        FIT,
+        "passes over the data; 0: train nothing and keep --init-head as it is",
+        minimum=0,
+        fixed=False,
+        common=True,
     )
     steps: int = option(0, FIT, "steps of the optimizer, in place of epochs", minimum=0, fixed=False)
     minutes: float = option(
         0.0, FIT, "minutes of training, in place of epochs and steps: the learning rate follows the clock", minimum=0,
-        fixed=False,
+        fixed=False, common=True,
     )  # fmt: skip
     optimizer: str = option(
         "adamw",
@@ -156,7 +167,9 @@ class Settings:
     save_every: int = option(500, FIT, "steps after which the state is saved", minimum=1, fixed=False)
     eval_every: int = option(500, FIT, "steps after which held-out loss is measured", minimum=1, fixed=False)
     log_every: int = option(20, FIT, "steps between lines of metrics.csv", minimum=1, fixed=False)
-    gpus: int = option(1, FIT, "GPUs (or with --device cpu processes) that generate and train", minimum=1, fixed=False)
+    gpus: int = option(
+        1, FIT, "GPUs (or with --device cpu processes) that generate and train", minimum=1, fixed=False, common=True
+    )
 
     shapes: tuple[str, ...] = option(
         ("3,1,4", "5,4,16", "6,10,60"), EVAL, "trees to measure: steps, topk, draft tokens", fixed=False

@@ -34,15 +34,16 @@ from draftwing.train.blocks import checked_mask, fresh_block, unused_token
 from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
-from draftwing.train.data import Skipped, held_out, original
+from draftwing.train.data import Prompt, Skipped, held_out, original
 from draftwing.train.dataset import Dataset, evaluation_sets, read_dataset
 from draftwing.train.evaluate import Trial, evaluate, summary
-from draftwing.train.fit import Fit, FitReport, join_world
+from draftwing.train.fit import Fit, FitReport, join_world, trains_in_half
 from draftwing.train.fit_config import FitConfig, recipe
+from draftwing.train.forecast import Text, count_text, forecast, longest_text, product_rate
 from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import read_responses, responses_files
 from draftwing.train.settings import Run
-from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, Tokens
+from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, SourceMeta, Tokens
 from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Stages:
             )
         if done:
             logger.info("%d prompts are answered already, %d are left", len(data.prompts) - len(todo), len(ready))
+        self._forecast_answers(ready)
         if settings.gpus > self.processes:
             self._spawn("generate")
             self._report_data()
@@ -198,18 +200,20 @@ class Stages:
         settings = self.settings
         if settings.training.block and settings.mask_token is None and not settings.init_head:
             unused_token(self.tokens, self.config.vocab_size)  # refuses texts that leave none, before much is computed
+        tokens, known = self.tokens, set[str]()
+        if (self.features / "index.json").exists() and not settings.online:
+            known = FeatureStore(self.features).keys
+        text = count_text(tokens, known)
+        self._forecast(text)
         if settings.online:
             return
-        tokens = self.tokens
-        if (self.features / "index.json").exists():
-            known = FeatureStore(self.features).keys
-            if all(one.key in known for one in tokens):
-                logger.info("%s has the features of all %d conversations", self.features, len(tokens))
-                return
+        if not text.missing:
+            logger.info("%s has the features of all %d conversations", self.features, len(tokens))
+            return
         target = self._target()
         meta = target.meta(self.engine_options.model, self.settings.algorithm)
         store = FeatureStore.create(self.features, meta)
-        needed = sum(len(one.ids) for one in tokens if one.key not in store.keys) * bytes_per_token(meta)
+        needed = text.missing * bytes_per_token(meta)
         free = shutil.disk_usage(self.features).free
         if needed > free:
             raise ConfigError(
@@ -248,7 +252,7 @@ class Stages:
         self._trim()
 
     def evaluate(self) -> list[dict[str, Any]]:
-        """Measures accept lengths of the head, by the engine; writes eval.json and the head's card."""
+        """Measures acceptance lengths of the head, by the engine; writes eval.json and the head's card."""
         settings, out = self.settings, self.run.out
         folder = out / "head"
         if not (folder / "config.json").exists():
@@ -269,6 +273,37 @@ class Stages:
         print(summary(records))
         logger.info("the head and its card are in %s", folder)
         return records
+
+    # -- forecast ---------------------------------------------------------------------------------------------------
+
+    def _forecast_answers(self, ready: Sequence[tuple[Prompt, list[int]]]) -> None:
+        """Logs what the run takes at most: with the longest answers to the prompts in `ready`."""
+        asked = {prompt.key for prompt in self.data.prompts}
+        responses = read_responses(responses_files(self.run.data), Skipped())
+        found = [response.tokens() for response in responses if response.key in asked]
+        given = count_text([*found, *self.data.conversations])
+        self._forecast(longest_text(given, ready, self.settings), at_most=True)
+
+    def _forecast(self, text: Text, at_most: bool = False) -> None:
+        if self.processes > 1:  # each has a part of the answers
+            return
+        settings, options, config = self.settings, self.engine_options, self.config
+        device = pick_device(options.device)
+        devices = settings.gpus if device.kind == "cuda" else 1  # processes on a CPU share its cores
+        dtype = str(pick_dtype(options.dtype, device, config.dtype)).removeprefix("torch.")
+        name, algorithm = options.model, settings.algorithm
+        meta = SourceMeta(name, algorithm, self.aux_layers, config.hidden_size, config.vocab_size, dtype)
+        found = forecast(settings, config, len(self.aux_layers), text, bytes_per_token(meta))
+        free = shutil.disk_usage(self.run.data).free
+        for line in found.report(settings, self._product_rate, devices, free, at_most):
+            logger.info("%s", line)
+
+    @cached_property
+    def _product_rate(self) -> float:
+        device = pick_device(self.engine_options.device).device
+        rate = product_rate(device, torch.bfloat16 if trains_in_half(device) else torch.float32)
+        self._trim()
+        return rate
 
     # -- parts of fit -----------------------------------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ class _Chains:
         # New tensors: chains that end here, at the end of a turn, take no further part.
         self._whole = torch.zeros_like(self._whole).index_copy_(0, at, whole)
         self._right = torch.zeros_like(self._right).index_copy_(0, at, right)
-        return whole, whole & right
+        return whole, right
 
 
 def _noise(features: Tensor, batch: Batch, width: float, generator: torch.Generator) -> Tensor:

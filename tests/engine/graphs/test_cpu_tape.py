@@ -69,9 +69,7 @@ def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
     assert isinstance(stages, RecordedStages)
     if unrecorded:
         stages.key = lambda shape, size: None
-    for i, (prompt, param) in enumerate(zip(prompts, params or greedy, strict=True)):
-        rig.submit(str(i), prompt, param)
-    return rig.run().tokens, stages
+    return rig.answer(prompts, params or greedy).tokens, stages
 
 
 @pytest.mark.parametrize(
@@ -163,9 +161,7 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
             stages = rig.executor.graphs
             if unrecorded:
                 stages.key = lambda shape, size: None
-            for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-                rig.submit(str(i), prompt, param)
-            assert rig.run().tokens == expected.tokens
+            assert rig.answer(prompts, params).tokens == expected.tokens
             lengths.append(rig.accept_length)  # depends on who shares a step, as what is verified is divided among them
             if "norm" in kind:  # its residual stream is copied by torch
                 assert stages.refused or unrecorded

@@ -31,9 +31,7 @@ def answer(harness, case, params=None, **kw):
     model, prompts, plain, _, book = case
     rig = harness.Rig(model, book=book, **kw)
     calls = count_calls(rig.executor)
-    for i, (prompt, param) in enumerate(zip(prompts, params or plain, strict=True)):
-        rig.submit(str(i), prompt, param)
-    return rig, rig.run(), calls
+    return rig, rig.answer(prompts, params or plain), calls
 
 
 def count_calls(executor):
@@ -74,9 +72,7 @@ def test_with_the_attention_of_cuda(harness, case, drafter, exact):
         attn=attn, ahead=24,
     )  # fmt: skip
     calls = count_calls(rig.executor)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert calls[0] > 60 and calls[1] == 0
 
 
@@ -121,9 +117,7 @@ def test_padding_leaves_no_trace(harness, case, drafter):
 def test_capturing_leaves_running_requests_alone(harness, case):
     model, prompts, params, expected, book = case
     rig = harness.Rig(model, drafter="oracle", shapes=(TREE,), book=book, graph_size=8)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    got = rig.run(between=lambda turn: rig.executor.capture((TREE, PLAIN)) if turn == 6 else None)
+    got = rig.answer(prompts, params, between=lambda turn: rig.executor.capture((TREE, PLAIN)) if turn == 6 else None)
     assert got.tokens == expected.tokens
 
 

@@ -30,13 +30,13 @@ Found = list[tuple[int, list[int]]]  # of each row the index of its newest token
 Read = Callable[[Any, Any, Tensor], Found]
 
 
-class Told(Drafter):
+class KnownTexts(Drafter):
     """Proposes what follows in texts that it knows, and finds its place in them by what `read` finds."""
 
     num_steps = 3
     texts: Texts
     read: Read
-    calls = told = 0
+    calls = learned = 0
 
     def propose(self, step: DraftStep) -> Draft:
         table, rows, shape, *_ = step
@@ -50,11 +50,11 @@ class Told(Drafter):
         return Draft(*map(torch.from_numpy, (tokens, parent, alive)))
 
 
-class Learning(Told):
+class Learning(KnownTexts):
     """Counts what was committed, in plain steps, too."""
 
     def extend(self, seen: SeenTokens) -> None:
-        self.told += 0 if seen.count is None else sum(seen.count.tolist())
+        self.learned += 0 if seen.count is None else sum(seen.count.tolist())
 
 
 def by_lists(drafter: Any, table: Any, rows: Tensor) -> Found:
@@ -104,10 +104,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts, Texts]:
 
 @needs_kernels
 @pytest.mark.parametrize("read", [by_lists, by_arrays, by_kept_arrays, by_exchange, by_addresses])
-@pytest.mark.parametrize("kind", [Told, Learning])
+@pytest.mark.parametrize("kind", [KnownTexts, Learning])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_reads_are_done_again_in_every_step(
-    case: tuple[Path, Texts, Texts], read: Read, kind: type[Told], at_once: int
+    case: tuple[Path, Texts, Texts], read: Read, kind: type[KnownTexts], at_once: int
 ) -> None:
     model, asked, texts = case
     own = type("Own", (kind,), {"texts": texts, "read": read})
@@ -118,9 +118,9 @@ def test_reads_are_done_again_in_every_step(
     assert [[*prompt, *answer.token_ids] for prompt, answer in zip(asked, answers, strict=True)] == texts
     steps = sum(answer.meta_info["spec_verify_ct"] for answer in answers)
     assert sum(answer.meta_info["spec_num_correct_drafts"] for answer in answers) > 2.5 * steps  # all but the last ones
-    assert isinstance(drafter, Told) and drafter.calls > steps / at_once
+    assert isinstance(drafter, KnownTexts) and drafter.calls > steps / at_once
     if kind is Learning:
-        assert drafter.told >= sum(map(len, texts)) - sum(map(len, asked)) - len(asked)
+        assert drafter.learned >= sum(map(len, texts)) - sum(map(len, asked)) - len(asked)
 
 
 class Derived(NGramDrafter):
@@ -134,7 +134,7 @@ def test_what_runs_code_from_outside() -> None:
         (None, True, True),
         (NGramDrafter(3, ops, capacity=64), True, True),
         (Derived(3, ops, capacity=64), False, False),  # its methods may call what it overrides
-        (Told(), False, True),
+        (KnownTexts(), False, True),
         (Learning(), False, False),
     ):
         stages = RecordedStages(device, 2, drafter)

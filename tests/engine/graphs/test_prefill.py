@@ -52,9 +52,7 @@ def test_the_text_is_the_same(harness, model, monkeypatch, exact):
     # Prompts come in parts, and several at once.
     rig = rig_of(harness, model, monkeypatch, (16, 24), exact, chunk=24, lag=1)
     counts = watch(rig.executor.prefills)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+    assert rig.answer(prompts, params).tokens == expected.tokens
     assert counts[0] > 3 and counts[1] == 0
 
 
@@ -66,9 +64,7 @@ def test_layers_of_several_shapes_have_tiles_of_their_own(harness, monkeypatch, 
     expected = harness.plain_answers(model, prompts, params)
     rig = rig_of(harness, model, monkeypatch, (16, 24), chunk=24)
     counts = watch(rig.executor.prefills)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens and counts[0] > 1 and counts[1] == 0
+    assert rig.answer(prompts, params).tokens == expected.tokens and counts[0] > 1 and counts[1] == 0
 
 
 def test_layers_that_need_the_hosts_chunks_have_no_graphs_of_prompts(harness, monkeypatch):

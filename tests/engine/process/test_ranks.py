@@ -77,17 +77,6 @@ def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: 
     assert pair.engine.accept_length > 1.0
 
 
-@pytest.mark.exhaustive  # the test of what is noticed on the way, at the end
-def test_ranks_that_drew_other_tokens_are_not_believed(folder: Path) -> None:
-    with LLM(str(folder), tp_size=2, **SETTINGS) as llm:
-        assert llm.generate("a", {"max_new_tokens": 4})
-        digest = processes(llm).digest
-        assert digest is not None and digest.value
-        digest.value += 1
-        with pytest.raises(RankDied, match="rank 1 of the engine drew other tokens than rank 0"):
-            llm.generate("b", {"max_new_tokens": 4})
-
-
 def test_a_rank_that_fails_while_it_serves_says_why() -> None:
     ranks = RankProcesses.__new__(RankProcesses)
     here, there = Pipe()

@@ -15,8 +15,13 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM
 from draftwing.config.options import Options
+from draftwing.engine.build import spread
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.engine import Engine
+from draftwing.engine.startup.checks import check_target
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.models.config import from_hf
+from draftwing.models.loader import load_config
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_total_tokens": 512}
 UNREADABLE = b"these are no weights"
@@ -190,3 +195,34 @@ def test_as_many_tokens_as_branches_draft(tmp_path: Path) -> None:
         with LLM(str(target), **OPTIONS, **options) as llm:
             texts.append(llm.generate([[1, 2, 3]], params)[0].token_ids)
     assert texts[0] == texts[1] and len(texts[0]) == 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "warned"),
+    [("q4_0", "fp8", True), ("fp8", "fp8", False), ("auto", "fp8", False), ("none", "fp8", False), ("q8_0", "", False)],
+)
+def test_a_checkpoint_that_is_quantised_already(
+    target: Path, asked: str, stored: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    if stored:
+        config["quantization_config"] = {"quant_method": stored, "weight_block_size": [128, 128]}
+    options = Options(model=str(target), quantization=asked)
+    check_target(options, target, from_hf(config))
+    assert [record.args for record in caplog.records] == ([(asked, stored)] if warned else [])
+
+
+def test_a_gguf_file_that_is_quantised_already(smollm2_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_target(Options(quantization="q4_1"), smollm2_path, load_config(smollm2_path))
+    assert not caplog.records
+    check_target(Options(quantization="q4_0"), smollm2_path, load_config(smollm2_path))
+    assert "(q4_1" in caplog.text
+
+
+def test_more_ranks_than_cores(target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(target)
+    for threads in (2, 1):
+        monkeypatch.setattr(CpuDevice, "threads", threads)
+        spread(Options(model=str(target), tp_size=2).resolve(), config, CpuDevice())
+        assert len(caplog.records) == (threads == 1)
+    assert "--tp-size 2" in caplog.text

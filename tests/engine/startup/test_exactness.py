@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoint import write_checkpoint
 from torch import Tensor
 
 from draftwing import LLM
@@ -65,11 +64,6 @@ class AttentionInTrees(Tried):
                 return attend if batch.chunks or batch.window == 1 else Bound(attend)
 
         return Other(pool, self.raw)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", hidden=64, heads=2, size=32))
 
 
 def with_ops(monkeypatch: pytest.MonkeyPatch, ops: Callable[[torch.device], CpuOps]) -> None:

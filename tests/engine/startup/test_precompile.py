@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -49,19 +50,20 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
     return precompile.Job(engine, tmp_path, None, None, half, half, (9, 0))
 
 
+def printed_by(script: str, job: precompile.Job) -> list[str]:
+    """Lines of a process that compiles, as none of the tests can."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(job), env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines()
+
+
 @pytest.mark.further(pool="*fp8e4nv")
 @pytest.mark.parametrize(("kv_dtype", "pool"), [(torch.bfloat16, "*bf16"), (torch.float8_e4m3fn, "*fp8e4nv")])
 def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompile.Job, tmp_path: Path) -> None:
-    import pickle
-
     job = job._replace(kv_dtype=kv_dtype)
-    hidden = ("TRITON_INTERPRET",)
-    env = {name: value for name, value in os.environ.items() if name not in hidden} | {"DRAFTWING_NATIVE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], input=pickle.dumps(job), env=env, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    found = json.loads(done.stdout.decode().splitlines()[-1])
+    lines = printed_by(CHILD, job)
+    found = json.loads(lines[-1])
     names = {name for name, _ in found}
     assert all(pool in how for name, how in found if name == "_prefill_kernel")
     # Of every stage, of prompts, of filters, and of what few requests ask for; norm and rope as the model has them.
@@ -101,19 +103,13 @@ print(json.dumps([len(launches), late]))
 
 def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(job: precompile.Job, tmp_path: Path) -> None:
     """How attention cuts its work depends on it."""
-    import pickle
-
     options = Options(
         model=str(tmp_path), load_format="dummy", speculative_algorithm="STANDALONE", cuda_graph_max_bs=70,
         speculative_draft_model_path=str(tmp_path), max_running_requests=70, chunked_prefill_size=64,
     ).resolve()  # fmt: skip
     job = job._replace(options=options.for_engine(defaults_for(80 << 30)), draft_path=tmp_path)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", WHILE_SERVING], input=pickle.dumps(job), env=env, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    count, late = json.loads(done.stdout.decode().splitlines()[-1])
+    lines = printed_by(WHILE_SERVING, job)
+    count, late = json.loads(lines[-1])
     assert count > 20 and not late
 
 
@@ -133,19 +129,13 @@ for launch in launches:
 def test_kernels_of_experts_are_those_of_their_format(
     quantization: str, weight: str, kind: int, job: precompile.Job, tmp_path: Path
 ) -> None:
-    import pickle
-
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
                "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts))
     options = dataclasses.replace(job.options, quantization=quantization, chunked_prefill_size=256)
     job = job._replace(options=options)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", OF_EXPERTS], input=pickle.dumps(job), env=env, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    kinds, *launches = map(json.loads, done.stdout.decode().splitlines())
+    lines = printed_by(OF_EXPERTS, job)
+    kinds, *launches = map(json.loads, lines)
     assert kinds == [kind]  # of few rows
     assert {launch["signature"]["weight"] for launch in launches} == {weight}  # of many
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
@@ -162,11 +161,6 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", hidden=64, heads=2, size=32))
 
 
 def start(machine: Machine, model: str) -> tuple[dict[tuple[TreeShape, int, int], float], int]:

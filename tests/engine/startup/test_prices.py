@@ -59,9 +59,7 @@ def case(harness: Any) -> Any:
 
 def answers(rig: Any, case: Any) -> dict[str, list[int]]:
     _, prompts, params, _ = case
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    return rig.run().tokens
+    return rig.answer(prompts, params).tokens
 
 
 @pytest.mark.parametrize("graph_size", [1, 5])

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tiny_checkpoint import write_checkpoint
 
 from draftwing.core import PLAIN, Plan, TreeShape
 from draftwing.engine.executor import Executor, Pending
@@ -18,16 +17,10 @@ NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
 PROMPT, GREEDY = "the cat sat on the cat sat on the", {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-def load(path: Path, **options) -> LLM:
+def load(path: str, **options) -> LLM:
     return LLM(
-        str(path), device="cpu", max_total_tokens=1024, max_running_requests=2, random_seed=1, num_threads=1, **options
+        path, device="cpu", max_total_tokens=1024, max_running_requests=2, random_seed=1, num_threads=1, **options
     )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its rows are whole blocks, so that the steps of quantised weights are recorded."""
-    return write_checkpoint(tmp_path_factory.mktemp("warm") / "model", hidden=64, heads=2, size=32)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +36,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [{"speculative_algorithm": "none"}, NGRAM], ids=["none", "ngram"])
-def test_the_first_request_records_nothing(checkpoint: Path, unhurried: None, options: dict) -> None:
-    with load(checkpoint, quantization="q8_0", **options) as llm:
+def test_the_first_request_records_nothing(model: str, unhurried: None, options: dict) -> None:
+    with load(model, quantization="q8_0", **options) as llm:
         stages = llm.engine.parts.executor.graphs
         if not isinstance(stages, RecordedStages):
             pytest.skip("nothing is recorded here")
@@ -56,21 +49,21 @@ def test_the_first_request_records_nothing(checkpoint: Path, unhurried: None, op
 
 @pytest.mark.parametrize("options", [{"speculative_algorithm": "none"}, NGRAM], ids=["none", "ngram"])
 def test_the_text_is_that_of_a_cold_engine(
-    checkpoint: Path, unhurried: None, options: dict, monkeypatch: pytest.MonkeyPatch
+    model: str, unhurried: None, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [GREEDY, GREEDY | {"temperature": 0.7, "sampling_seed": 3}]
-    with load(checkpoint, **options) as llm:
+    with load(model, **options) as llm:
         warm = [one.token_ids for one in llm.generate([PROMPT, PROMPT], params)]
         table = llm.engine.parts.executor.table
         assert not table.kv_len[table.rows] and not table.page_table[table.rows].any()
     monkeypatch.setattr("draftwing.engine.build.warm_up", lambda *parts: None)
-    with load(checkpoint, **options) as llm:
+    with load(model, **options) as llm:
         assert [one.token_ids for one in llm.generate([PROMPT, PROMPT], params)] == warm
 
 
 @pytest.mark.parametrize("options", [{"speculative_algorithm": "none"}, NGRAM], ids=["none", "ngram"])
 def test_prompts_at_once_leave_no_trace(
-    checkpoint: Path, options: dict, unhurried: None, monkeypatch: pytest.MonkeyPatch
+    model: str, options: dict, unhurried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an engine with graphs runs them, whose kernels are made for one row, for two and for sixteen, for longer
     prompts, and for a row that asks for all there is."""
@@ -85,9 +78,7 @@ def test_prompts_at_once_leave_no_trace(
         return Executor.launch(executor, plan)
 
     for some in (False, True):
-        with LLM(
-            str(checkpoint), device="cpu", max_total_tokens=1024, max_running_requests=16, num_threads=1, **options
-        ) as llm:
+        with LLM(model, device="cpu", max_total_tokens=1024, max_running_requests=16, num_threads=1, **options) as llm:
             executor, menu = llm.engine.parts.executor, llm.engine.parts.sched.choice.policy.menu
             if some:
                 with monkeypatch.context() as patch:
@@ -101,16 +92,16 @@ def test_prompts_at_once_leave_no_trace(
     assert lengths == [64, 96, 100]
 
 
-def test_every_shape_has_a_price(checkpoint: Path, unhurried: None) -> None:
-    with load(checkpoint, **NGRAM) as llm:
+def test_every_shape_has_a_price(model: str, unhurried: None) -> None:
+    with load(model, **NGRAM) as llm:
         prices, menu = llm.engine.parts.prices, llm.engine.parts.sched.choice.policy.menu
         assert prices.complete and PLAIN in menu and len(menu) > 1
         points = {point[:3] for point in prices.points()}
         assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in prices.points())
 
 
-def test_it_ends_in_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_in_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 0.0)
-    with load(checkpoint, **NGRAM) as llm:
+    with load(model, **NGRAM) as llm:
         assert not list(llm.engine.parts.prices.points())
         assert len(llm.generate(PROMPT, GREEDY)[0].token_ids) == 24

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import tiny_quantised as tiny
 import torch
-from models.test_decoder import DenseCache, random_reference
+from dense_cache import DenseCache
+from models.test_decoder import random_reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

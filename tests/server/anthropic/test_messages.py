@@ -172,17 +172,14 @@ def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, scripted:
 def test_required_tools_are_a_grammar(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
     scripted.script = f"<think>hm</think>{CALL}"
     ask(client, tools=TOOLS, tool_choice={"type": "any"})
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and "get_weather" in grammar.text and "now" in grammar.text
+    assert "get_weather" in scripted.grammar and "now" in scripted.grammar
     ask(client, tools=TOOLS, tool_choice={"type": "tool", "name": "now"})
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and "get_weather" not in grammar.text and "now" in grammar.text
+    assert "get_weather" not in scripted.grammar and "now" in scripted.grammar
     ask(client, tools=TOOLS, tool_choice={"type": "none"})
-    assert scripted.requests[-1].params.grammar is None and "<tools>" not in scripted.prompt
+    assert not scripted.grammar and "<tools>" not in scripted.prompt
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and '"a"' in grammar.text and "</think>" in grammar.text
+    assert '"a"' in scripted.grammar and "</think>" in scripted.grammar
 
 
 def test_an_answer_goes_on_with_the_last_message(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import FakeEngine
 from fastapi.routing import APIRoute
+from scripted import client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.api_keys import ApiKey
 from draftwing.config.options import Options
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.app import create_app
 from draftwing.server.edge import throttle
 from draftwing.server.edge.keys import Allowances, Bucket
 from draftwing.server.telemetry.observer import AnswerRecord
@@ -42,7 +42,7 @@ max_priority = 5
 @contextlib.contextmanager
 def serving(**options: Any) -> Iterator[tuple[TestClient, FakeEngine]]:
     engine = FakeEngine(Options(random_seed=7, **options))
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
+    with client_of(engine) as client:
         yield client, engine
 
 
@@ -62,7 +62,7 @@ def bearer(key: str, scheme: str = "Bearer") -> dict[str, str]:
 def paths(client: TestClient) -> set[str]:
     """All routes, and what looks like one that is free."""
     routes: Any = client.app.routes  # type: ignore[attr-defined]
-    known = {route.path.replace("{name:path}", "m").replace("{name}", "page.js") for route in routes}
+    known = {route.path.replace("assets/{name:path}", "assets/page.js").replace("{name:path}", "m") for route in routes}
     assert any(isinstance(route, APIRoute) for route in routes)
     return known | {"/healthy", "/health/", "/%2Fhealth", "/health%2F..%2Fgenerate", "/HEALTH", "/health_generate/x"}
 

@@ -13,9 +13,33 @@ from draftwing.server.edge.body_limit import SMALL
 from draftwing.server.edge.keys import client
 from draftwing.server.edge.throttle import RefusalThrottle, ResponseThrottle
 
+Asked = tuple[ResponseThrottle, list[float], list[Any]]  # with what was slept, and what was sent
 
-async def nothing(scope: Any, receive: Any, send: Any) -> None:
-    raise AssertionError
+
+def throttled(status: int) -> Asked:
+    """An application that always answers so, behind a throttle whose clock stands still."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        client.set(ApiKey(scope["key"], "k"))
+        await receive()
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    return ResponseThrottle(app, lambda: 0.0, sleep=sleep), slept, []
+
+
+async def ask(asked: Asked, path: str = "/a", key: str = "a", size: int = 0) -> None:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b" " * size}
+
+    async def send(message: Any) -> None:
+        asked[2].append((len(asked[1]), message))
+
+    await asked[0]({"type": "http", "method": "GET", "path": path, "key": key}, receive, send)
 
 
 @pytest.fixture(autouse=True)
@@ -41,33 +65,21 @@ def test_a_client_is_refused_so_often_in_a_second() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 403, 404, 413, 429, 499, 500, 503])
-def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    sent: list[Any] = []
-
-    async def sleep(seconds: float) -> None:
-        assert len(sent) == 2 * (9 + len(slept)), "nothing of a refusal is sent before its time"
-        slept.append(seconds)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        client.set(ApiKey(scope["key"], "k"))
-        await send({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
-        await send({"type": "http.response.body", "body": b"x"})
-
-    async def send(message: Any) -> None:
-        sent.append(message)
+def test_refusals_wait_and_answers_do_not(status: int) -> None:
+    asked = throttled(status)
+    _, slept, sent = asked
 
     async def run() -> None:
-        refusals = ResponseThrottle(app, lambda: 0.0)
         for key in ["a"] * (8 + 35) + ["b"]:
-            await refusals({"type": "http", "method": "GET", "path": "/a", "key": key}, None, send)  # type: ignore[arg-type]
+            await ask(asked, key=key)
 
-    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
     asyncio.run(run())
-    closed = [(b"connection", b"close") in message["headers"] for message in sent[::2]]
+    closed = [(b"connection", b"close") in message["headers"] for _, message in sent[::2]]
     if status in (400, 401, 403, 404, 413, 429, 503):
         assert slept == [*(i / 64 for i in range(1, 33)), 0.5, 0.5]
         assert closed == [False] * (8 + 33) + [True] * 2 + [False]
+        waits = [count for count, _ in sent[::2]]
+        assert waits == [0] * 9 + [*range(1, 35)] + [34], "nothing of a refusal is sent before its time"
     else:
         assert not slept and not any(closed)
 
@@ -91,8 +103,7 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
             slept.append(seconds)
             await go.wait()
 
-        monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
-        refusals = ResponseThrottle(app, lambda: 0.0)
+        refusals = ResponseThrottle(app, lambda: 0.0, sleep=sleep)
         while refusals._refusals.wait("") is not None:
             pass
         async with asyncio.TaskGroup() as together:
@@ -119,35 +130,18 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
         ("/nothing", 404, 0, True, False),
     ],
 )
-def test_what_does_not_wait(
-    path: str, status: int, size: int, waits: bool, closes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_wait(path: str, status: int, size: int, waits: bool, closes: bool) -> None:
     """Large bodies, which would be held meanwhile, and health checks."""
-    slept: list[float] = []
-    sent: list[Any] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": status, "headers": []})
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b" " * size}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
+    asked = throttled(status)
 
     async def run() -> None:
-        refusals = ResponseThrottle(app, lambda: 0.0)
         for _ in range(10):
-            await refusals({"type": "http", "method": "GET", "path": path}, receive, send)
-        assert bool(slept) is waits
-        assert [bool(message["headers"]) for message in sent] == [False] * 9 + [closes]
+            await ask(asked, path, size=size)
 
-    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
     asyncio.run(run())
+    _, slept, sent = asked
+    assert bool(slept) is waits
+    assert [bool(message["headers"]) for _, message in sent[::2]] == [False] * 9 + [closes]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +178,7 @@ def test_what_needs_no_key_is_begun_one_after_the_other(
             sleeping.append((now[0] + seconds, awake := asyncio.Event()))
             await awake.wait()
 
-        monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
-        paced = ResponseThrottle(app, lambda: now[0])
+        paced = ResponseThrottle(app, lambda: now[0], sleep=sleep)
         async with asyncio.TaskGroup() as together:
             for _ in range(4 + 65 + 3):
                 together.create_task(paced({"type": "http", "method": method, "path": path}, None, send))  # type: ignore[arg-type]

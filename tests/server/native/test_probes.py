@@ -8,7 +8,7 @@ from datetime import datetime
 
 import httpx
 from fake_engine import CONTEXT, FakeEngine, local
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine, asking, serving
 from starlette.testclient import TestClient
 
 from draftwing.server.app import create_app
@@ -66,10 +66,7 @@ def test_a_server_that_ends_is_alive_but_not_ready() -> None:
         engine = FakeEngine()
         bridge = local(engine)
         app = create_app(bridge, engine.tokenizer)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client,
-        ):
+        async with asking(app) as client:
             assert (await client.get("/readiness")).status_code == 200
             bridge.draining = True
             assert (await client.get("/readiness")).status_code == 503
@@ -84,16 +81,14 @@ def test_a_dead_engine_is_alive_but_not_ready() -> None:
         engine.crash = RuntimeError("boom")
         bridge = local(engine)  # with nobody to take over: restarts fail until it gives up
         app = create_app(bridge, engine.tokenizer)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client,
-        ):
+        async with asking(app) as client:
             engine.wake()
             async with asyncio.timeout(10):
                 while bridge.healthy:
                     await asyncio.sleep(0.005)
-            assert (await client.get("/readiness")).status_code == (await client.get("/health")).status_code == 503
+            for path in ("/readiness", "/health", "/health_generate", "/v1/loads", "/server_info"):
+                dead = await client.get(path)
+                assert dead.status_code == 503 and ("boom" in dead.text) == (path in ("/v1/loads", "/server_info"))
             assert (await client.get("/liveness")).status_code == 200
-            assert (await client.get("/v1/loads")).status_code == 503
 
     asyncio.run(run())

@@ -155,6 +155,7 @@ def test_options_become_sampling_parameters(scripted: ScriptedEngine, url: str) 
     for most in (0, -1, -2):
         whole(url, "/api/chat", {"messages": HI, "options": {"num_predict": most, "seed": -1}})
         assert scripted.requests[-1].params.max_new_tokens is None
+        assert scripted.requests[-1].params.sampling_seed != -1, "it asks for any seed"
 
 
 def large(name: str) -> dict[str, Any]:

@@ -223,11 +223,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
     ({"functions": [WEATHER]}, "functions"),
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-    ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls.0.function"),
     ({"messages": [*HI, {"role": "tool", "content": None, "tool_call_id": "x"}]}, "messages.1.content"),
-    ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
-    ({"messages": [*HI, {"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages.1.tool_call_id"),
-    ({"messages": [*HI, {"role": "function", "name": "f", "content": "x"}]}, "messages.1.role"),
 ]
 
 
@@ -277,7 +273,7 @@ def test_servers_that_cannot() -> None:
         assert choice.message.content == f"{BLOCK}{CALL}"
         assert httpx.get(f"{url}/model_info").json()["tool_call_parser"] is None
     with serving(ScriptedEngine("x", "deepseek-r1", "hermes", WITHOUT_TOOLS)) as url:
-        with pytest.raises(openai.BadRequestError, match=r"knows no tools.*--chat-template"):
+        with pytest.raises(openai.BadRequestError, match=r"knows no tools.*--chat-template FILE"):
             client_of(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
         info = httpx.get(f"{url}/model_info").json()
         assert (info["reasoning_parser"], info["tool_call_parser"]) == ("deepseek-r1", "hermes")

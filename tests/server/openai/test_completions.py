@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, EOS, FakeEngine
+from scripted import events
 from starlette.testclient import TestClient
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "héllo 😀"}]}
 ECHO = "user:héllo 😀\n"  # what the template makes of it
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """The data of every event; the last one has to be [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_chat_response_has_the_documented_keys(client: TestClient) -> None:
@@ -71,17 +64,18 @@ def test_continuous_usage_grows(client: TestClient) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("trim", [True, False])
-def test_stop_string_in_stream_and_plain_agree(client: TestClient, path: str, trim: bool) -> None:
-    prompt = "one two three four"
-    body: dict[str, Any] = {"stop": ["three", "zzz"], "no_stop_trim": not trim, "max_tokens": 100}
+@pytest.mark.parametrize("stop", [{"stop": ["345", "zzz"]}, {"stop_regex": r"\d{3}"}], ids=str)
+def test_stops_in_stream_and_plain_agree(client: TestClient, path: str, trim: bool, stop: dict[str, Any]) -> None:
+    prompt, matched = "one 12 two 345 four", "345" if "stop" in stop else stop["stop_regex"]
+    body: dict[str, Any] = {**stop, "no_stop_trim": not trim, "max_tokens": 100}
     body |= {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}
     choice = client.post(path, json=body).json()["choices"][0]
     plain = choice["text"] if "text" in choice else choice["message"]["content"]
-    assert plain.endswith("two " if trim else "two three")
-    assert choice["finish_reason"] == "stop" and choice["matched_stop"] == "three"
+    assert plain.endswith("one 12 two " if trim else "two 345")
+    assert choice["finish_reason"] == "stop" and choice["matched_stop"] == matched
     chunks = [c["choices"][0] for c in events(client.post(path, json=body | {"stream": True}).text)]
     streamed = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in chunks)
-    assert streamed == plain and chunks[-1]["matched_stop"] == "three"
+    assert streamed == plain and chunks[-1]["matched_stop"] == matched
 
 
 def test_completions_take_all_forms_of_prompt(client: TestClient, engine: FakeEngine) -> None:

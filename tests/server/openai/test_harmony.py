@@ -86,12 +86,10 @@ def test_calls_and_their_results(api: openai.OpenAI, scripted: ScriptedEngine) -
 def test_a_forced_call_and_a_format_are_grammars(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
     scripted.script = CALL
     api.chat.completions.create(model="m", messages=HI, tools=TOOLS, tool_choice="required")
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and "to=functions.get_weather" in grammar.text and "final" not in grammar.text
+    assert "to=functions.get_weather" in scripted.grammar and "final" not in scripted.grammar
     shape: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
     api.chat.completions.create(model="m", messages=HI, response_format=shape)
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and "<|channel|>final<|message|>" in grammar.text and "functions" not in grammar.text
+    assert "<|channel|>final<|message|>" in scripted.grammar and "functions" not in scripted.grammar
 
 
 def test_a_text_that_goes_on(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
@@ -129,7 +127,7 @@ def test_no_call_is_forced_where_a_text_goes_on(
     response = httpx.post(f"{url}{path}", json={"model": "m", "messages": more, "tools": tools} | own | body)
     if param is None:
         assert response.status_code == 200 and "ny." in response.text
-        assert scripted.requests[-1].params.grammar is None
+        assert not scripted.grammar
     else:
         assert response.status_code == 400 and response.json()["error"]["message"].startswith(param)
 

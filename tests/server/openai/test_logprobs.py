@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+import scripted
 from fake_engine import EOS, FakeEngine
 from starlette.testclient import TestClient
+from test_parameters import ok
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "é😀 one two"}]
 ECHO = "user:é😀 one two\n"
 
 
-def ok(client: TestClient, path: str, **body: Any) -> Any:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def events(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
-    text = client.post(path, json=body | {"stream": True}).text
-    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+    return scripted.events(client.post(path, json=body | {"stream": True}).text)
 
 
 def value(token: int) -> float:

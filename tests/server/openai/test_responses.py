@@ -138,8 +138,7 @@ def test_formats_and_choices_are_grammars(api: openai.OpenAI, scripted: Scripted
     scripted.script = '{"a": 1}'
     form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     response = ask(api, text={"format": form})
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and '"a"' in grammar.text and "</think>" in grammar.text
+    assert '"a"' in scripted.grammar and "</think>" in scripted.grammar
     assert response.text.format.model_dump(by_alias=True, exclude_none=True) == form
     ask(api, text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, reasoning={"effort": "none"})
     grammar = scripted.requests[-1].params.grammar
@@ -150,14 +149,12 @@ def test_formats_and_choices_are_grammars(api: openai.OpenAI, scripted: Scripted
     scripted.script = CALL
     for choice, there in (("required", True), ({"type": "function", "name": "now"}, False)):
         ask(api, tools=TOOLS, tool_choice=choice)
-        grammar = scripted.requests[-1].params.grammar
-        assert grammar is not None and ("get_weather" in grammar.text) == there and '\\"now\\"' in grammar.text
+        assert ("get_weather" in scripted.grammar) == there and '\\"now\\"' in scripted.grammar
     strict = [TOOLS[0] | {"strict": True, "parameters": SCHEMA}]
     ask(api, tools=strict)
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and "triggered_tags" in grammar.text
+    assert "triggered_tags" in scripted.grammar
     ask(api, tools=TOOLS, tool_choice="none")
-    assert scripted.requests[-1].params.grammar is None and "<tools>" not in scripted.prompt
+    assert not scripted.grammar and "<tools>" not in scripted.prompt
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import EOS, FakeEngine, drafting_options
+from scripted import events
 from starlette.testclient import TestClient
-from test_parameters import CHAT, COMPLETION, base, events
-
-from draftwing.config.options import Options
-from draftwing.server.app import create_app
+from test_parameters import CHAT, COMPLETION, base
 
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    options = Options(
-        random_seed=7,
-        speculative_algorithm="EAGLE",
-        speculative_num_steps=3,
-        speculative_eagle_topk=2,
-        speculative_num_draft_tokens=6,
-    )
-    return FakeEngine(options)
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> Iterator[TestClient]:
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
-        yield client
+    return FakeEngine(drafting_options(3, 2, 6))
 
 
 def steps_of(client: TestClient, path: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
@@ -55,6 +39,13 @@ def test_steps_tell_the_tree(client: TestClient, path: str) -> None:
     assert (good["parent"], deeper["parent"], good["by"], wrong["by"]) == (None, 0, "model", "lookup")
     assert (good["text"], good["accepted"], wrong["accepted"]) == (second["tokens"][0]["text"], True, False)
     assert 0 <= wrong["survival"] <= 1 and wrong["verified"]
+
+
+def test_special_tokens_are_named(client: TestClient) -> None:
+    _, steps = steps_of(client, CHAT, speculative_trace=True, max_tokens=400)
+    tokens = [token for step in steps for token in step["tokens"]]
+    assert tokens[-1] == {"id": EOS, "text": "<eos>", "special": True}
+    assert not any("special" in token for token in tokens[:-1])
 
 
 def test_the_text_does_not_depend_on_it(client: TestClient) -> None:

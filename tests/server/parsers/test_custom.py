@@ -6,8 +6,7 @@ import json
 import random
 
 import pytest
-import tokenizers
-from fake_engine import EOS, byte_tokenizer
+from guided import takes, written
 
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
@@ -24,39 +23,16 @@ FUNCTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    tokenizer = byte_tokenizer()
-    markers = ("[TOOL_CALLS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
-    tokenizer.backend.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in markers])
-    other = type(tokenizer)(tokenizer.backend, tokenizer.special_tokens)
-    return GrammarCompiler(other, other.vocab_size, [EOS])
-
-
-def written(style: str, calls: list[tuple[str, dict[str, object]]]) -> str:
-    known = TOOL_STYLES[style]
-    objects = [json.dumps({"name": name, known.arguments: given}, ensure_ascii=False) for name, given in calls]
-    if style == "hermes":
-        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
-    array = f"[{', '.join(objects)}]"
-    return {"mistral": f"[TOOL_CALLS]{array}", "json": array, "llama3": objects[0]}[style]
-
-
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("style", ["hermes", "mistral", "json", "llama3"])
 def test_calls_are_held_to_the_format(compiler: GrammarCompiler, style: str, mode: str) -> None:
     grammar = grammar_for(FUNCTIONS, ToolChoice(mode), TOOL_STYLES[style])  # type: ignore[arg-type]
     assert grammar is not None
 
-    def takes(text: str) -> bool:
-        state = compiler.compile(grammar)
-        ids = compiler._tokenizer.encode(text, add_special_tokens=False)
-        return state.run(ids) == len(ids) and state.may_end
-
     calls = [("edit", {"input": GOOD}), ("say", {"input": 'any "thing"\n'}), ("f", {"a": 1})]
     several = calls if style != "llama3" else calls[:1]
     text = written(style, several)  # type: ignore[arg-type]
-    assert takes(text)
+    assert takes(compiler, grammar, text)
     parser = ToolParser(TOOL_STYLES[style], [one.name for one in FUNCTIONS])
     found: dict[int, str] = {}
     for piece in parser.push(text, final=True):
@@ -64,8 +40,9 @@ def test_calls_are_held_to_the_format(compiler: GrammarCompiler, style: str, mod
         found[piece.index] = found.get(piece.index, "") + piece.arguments
     assert [json.loads(one) for one in found.values()] == [given for _, given in several]
     for wrong in ({"input": BAD}, {"input": GOOD, "more": 1}, {}, {"input": 7}):
-        assert not takes(written(style, [("edit", wrong)]))
-    assert not takes(written(style, [("say", {"text": "x"})])) and not takes(written(style, [("none", {})]))
+        assert not takes(compiler, grammar, written(style, [("edit", wrong)]))
+    for call in (("say", {"text": "x"}), ("none", {})):
+        assert not takes(compiler, grammar, written(style, [call]))
 
 
 def test_calls_in_harmony(compiler: GrammarCompiler) -> None:
@@ -74,9 +51,7 @@ def test_calls_in_harmony(compiler: GrammarCompiler) -> None:
     for given, right in ((GOOD, True), (BAD, False)):
         arguments = json.dumps({"input": given}, ensure_ascii=False)
         call = f"<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{arguments}"
-        state = compiler.compile(grammar)
-        ids = compiler._tokenizer.encode(call, add_special_tokens=False)
-        assert (state.run(ids) == len(ids) and state.may_end) is right
+        assert takes(compiler, grammar, call) is right
 
 
 def read(arguments: str, cuts: list[int]) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-import tokenizers
-from fake_engine import EOS, byte_tokenizer
+from guided import takes, written
 
 from draftwing.grammar import GrammarCompiler
 from draftwing.requests.grammar_field import Grammar
@@ -29,41 +27,6 @@ TREE = Function(
     strict=True,
 )
 REQUIRED, AUTO = ToolChoice("required"), ToolChoice("auto")
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    tokenizer = byte_tokenizer()
-    tokens = [tokenizers.AddedToken(t, special=True) for t in ("[TOOL_CALLS]", "<|python_tag|>", "[/THINK]", "[THINK]")]
-    tokenizer.backend.add_special_tokens(tokens)
-    other = type(tokenizer)(tokenizer.backend, tokenizer.special_tokens)
-    return GrammarCompiler(other, other.vocab_size, [EOS])
-
-
-def takes(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
-    """Whether `text` is a whole answer."""
-    assert grammar is not None
-    state = compiler.compile(grammar)
-    for token in compiler._tokenizer.encode(text, add_special_tokens=False):
-        words = state.mask()
-        # `advance` would insist on the tokenizer's own choice where text is forced; the mask of bytes is the same.
-        if not (int(words[token // 32]) >> (token % 32)) & 1 or not state.advance(token):
-            return False
-    return state.may_end
-
-
-def written(style: str, calls: list[tuple[str, Any]]) -> str:
-    """Calls as the templates of the families write them."""
-    key = TOOL_STYLES[style].arguments
-    objects = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
-    match style:
-        case "hermes":
-            return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
-        case "mistral":
-            return f"[TOOL_CALLS][{', '.join(objects)}]"
-        case "llama3":
-            return "; ".join(objects)
-    return f"[{', '.join(objects)}]"
 
 
 STYLES = ["hermes", "mistral", "llama3", "json"]

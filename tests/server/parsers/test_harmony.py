@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 from fake_engine import EOS, byte_tokenizer
+from guided import takes
 
 from draftwing.grammar import GrammarCompiler
 from draftwing.requests.grammar_field import Grammar
@@ -148,16 +149,6 @@ def test_reasoning_tokens(tokenizer: Tokenizer) -> None:
     assert read(tokenizer, FINAL).reasoning_tokens == 0
 
 
-def takes(tokenizer: Tokenizer, grammar: Grammar | None, text: str) -> bool:
-    assert grammar is not None
-    state = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS]).compile(grammar)
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        words = state.mask()
-        if not (int(words[token // 32]) >> (token % 32)) & 1 or not state.advance(token):
-            return False
-    return state.may_end
-
-
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"], "additionalProperties": False}
 F, G = Function("f", None, SCHEMA, strict=True), Function("g")
 
@@ -166,6 +157,7 @@ def test_grammars(tokenizer: Tokenizer) -> None:
     final, call = FINAL.removesuffix("<|return|>"), CALL.removesuffix("<|call|>").replace("\n", " ")
     other = call.replace("functions.f", "functions.g")
     wrong = call.replace('"x"', '"y"')
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS])
     required = harmony_grammar([F, G], ToolChoice("required"))
     named = harmony_grammar([F, G], ToolChoice("named", "g"))
     auto = harmony_grammar([F, G], ToolChoice("auto"))
@@ -178,7 +170,7 @@ def test_grammars(tokenizer: Tokenizer) -> None:
         (WHY + final, (False, False, True, False)),
         (WHY + final.replace("the answer", '{"x": "y"}'), (False, False, True, True)),
     ):
-        assert tuple(takes(tokenizer, grammar, text) for grammar in (required, named, auto, answer)) == wanted, text
+        assert tuple(takes(compiler, grammar, text) for grammar in (required, named, auto, answer)) == wanted, text
     assert harmony_grammar([G], ToolChoice("auto")) is None
 
 

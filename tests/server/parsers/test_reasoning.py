@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import garbled
 import pytest
 from fake_engine import byte_tokenizer
 
@@ -34,11 +35,6 @@ CASES: list[tuple[Start, str, str, str]] = [
 ]  # fmt: skip
 
 
-def pieces(text: str, draw: random.Random) -> list[str]:
-    cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(8)))
-    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
 def split(start: Start, parts: list[str]) -> tuple[str, str]:
     parser = ReasoningParser(THINK, start)
     pushed = [parser.push(part) for part in parts]
@@ -50,7 +46,7 @@ def split(start: Start, parts: list[str]) -> tuple[str, str]:
 def test_any_split_gives_the_same(case: tuple[Start, str, str, str]) -> None:
     start, text, *expected = case
     draw = random.Random(5)
-    for parts in ([text], list(text), *(pieces(text, draw) for _ in range(40))):
+    for parts in ([text], list(text), *(garbled.pieces(draw, text) for _ in range(40))):
         assert list(split(start, parts)) == expected, parts
     last = ReasoningParser(THINK, start)
     assert list(last.push(text, final=True)) == expected

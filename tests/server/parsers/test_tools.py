@@ -7,6 +7,7 @@ import random
 import re
 from typing import Any
 
+import garbled
 import pydantic_core
 import pytest
 
@@ -221,16 +222,11 @@ def parts_of(parser: str, texts: list[str], **more: Any) -> list[str | Call]:
     return found
 
 
-def pieces(text: str, draw: random.Random) -> list[str]:
-    cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(10)))
-    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]!r}"[:40])
 def test_any_split_gives_the_same(case: tuple[str, str, list[str | Call]]) -> None:
     parser, text, expected = case
     draw = random.Random(3)
-    for texts in ([text], list(text), *(pieces(text, draw) for _ in range(30))):
+    for texts in ([text], list(text), *(garbled.pieces(draw, text) for _ in range(30))):
         assert parts_of(parser, texts) == expected, texts
 
 

@@ -14,11 +14,11 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine, local
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics
+from scripted import client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.process.link import EngineDead
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -142,7 +142,7 @@ def test_scripted_traffic(client: TestClient) -> None:
 def test_an_abort() -> None:
     engine = FakeEngine(burst=1, pause=0.005)
     endless = {"text": "abc", "rid": "mine", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client, ThreadPoolExecutor(1) as pool:
+    with client_of(engine) as client, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.post, "/generate", json=endless)
         end = time.monotonic() + 20
         while scrape(client)("vllm:generation_tokens_total") == 0 and time.monotonic() < end:
@@ -212,14 +212,6 @@ def test_without_speculation() -> None:
     assert page("sglang:spec_accept_length") == 0 == page("sglang:spec_accept_rate")
     assert "draftwing:estimated_speedup" not in page.families
     assert not any(name.startswith("vllm:spec") for name in page.families)
-
-
-def test_a_lost_engine() -> None:
-    async def ask() -> dict[str, Any]:
-        raise EngineDead("gone")
-
-    page = rendered(Metrics("echo", lambda: 1000, ask))
-    assert page("draftwing:engine_up") == 0 and page("vllm:prompt_tokens_total") == 0
 
 
 def test_a_real_engine(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
-from starlette.testclient import TestClient
+from fake_engine import FakeEngine
+from scripted import client_of
 
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.app import create_app
 from draftwing.server.telemetry.observer import HttpRecord, Observer, Watcher
 from draftwing.server.telemetry.request_log import BEGINNING, RequestLog, sampling
 
@@ -29,9 +28,8 @@ def log_of(
 ) -> list[dict[str, Any]]:
     engine = FakeEngine(Options(random_seed=7, api_key=key))
     stream = io.StringIO()
-    watchers = [RequestLog(level, [key] if key else [], stream)]
     headers = {"authorization": f"Bearer {key}".encode()} if key else {}
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, watchers), headers=headers) as client:
+    with client_of(engine, RequestLog(level, [key] if key else [], stream), headers=headers) as client:
         for body in bodies:
             client.post(path, json=body)
         client.get("/health")
@@ -116,10 +114,17 @@ def test_the_key_at_the_end_of_what_is_kept() -> None:
     """Characters of four bytes before a long key: more has to be kept than is shown, to know it."""
     key, stream, engine = "sekrit-" + "k" * 40, io.StringIO(), FakeEngine()
     body = ("\U0001f600" * (BEGINNING - 7) + key).encode()
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(2, [key], stream)])) as client:
+    with client_of(engine, RequestLog(2, [key], stream)) as client:
         client.post("/generate", content=body, headers={"content-type": "application/json"})
     line = json.loads(stream.getvalue())
     assert line["request"].startswith("\U0001f600") and "sekrit" not in line["request"]
+
+
+def test_a_key_that_another_one_begins_with_is_hidden_whole() -> None:
+    stream, engine = io.StringIO(), FakeEngine()
+    with client_of(engine, RequestLog(2, ["sekrit", "sekrit-and-more"], stream)) as client:
+        client.post("/generate", json={"text": "sekrit-and-more"})
+    assert json.loads(json.loads(stream.getvalue())["request"]) == {"text": "***"}
 
 
 def test_no_more_is_kept_than_is_wanted() -> None:
@@ -133,8 +138,7 @@ def test_no_more_is_kept_than_is_wanted() -> None:
     kept: list[bytes] = []
     for wanted in ((), (0,), (0, 9), (9, None)):
         engine = FakeEngine()
-        watchers = [Curious(one) for one in wanted]
-        with TestClient(create_app(local(engine), engine.tokenizer, 5.0, watchers)) as client:
+        with client_of(engine, *map(Curious, wanted)) as client:
             client.post("/generate", json={"text": "abcdef"})
     assert kept == [b"", *[b'{"text":"'] * 2, *[b'{"text":"abcdef"}'] * 2]
 
@@ -142,7 +146,7 @@ def test_no_more_is_kept_than_is_wanted() -> None:
 def test_unauthorized_requests_are_logged() -> None:
     stream = io.StringIO()
     engine = FakeEngine(Options(random_seed=7, api_key=KEY))
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(0, [KEY], stream)])) as client:
+    with client_of(engine, RequestLog(0, [KEY], stream)) as client:
         client.post("/generate", json={"text": "x"}, headers={"authorization": "Bearer wrong-key"})
     line = json.loads(stream.getvalue())
     assert line["status"] == 401 and "wrong-key" not in stream.getvalue()
@@ -174,7 +178,7 @@ def test_what_fails_to_write_harms_nobody() -> None:
             raise OSError("disk full")
 
     engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [Broken()])) as client:
+    with client_of(engine, Broken()) as client:
         assert client.post("/generate", json={"text": "abc"}).status_code == 200
 
 
@@ -184,7 +188,7 @@ def test_what_does_not_print_is_escaped() -> None:
     assert hostile in line["request"] and line["output"] == [hostile]  # as JSON reads it; what is written is below
     stream = io.StringIO()
     engine = FakeEngine(Options(random_seed=7))
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(3, [], stream)])) as client:
+    with client_of(engine, RequestLog(3, [], stream)) as client:
         client.post("/generate?%C2%9B%E2%80%AE", content=json.dumps({"text": hostile}, ensure_ascii=False).encode())
         client.post("/%C2%9B%7F%E2%80%AE", json={})
     assert len(stream.getvalue().splitlines()) == 2

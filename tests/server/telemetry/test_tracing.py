@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, local
+from scripted import client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
@@ -41,7 +42,7 @@ def exporter() -> Any:
 def client(exporter: Any) -> Iterator[TestClient]:
     engine = FakeEngine()
     tracing = Tracing(export.SimpleSpanProcessor(exporter), "echo")
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [tracing])) as client:
+    with client_of(engine, tracing) as client:
         yield client
 
 
@@ -159,6 +160,6 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     engine = FakeEngine()
     tracing = open_tracing("http://127.0.0.1:1/v1/traces", "echo")
     begin = time.monotonic()
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [tracing])) as client:
+    with client_of(engine, tracing) as client:
         assert client.post("/generate", json={"text": "abc"}).status_code == 200
     assert time.monotonic() - begin < 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -12,13 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, local
-from scripted import serving
+from fake_engine import FakeEngine
+from scripted import client_of, serving
 from starlette.testclient import TestClient
 
 import draftwing
 from draftwing.config.options import Options
-from draftwing.server.app import create_app
 from draftwing.server.ui.routes import ASSETS, load_assets
 
 FOLDER = Path(draftwing.__file__).parent / "server" / "ui" / "assets"
@@ -28,8 +28,7 @@ ELSEWHERE = ["..%2f..%2froutes.py", "%2e%2e/routes.py", "nothing.js", "index.htm
 
 
 def app(**options: Any) -> TestClient:
-    engine = FakeEngine(Options(random_seed=7, **options))
-    return TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False)
+    return client_of(FakeEngine(Options(random_seed=7, **options)))
 
 
 @pytest.fixture
@@ -39,7 +38,13 @@ def locked() -> Iterator[TestClient]:
 
 
 def texts() -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf8") for path in FOLDER.iterdir()}
+    """The page's own files by name."""
+    return {path.name: path.read_text(encoding="utf8") for path in FOLDER.iterdir() if path.is_file()}
+
+
+def vendored() -> dict[str, bytes]:
+    """Scripts of others by their path."""
+    return {str(path.relative_to(FOLDER)): path.read_bytes() for path in FOLDER.glob("vendor/**/*.js")}
 
 
 def test_the_page_and_its_files(client: TestClient) -> None:
@@ -50,7 +55,29 @@ def test_the_page_and_its_files(client: TestClient) -> None:
         assert response.content == asset.body and response.headers["content-type"] == asset.type
         again = client.get(ASSETS + name, headers={"if-none-match": response.headers["etag"]})
         assert again.status_code == 304 and not again.content
-    assert set(load_assets()) == set(texts()), "a file of a type that is not served"
+    assert set(load_assets()) == set(texts()) | set(vendored()), "a file of a type that is not served"
+
+
+def test_files_are_sent_compressed_to_those_who_can_read_it(client: TestClient) -> None:
+    path = ASSETS + "vendor/temml.js"
+    plain = client.get(path, headers={"accept-encoding": "identity"})
+    packed = client.get(path, headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in plain.headers and packed.headers["content-encoding"] == "gzip"
+    assert packed.content == plain.content, "the client unpacks it"
+    assert int(packed.headers["content-length"]) < len(plain.content) / 3
+    assert {one.headers["vary"] for one in (plain, packed)} == {"accept-encoding"}
+
+
+def test_files_of_others_are_those_that_the_list_names() -> None:
+    listed = re.findall(
+        r"^\| `([\w/.]+)` \| `[^`]+` \| `([0-9a-f]{64})` \|$", (FOLDER / "vendor/README.md").read_text(), re.M
+    )
+    assert dict(listed) == {
+        path.removeprefix("vendor/"): hashlib.sha256(body).hexdigest() for path, body in vendored().items()
+    }
+    assert {path.name for path in FOLDER.glob("vendor/LICENSE*")} == {
+        f"LICENSE-{name}.txt" for name in ("marked", "temml", "highlight")
+    }
 
 
 def test_a_browser_loads_nothing_else(client: TestClient) -> None:
@@ -63,8 +90,16 @@ def test_a_browser_loads_nothing_else(client: TestClient) -> None:
         addresses = re.findall(r"https?://[^\s\"'`]+|[\"'(]//\w[^\s\"'`]*", text)
         assert set(addresses) <= {"http://www.w3.org/2000/svg"}, name
         assert not MARKUP.search(text), f"{name}: what others write could become markup, or the policy forbids it"
-        named |= set(re.findall(r"/ui/assets/([\w.]+)", text)) | set(re.findall(r'from "\./([\w.]+)"', text))
-    assert named == set(texts()) - {"index.html"}, "files that are named, and files that there are"
+        named |= set(re.findall(r"/ui/assets/([\w./]+)", text)) | set(
+            re.findall(r'(?:from |import\()"\./([\w./]+)"', text)
+        )
+    languages = {name for name in vendored() if name.startswith("vendor/highlight/")} - {"vendor/highlight/core.js"}
+    assert named | languages == set(texts()) - {"index.html"} | set(vendored()), (
+        "files that are named, and that there are"
+    )
+    listed = re.search(r"LANGUAGES = new Set\(\((.*?)\)", texts()["code.js"], re.S)
+    assert listed is not None
+    assert set(re.findall(r"[a-z]+", listed[1])) == {Path(name).stem for name in languages}
 
 
 def test_the_scripts_are_javascript(tmp_path: Path) -> None:
@@ -82,9 +117,9 @@ def test_the_scripts_are_javascript(tmp_path: Path) -> None:
     exported = {
         name: set(re.findall(r"^export (?:async )?(?:class|const|function) (\w+)", texts()[name], re.M))
         for name in modules
-    }
+    } | {"vendor/marked.js": {"Lexer", "Marked"}}
     for name in modules:
-        for wanted, source in re.findall(r'^import \{([^}]*)\} from "\./([\w.]+)"', texts()[name], re.M):
+        for wanted, source in re.findall(r'^import \{([^}]*)\} from "\./([\w./]+)"', texts()[name], re.M):
             missing = {one.strip() for one in wanted.split(",")} - exported[source]
             assert not missing, f"{name} imports {missing} of {source}"
 
@@ -115,8 +150,13 @@ def test_facts() -> None:
     with app(speculative_algorithm="NGRAM") as client:
         facts = client.get("/ui/info").json()
     assert facts["algorithm"] == "NGRAM" and facts["num_steps"] > 0 and facts["shows_texts"] is False
-    with app() as client:
-        assert client.get("/ui/info").json()["algorithm"] == "none"
+    assert facts["sampling_defaults"]["temperature"] == 1 and facts["sampling_defaults"]["top_k"] == -1
+    assert facts["weight_bytes"] == {"Q8_0": 34} and facts["knows_effort"] is False
+    with client_of(FakeEngine(Options(random_seed=7), defaults={"temperature": 0.2, "max_new_tokens": 64})) as client:
+        facts = client.get("/ui/info").json()
+    assert facts["algorithm"] == "none"
+    found = facts["sampling_defaults"]
+    assert (found["temperature"], found["max_tokens"], found["min_p"]) == (0.2, 64, 0)
 
 
 def snapshots(url: str, count: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftwing.train.block_attention import ToTextAndBlocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mended_interpreter")]
+pytestmark = pytest.mark.slow
 
 kernels = pytest.importorskip("draftwing.train.kernels.block_attention")
 HEADS, KV_HEADS, DIM, ROWS = 4, 2, 16, 3

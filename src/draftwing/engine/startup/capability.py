@@ -9,8 +9,10 @@ from draftwing.parallel.ranks import Ranks
 
 
 def capability(device: Device, ranks: Ranks) -> dict[str, Any]:
-    """ranks: how many; devices: that of each rank; links: between them; sums: how partial sums are taken, and why."""
-    found: dict[str, Any] = {"ranks": ranks.size, "devices": device.names(ranks.size)}
+    """ranks: how many; devices: that of each rank; kernels: what computes there; links: between them; sums: how partial
+    sums are taken, and why."""
+    devices = device.names(ranks.size)
+    found: dict[str, Any] = {"ranks": ranks.size, "devices": devices, "kernels": device.ops.title}
     if ranks.size == 1:
         return found | {"why": "--tp-size 1: the model is on one device"}
     why = f"--tp-size {ranks.size}: every rank has a share of each layer's heads, of its MLP and of the vocabulary"

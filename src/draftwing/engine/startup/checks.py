@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from torch import Tensor
@@ -9,11 +10,14 @@ from torch import Tensor
 from draftwing.config.drafters import TOKEN_MAP
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.gguf_file import open_gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.folder import read_json, weight_files
 from draftwing.models.heads.config import flatten_config, same
 from draftwing.models.loader import load_config
 from draftwing.spec.token_map import check_topk
+
+logger = logging.getLogger(__name__)
 
 
 def check_target(options: Options, path: Path, config: ModelConfig) -> None:
@@ -23,6 +27,23 @@ def check_target(options: Options, path: Path, config: ModelConfig) -> None:
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
     if path.is_dir() and not options.dummy:
         weight_files(path)
+    asked = options.quantization
+    stored = () if asked in ("auto", "none") else _stored_as(path, config)
+    if stored and asked not in stored:
+        logger.warning(
+            "--quantization %s: the checkpoint is quantised already (%s) and stays so; only its other matrices change",
+            asked, ", ".join(stored),
+        )  # fmt: skip
+
+
+def _stored_as(path: Path, config: ModelConfig) -> tuple[str, ...]:
+    """In which formats a checkpoint is quantised, in lower case; empty where it is not."""
+    if config.quantization is not None:
+        return (config.quantization.method,)
+    if path.suffix != ".gguf":
+        return ()
+    file = open_gguf(path)
+    return tuple(sorted({file.kind(name).lower() for name in file.tensors} - {"f32", "f16", "bf16"}))
 
 
 def check_draft_files(options: Options, path: Path, target: ModelConfig) -> None:

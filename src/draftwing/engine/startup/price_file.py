@@ -88,9 +88,8 @@ class PriceFile:
     def write(self, prices: StepCost) -> None:
         """Keeps them. Of many files the oldest go."""
         try:
-            told = {"settled": self.settled, "quiet": self.quiet, "starts": self._starts}
-            content = {"key": self.key, **told, "prices": prices.to_json()}
-            write_json(self.path, content)
+            known = {"settled": self.settled, "quiet": self.quiet, "starts": self._starts}
+            write_json(self.path, {"key": self.key, **known, "prices": prices.to_json()})
             files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for file in files[:-MAX_FILES]:
                 file.unlink()

@@ -18,7 +18,7 @@ from draftwing.ops.torch.layer_ops import LayerOps
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
-# Up to this many rows our own kernel beats cuBLAS (docs/dev/experiments.md); it takes any number. Of a vocabulary's
+# Up to this many rows our own kernel beats cuBLAS (docs/dev/gpu_kernels.md); it takes any number. Of a vocabulary's
 # GEMM, which is long enough for its start and end not to matter, up to fewer.
 _SMALL_M, _ANY_M = 16, 1 << 30
 _LONG, _LONG_M = 1 << 16, 8

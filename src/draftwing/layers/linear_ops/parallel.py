@@ -16,8 +16,8 @@ from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.ranks import Ranks
 
 
-class RowParallel(LinearOp):
-    """Inputs are spread: every rank has columns of the weight, and outputs are sums over the ranks."""
+class _Parallel(LinearOp):
+    """The operation of this rank's share of a weight."""
 
     def __init__(self, op: LinearOp, ops: LayerOps, ranks: Ranks) -> None:
         super().__init__(op.layer)
@@ -27,36 +27,32 @@ class RowParallel(LinearOp):
     def sizes(self) -> Counter[str]:
         return self._op.sizes
 
+    def dense_weight(self) -> Tensor:
+        """Returns this rank's share."""
+        return self._op.dense_weight()
+
+
+class RowParallel(_Parallel):
+    """Inputs are spread: every rank has columns of the weight, and outputs are sums over the ranks."""
+
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         return self._ranks.sum_rows(self._op(x, None), bias, residual, self._ops)
 
-    def dense_weight(self) -> Tensor:
-        """This rank's columns."""
-        return self._op.dense_weight()
 
-
-class VocabParallel(LinearOp):
+class VocabParallel(_Parallel):
     """Outputs are spread, and all of them are wanted: an embedding and a head. Ids are those of the whole."""
 
     def __init__(self, op: LinearOp, ops: LayerOps, ranks: Ranks, whole: int) -> None:
-        super().__init__(op.layer)
-        self._op, self._ops, self._ranks, self._share = op, ops, ranks, ranks.share(whole)
-
-    @property
-    def sizes(self) -> Counter[str]:
-        return self._op.sizes
+        super().__init__(op, ops, ranks)
+        self._share = ranks.share(whole)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         assert residual is None
         return self._ranks.gather_columns(self._op(x, bias), self._share)
-
-    def dense_weight(self) -> Tensor:
-        """This rank's rows."""
-        return self._op.dense_weight()
 
     def rows(self, ids: Tensor) -> Tensor:
         weight = self._op.stored

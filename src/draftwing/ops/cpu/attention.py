@@ -36,9 +36,7 @@ class NativeAttention:
 
     def scratch(self, size: int) -> Tensor:
         """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
-        if self._scratch.numel() < size:
-            self._outgrown.append(self._scratch)
-            self._scratch = torch.empty(max(size, 2 * self._scratch.numel()), dtype=torch.float32)
+        self._scratch = self._grown(self._scratch, size)
         return self._scratch
 
     def pools(self, first: int, count: int, shape: HeadShape) -> int:
@@ -49,10 +47,14 @@ class NativeAttention:
 
     def spare(self, size: int) -> Tensor:
         """[size] bytes, kept, for what layers compute on their way."""
-        if self._spare.numel() < size:
-            self._outgrown.append(self._spare)
-            self._spare = torch.empty(max(size, 2 * self._spare.numel()), dtype=torch.uint8)
+        self._spare = self._grown(self._spare, size)
         return self._spare
+
+    def _grown(self, kept: Tensor, size: int) -> Tensor:
+        if kept.numel() >= size:
+            return kept
+        self._outgrown.append(kept)
+        return kept.new_empty(max(size, 2 * kept.numel()))
 
 
 class CpuAttend(KernelAttend):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 from types import ModuleType
 
@@ -16,6 +17,8 @@ import torch  # before the extension, which looks for torch's threads
 from draftwing.errors import ConfigError
 from draftwing.ops.cpu.isa import INTERFACE, PLAIN, Isa, known_sets, runnable_sets
 from draftwing.ops.cpu.tape import Notable
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float32)  # of values that the kernels compute with
 MOST = 16  # candidates or tokens of a row that the kernels for sampling and drafts find
@@ -26,7 +29,14 @@ def load_extension() -> Notable | None:
     """The module of `chosen_isa`, described in the C files; None where none was built or is wanted.
     Raises ConfigError for one of other sources."""
     isa = chosen_isa()
-    return None if isa is None else Notable(checked(importlib.import_module(isa.module_name)))
+    if isa is None:
+        if os.environ.get("DRAFTWING_NATIVE") != "0":
+            logger.warning(
+                "the C extension is not here, so torch does its work on the CPU, several times slower: install "
+                "draftwing from a wheel, or again where a C compiler and Python's headers are"
+            )
+        return None
+    return Notable(checked(importlib.import_module(isa.module_name)))
 
 
 def checked(module: ModuleType) -> ModuleType:

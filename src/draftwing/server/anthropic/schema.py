@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Tag
 
 from draftwing.errors import ContextError, RequestError
-from draftwing.requests.refusals import show
+from draftwing.requests.refusals import no_text, show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions
 from draftwing.server.conversation import Conversation, only
@@ -96,8 +96,6 @@ class Thinking(Body, hints="display"):
 class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] | None = None
-
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
 
 
 class OutputConfig(Body, hints="task_budget"):
@@ -268,9 +266,7 @@ def _texts(content: str | Sequence[TextBlock] | None, where: str) -> str:
 
 def _text(block: TextBlock, where: str) -> str:
     if block.type != "text" or block.text is None:
-        raise RequestError(
-            f"{where} must be {{'type': 'text', 'text': ...}}; found the type {show(block.type)}", f"{where}.type"
-        )
+        raise no_text(block.type, where, f"{where}.type")
     _only(block, ("text",), where)
     return block.text
 

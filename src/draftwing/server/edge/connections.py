@@ -82,7 +82,7 @@ class ReadScheduler:
         self._next: asyncio.Handle | None = None
 
     def put(self, connection: LimitedConnection) -> None:
-        """It has sent something, or may be read again."""
+        """Takes a connection that has sent something, or may be read again."""
         self._waiting.setdefault(connection)
         if self._next is None:
             self._next = connection.loop.call_soon(self._turn, connection.loop)
@@ -260,9 +260,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._reading = None
-        if (
-            self.flow.read_paused or self.flow.held
-        ):  # by us, for an earlier request or because nobody takes the body yet
+        # By us, for an earlier request or because nobody takes the body yet.
+        if self.flow.read_paused or self.flow.held:
             self._await(self.body_seconds)
         else:
             self._refuse(408)

@@ -19,14 +19,14 @@ from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})  # they concern what other clients do
 FREE_PATHS = frozenset({"/health", "/health_generate", "/liveness", "/readiness"})
 METRICS_PATHS = frozenset({"/metrics", "/v1/loads"})
-DOCS_PATHS = frozenset({"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})
 
 client: ContextVar[ApiKey | None] = ContextVar("draftwing_client", default=None)
 """The key of the current HTTP request; None where none was needed."""
 
 
 def client_name() -> str:
-    """Of the key of the current HTTP request; empty where none was needed, or none was right."""
+    """Returns the name of the current HTTP request's key; an empty one where none was needed, or none was right."""
     key = client.get()
     return "" if key is None else key.name
 
@@ -39,7 +39,7 @@ class Bucket:
         self._left, self._at = self._most, clock()
 
     def take(self, amount: float) -> None:
-        """May leave less than nothing."""
+        """Takes so much, even if that leaves less than nothing."""
         self._left = self._now() - amount
 
     def wait(self, amount: float) -> float:
@@ -143,5 +143,5 @@ class KeyCheck:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length for all keys, so that their lengths are not told either."""
+    """Returns as many bytes for each key, so that its length is not told either."""
     return hashlib.sha256(key).digest()

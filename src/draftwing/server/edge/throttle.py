@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,9 +64,10 @@ class ResponseThrottle:
         app: ASGIApp,
         clock: Callable[[], float] = time.monotonic,
         free: Callable[[str], bool] = FREE_PATHS.__contains__,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """free: whether a path needs no key in any case."""
-        self._app, self._free = app, free
+        """free: whether a path needs no key in any case.  sleep: returns after so many seconds."""
+        self._app, self._free, self._sleep = app, free, sleep
         self._refusals = RefusalThrottle(clock)
         self._others = Throttle(FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS, clock)
         self._held = 0
@@ -99,16 +100,18 @@ class ResponseThrottle:
         await self._app(scope, receiving, paced)
 
     async def _wait(self, seconds: float | None, most: float, large: bool) -> bool:
-        """Until it may go on. seconds: as `Throttle.wait`.  most: how long one is held that would wait for longer.
-        large: it does not wait. Whether its connection ends."""
+        """Waits until a request may go on, and returns whether its connection ends.
+
+        seconds: as `Throttle.wait`.  most: how long one is held that would wait for longer.  large: it does not wait.
+        """
         if seconds is not None and not (seconds and large):
             if seconds:
-                await asyncio.sleep(seconds)
+                await self._sleep(seconds)
             return False
         if not large and self._held < MAX_HELD:
             self._held += 1
             try:
-                await asyncio.sleep(most)
+                await self._sleep(most)
             finally:
                 self._held -= 1
         return True

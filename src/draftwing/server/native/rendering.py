@@ -65,5 +65,5 @@ class Generated:
         return event(now | ({"index": answer.index} if self._many else {}), large)
 
     def _now(self, answer: Answer, of_prompt: bool = True, of_answer: bool = True) -> dict[str, Any]:
-        sent = answer.meta_info(self._texts, of_prompt, of_answer)
-        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": sent}
+        meta = answer.meta_info(self._texts, of_prompt, of_answer)
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}

@@ -42,7 +42,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
         async with read_generation(request, GenerateRequest) as body:
             info, count = service.engine.info, len(split_prompts(*body.prompt())[0])
             names = _names(body.rid, count)
-            check = partial(body.each_sampling, count, info.defaults)
+            check = partial(body.each_sampling, count, info.sampling)
             asked = await unless_disconnected(request, service.sampling(body, check))
             service.check_room(sum(params.n for params, _ in asked))
             every, batched = await unless_disconnected(request, service.encode(*body.prompt()))

@@ -101,7 +101,7 @@ class OllamaAnswer:
         return {"logprobs": chat_logprobs(self._answer, tokens, self._texts)["content"]} if tokens else {}
 
     def _ending(self) -> dict[str, Any]:
-        """How it ended, and times in nanoseconds. Those of `total_duration` in which it waited are in no other."""
+        """Tells how the answer ended, and times in nanoseconds; what it waited is in `total_duration` alone."""
         record = self.generation.records[0]
         prompt, answer = durations(self._answer, record)
         whole = max((record.ended or record.arrived) - record.arrived, prompt + answer)

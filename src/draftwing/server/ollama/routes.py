@@ -130,7 +130,7 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
         body = await read_body(request, ShowRequest)
         tools = await service.pools.run(0, lambda gone: chats.calls_tools)
         thinks = chats.harmony or chats.reasoning is not None
-        loaded = {
+        shown = {
             "modelfile": "",
             "parameters": "",
             "template": service.tokenizer.chat_source or "",
@@ -139,4 +139,4 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
             "capabilities": ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])],
             "modified_at": started,
         }
-        return with_ignored_header(json_response(encode(loaded)), ignored_fields(body))
+        return with_ignored_header(json_response(encode(shown)), ignored_fields(body))

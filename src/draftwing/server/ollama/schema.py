@@ -40,6 +40,7 @@ class ModelOptions(
     hints="draft_num_predict f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep num_thread "
     "numa penalize_newline use_mlock use_mmap vocab_only mirostat_eta mirostat_tau",
     not_built="mirostat tfs_z typical_p",
+    untyped="temperature top_k top_p min_p repeat_penalty presence_penalty frequency_penalty stop",
 ):
     """How to sample, and how to load a model, which this server did when it started.
 
@@ -48,15 +49,6 @@ class ModelOptions(
 
     seed: Any = None
     num_predict: Any = None
-    temperature: Any = None
-    top_k: Any = None
-    top_p: Any = None
-    min_p: Any = None
-    repeat_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    stop: Any = None
-
     repeat_last_n: Hint = None  # penalties look at the whole prompt and answer
 
 
@@ -124,7 +116,8 @@ class OllamaBody(ChatLogprobs, hints="shift"):
         fields |= {ours: getattr(given, name) for name, ours in SAMPLED.items() if getattr(given, name) is not None}
         if isinstance(given.seed, int) and given.seed < 0:
             del fields["sampling_seed"]
-        fields["max_new_tokens"] = self._most
+        if given.num_predict is not None:
+            fields["max_new_tokens"] = self._most
         if isinstance(self.format, dict):
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         elif self.format:
@@ -137,7 +130,8 @@ class OllamaBody(ChatLogprobs, hints="shift"):
 
 
 class OllamaChatRequest(OllamaBody):
-    """Body of /api/chat. Without options.num_predict an answer runs to the context limit."""
+    """Body of /api/chat. Without options.num_predict an answer runs to the model's default length, or to the context
+    limit; -1 is no limit."""
 
     source = "messages"
 

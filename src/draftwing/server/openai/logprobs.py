@@ -36,7 +36,7 @@ def text_logprobs(answer: Answer, tokens: Sequence[int], texts: TokenTexts, offs
 def prompt_logprobs(
     answer: Answer, prompt: Sequence[int], tokenizer: Tokenizer, texts: TokenTexts, skip_special_tokens: bool
 ) -> dict[str, Any]:
-    """The same of an echoed prompt."""
+    """Makes `choices[].logprobs` of an echoed prompt."""
     detok = IncrementalDetokenizer(tokenizer, skip_special_tokens, track=True)
     detok.push(prompt, final=True)
     assert detok.starts is not None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ConfigDict
-
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import MAX_REGEX_CHARS, whitespace_regex
@@ -23,22 +21,28 @@ GRAMMAR_FIELDS = {
     "guided_grammar": "ebnf",
     "grammar": "ebnf",
 }
+# The same of the fields of `structured_outputs`.
+STRUCTURED_KINDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+    "json_object": "json_object",
+}
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$")  # of regular expressions
 MAX_CHOICES = 1000
 
 
-class StructuredOutputs(Body, hints="disable_fallback", not_built="disable_additional_properties"):
+class StructuredOutputs(
+    Body,
+    hints="disable_fallback",
+    not_built="disable_additional_properties",
+    untyped="json_ regex choice grammar structural_tag",
+):
     """vLLM's field for a grammar, of which it takes one."""
 
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
-
-    json_: Any = None
-    regex: Any = None
-    choice: Any = None
-    grammar: Any = None
-    structural_tag: Any = None
     json_object: bool | None = None
-
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
 
@@ -54,6 +58,7 @@ class PeerFields(
     "return_cached_tokens_details return_hidden_states return_meta_info return_prompt_token_ids "
     "return_routed_experts return_sampling_mask return_spec_tokens_details routed_experts_start_len "
     "session_id session_params watermark",
+    untyped="guided_json guided_regex guided_choice guided_grammar grammar",
     sampling="thinking_budget",
 ):
     """What chat and text completions of the peers know."""
@@ -67,12 +72,7 @@ class PeerFields(
     thinking_budget_tokens: Any = sampled("thinking_budget")
 
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     guided_whitespace_pattern: str | None = None
-    grammar: Any = None
 
     length_penalty: Hint = None  # of beam search alone, which is refused
 
@@ -123,12 +123,8 @@ class PeerFields(
         """(the field, the kind of grammar, its value) of a grammar in the peers' fields. Raises RequestError."""
         given = [(name, kind, getattr(self, name)) for name, kind in GRAMMAR_FIELDS.items()]
         inner = self.structured_outputs or StructuredOutputs()
-        names = {"json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf"}
-        names |= {"structural_tag": "structural_tag"}
-        given += [
-            (f"structured_outputs.{name.removesuffix('_')}", kind, getattr(inner, name)) for name, kind in names.items()
-        ]
-        given.append(("structured_outputs.json_object", "json_object", inner.json_object or None))
+        inside = {name.removesuffix("_"): value for name, value in inner} | {"json_object": inner.json_object or None}
+        given += [(f"structured_outputs.{name}", kind, inside[name]) for name, kind in STRUCTURED_KINDS.items()]
         found = [one for one in given if one[2] is not None]
         if len(found) > 1:
             raise RequestError(f"{found[1][0]} and {found[0][0]} cannot be given together", found[1][0])

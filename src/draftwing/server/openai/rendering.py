@@ -177,11 +177,11 @@ class Completion:
         return {"prompt_token_ids": answer.request.prompt_ids, "token_ids": answer.token_ids}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """Those of the prompt, where all answers have one: vLLM's clients look for them here."""
+        """The token ids of the prompt, where all answers have one: vLLM's clients look for them here."""
         return {}
 
     def _new_ids(self, answer: Answer) -> dict[str, Any]:
-        """The same for an event: the prompt's with the first one, of the answer those that have come since."""
+        """The token ids for an event: the prompt's with the first one, and the answer's since the event before."""
         if not self._asked.return_token_ids:
             return {}
         sent = self._sent.get(answer.index)
@@ -196,7 +196,7 @@ class Completion:
         return usage(generation.prompt_tokens, generation.answers, generation.speculates)
 
     def _measured(self) -> dict[str, Any]:
-        """How a single answer was made, as llama.cpp and vLLM tell it in the body or the last event."""
+        """Tells how a single answer was made, as llama.cpp and vLLM do in the body or the last event."""
         generation, answer = self.generation, self.generation.answers[0]
         if len(generation.answers) > 1:
             return {}

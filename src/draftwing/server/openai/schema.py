@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import show
+from draftwing.requests.refusals import no_text, show
 from draftwing.requests.request import (
     MAX_COMPLETION_LOGPROBS,
     LogprobParams,
@@ -81,7 +81,7 @@ class Message(
     tool_call_id: str | None = None
 
     def plain(self, where: str) -> dict[str, Any]:
-        """As chat templates want it: content is one string. `where` names the message in errors."""
+        """Makes the message that chat templates want: content is one string. where: the message's name in errors."""
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) not in (None, []) and self.role != role:
                 raise RequestError(f"{where}.{name} is for messages of the role {role!r}", f"{where}.{name}")
@@ -115,10 +115,7 @@ class Message(
         parts = [part.said(self.role == "assistant") for part in self.content]
         for i, text in enumerate(parts):
             if text is None:
-                raise RequestError(
-                    f"{where}.content.{i} must be {{'type': 'text', 'text': ...}}; other kinds are not supported",
-                    f"{where}.content.{i}",
-                )
+                raise no_text(self.content[i].type, f"{where}.content.{i}", f"{where}.content.{i}")
         return "".join(text or "" for text in parts)
 
 
@@ -149,9 +146,7 @@ class OpenAIBody(
     "repetition_penalty logit_bias allowed_token_ids bad_words custom_logit_processor custom_params "
     "response_format json_schema regex ebnf structural_tag",
 ):
-    """What chat and text completions share. `default_length` is max_tokens where it is not given."""
-
-    default_length: ClassVar[int | None]
+    """What chat and text completions share."""
 
     model: Name | None = None
     stream_options: StreamOptions | None = None
@@ -170,7 +165,7 @@ class OpenAIBody(
             raise RequestError("stream_options is only for stream: true", "stream_options")
         if self.speculative_trace and not self.stream:
             raise RequestError("speculative_trace is only for stream: true", "speculative_trace")
-        return super().sampling(defaults, max_new_tokens=self.default_length, **fields)
+        return super().sampling(defaults, **fields)
 
     @property
     def predicted(self) -> str:
@@ -204,9 +199,9 @@ class ChatRequest(
     not_built="functions function_call modalities moderation audio web_search_options add_special_tokens "
     "chat_template echo include_reasoning input_ids task",
 ):
-    """Body of /v1/chat/completions. Without max_tokens an answer runs to the context limit."""
+    """Body of /v1/chat/completions. Without max_tokens an answer runs to the model's default length, or to the context
+    limit."""
 
-    default_length = None
     source, id_prefix = "messages", "chatcmpl-"
     names: ClassVar = {"top_logprobs_num": "top_logprobs"}
 
@@ -263,7 +258,7 @@ class ChatRequest(
 
     @property
     def _reasoning(self) -> tuple[str | None, int | None]:
-        """How much to reason, and the most tokens for it."""
+        """The effort of reasoning, and the most tokens for it."""
         asked = self.reasoning or ReasoningConfig()
         effort, budget = split_effort(asked.effort if self.reasoning_effort is None else self.reasoning_effort)
         return effort, budget if asked.max_tokens is None else asked.max_tokens
@@ -273,10 +268,12 @@ class ChatRequest(
         return "reasoning" if self.reasoning is not None and self.reasoning_effort is None else "reasoning_effort"
 
 
-class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
-    """Body of /v1/completions."""
+DEFAULT_LENGTH = 16  # tokens of a completion
 
-    default_length = 16
+
+class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
+    """Body of /v1/completions. Without max_tokens an answer has at most 16 tokens, as OpenAI's."""
+
     source, id_prefix = "prompt", "cmpl-"
     names: ClassVar = {"top_logprobs_num": "logprobs"}
 
@@ -288,7 +285,7 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
     add_special_tokens: bool | None = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
-        params = super().sampling(defaults, **fields)
+        params = super().sampling(defaults, max_new_tokens=DEFAULT_LENGTH, **fields)
         if self.best_of is not None and self.best_of != params.n:
             raise RequestError(
                 f"best_of must equal n, which is {params.n}: answers are not ranked; found {show(self.best_of)}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -52,7 +52,7 @@ class ChatTool(Body, hints="cache_control"):
         return len(grammar.definition) if grammar else 0
 
     def plain(self, where: str) -> tuple[Function, str]:
-        """As a function, and the field that holds it. Raises RequestError."""
+        """Makes a function of the tool, and names the field that holds it. Raises RequestError."""
         check_kind(self, where)
         if self.function is not None:
             given = self.function
@@ -101,14 +101,8 @@ class ChosenTool(Body):
     allowed_tools: AllowedTools | None = None
 
 
-class Typed(Protocol):
-    """Something of a type that names the field which it has."""
-
-    type: Any
-
-
-def check_kind(part: Typed, where: str) -> None:
-    """Raises RequestError unless it has the field that its type names, and no other."""
+def check_kind(part: Any, where: str) -> None:
+    """Raises RequestError unless a part of the body has the field that its `type` names, and no other."""
     for kind in ("function", "custom", "allowed_tools"):
         given, field = getattr(part, kind, None) is not None, f"{where}.{kind}"
         if given != (part.type == kind):

@@ -14,12 +14,11 @@ def traced_step(step: TracedStep, texts: TokenTexts) -> dict[str, Any]:
         "step": step.number,
         "seconds": round(step.seconds, 6),
         "requests": step.requests,
-        "tokens": [{"id": token, "text": texts.text(token)} for token in step.tokens],
+        "tokens": [_token(token, texts) for token in step.tokens],
         "nodes": [
             {
                 "parent": node.parent,
-                "id": node.token,
-                "text": texts.text(node.token),
+                **_token(node.token, texts),
                 "by": SOURCES[node.source],
                 "survival": round(node.survival, 4),
                 "verified": node.verified,
@@ -28,3 +27,8 @@ def traced_step(step: TracedStep, texts: TokenTexts) -> dict[str, Any]:
             for node in step.nodes
         ],
     }
+
+
+def _token(token: int, texts: TokenTexts) -> dict[str, Any]:
+    found = {"id": token, "text": texts.text(token)}
+    return {**found, "special": True} if texts.special(token) else found

@@ -118,7 +118,7 @@ class MessageReader:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """The same with texts, and reasoning, that follow each other as one."""
+    """Joins texts, and reasoning, that follow each other."""
     found: list[Part] = []
     for kind, group in groupby(parts, type):
         same = list(group)

@@ -186,7 +186,7 @@ class ToolParser:
         return found + len(marker)
 
     def _marker(self, text: str, at: int) -> tuple[int, str | None]:
-        """Where the next marker is, and which; without one, where the beginning of one may be."""
+        """Finds the next marker: its place, and which one it is; else the place where one may begin, and None."""
         begin, end = self._style.begin, self._style.end if self._inside else None
         found = text.find(begin, at) if begin else -1
         ended = text.find(end, at, found if found >= 0 else len(text)) if end else -1
@@ -375,14 +375,14 @@ class ToolParser:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where what the pattern matches from there on, perhaps nothing, ends."""
+    """Returns the end of what a pattern, which may match nothing, matches from a place on."""
     found = pattern.match(text, at)
     assert found is not None
     return found.end()
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The same with texts that follow each other as one."""
+    """Joins texts that follow each other."""
     found: list[Piece] = []
     for is_text, group in groupby(pieces, lambda piece: isinstance(piece, str)):
         same = list(group)

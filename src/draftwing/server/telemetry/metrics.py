@@ -42,11 +42,11 @@ BLOCK = 16  # tokens in which a router that is told the size of the pool counts 
 
 # Rows of `name{labels} key: help`, see `Series`.
 _TABLE = """\
-sglang:num_running_reqs running: requests that run
-sglang:num_queue_reqs waiting: requests that wait
-sglang:num_used_tokens used: tokens in the KV pool that running requests hold
-sglang:max_total_num_tokens capacity: tokens that the KV pool can hold
-sglang:token_usage usage: share of the KV pool that running requests hold
+sglang:num_running_reqs running: running requests
+sglang:num_queue_reqs waiting: waiting requests
+sglang:num_used_tokens used: tokens in the KV cache that running requests hold
+sglang:max_total_num_tokens capacity: capacity of the KV cache in tokens
+sglang:token_usage usage: share of the KV cache that running requests hold
 sglang:gen_throughput gen_throughput: tokens per second over the last 40 decode steps; 0 when nothing runs
 sglang:cache_hit_rate cache_hit_rate: share of the last prefill's prompt tokens that was cached
 sglang:prompt_tokens_total -: prompt tokens of requests that have ended
@@ -54,60 +54,59 @@ sglang:generation_tokens_total -: generated tokens of requests that have ended
 sglang:num_requests_total -: requests that have ended, without aborted ones
 sglang:num_so_requests_total -: requests with a grammar that have ended, without aborted ones
 sglang:num_aborted_requests_total -: requests that were aborted
-sglang:num_retracted_requests_total retractions: times that a running request went back to the queue \
-for want of memory or of rows for another client
+sglang:num_retracted_requests_total retractions: preemptions: a running request went back to the queue, for lack of \
+KV cache or to give another client a request slot
 sglang:time_to_first_token_seconds -: from the request's arrival to its first token
 sglang:inter_token_latency_seconds -: between tokens, the time of a step spread over its tokens
 sglang:e2e_request_latency_seconds -: from the request's arrival to its last token
-sglang:spec_accept_length accept_length: tokens per row and step over the last 40 decode steps; 0 without speculation
-sglang:spec_accept_rate accept_rate: accepted drafts per proposed one over the last 40 decode steps; all branches count
+sglang:spec_accept_length accept_length: acceptance length over the last 40 decode steps; 0 without speculation
+sglang:spec_accept_rate accept_rate: acceptance rate over the last 40 decode steps; all branches count
 sglang:spec_verify_calls_total -: verify steps of requests that have ended
-vllm:num_requests_running running: requests that run
-vllm:num_requests_waiting waiting: requests that wait
-vllm:kv_cache_usage_perc usage: share of the KV pool that running requests hold; 1 is all of it
-vllm:cache_config_info{block_size,num_gpu_blocks} cache_config: 1; its labels are the size of the KV pool, \
-in blocks as routers count prefixes
-vllm:num_preemptions_total retractions: times that a running request went back to the queue \
-for want of memory or of rows for another client
-vllm:prefix_cache_queries_total queried_tokens: prompt tokens that were looked up in the prefix cache
-vllm:prefix_cache_hits_total hit_tokens: prompt tokens that were found in the prefix cache
+vllm:num_requests_running running: running requests
+vllm:num_requests_waiting waiting: waiting requests
+vllm:kv_cache_usage_perc usage: share of the KV cache that running requests hold; 1 is all of it
+vllm:cache_config_info{block_size,num_gpu_blocks} cache_config: 1; its labels are the size of the KV cache in \
+blocks, for routers
+vllm:num_preemptions_total retractions: preemptions: a running request went back to the queue, for lack of \
+KV cache or to give another client a request slot
+vllm:prefix_cache_queries_total queried_tokens: prompt tokens looked up in the prefix cache
+vllm:prefix_cache_hits_total hit_tokens: prompt tokens found in the prefix cache
 vllm:prompt_tokens_total -: prompt tokens, when the first token comes
 vllm:generation_tokens_total -: generated tokens, as they come
 vllm:request_success_total{finished_reason} -: requests that have ended, by reason
 vllm:time_to_first_token_seconds -: from the request's arrival to its first token
 vllm:inter_token_latency_seconds -: between two steps that gave tokens, however many
 vllm:e2e_request_latency_seconds -: from the request's arrival to its last token
-vllm:spec_decode_num_drafts_total drafts: drafts, one for each row and step in which any token was proposed
+vllm:spec_decode_num_drafts_total drafts: drafts: one per request and step with any proposed token
 vllm:spec_decode_num_draft_tokens_total proposed: proposed tokens: all live nodes of the trees
 vllm:spec_decode_num_accepted_tokens_total accepted: accepted drafts
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at: accepted drafts by depth, from 0
-draftwing:engine_up engine_up: 1 while the engine's process lives
-draftwing:engine_stats_age_seconds age: age of the engine's numbers; it grows while the engine is too busy \
-to answer
+draftwing:engine_up engine_up: 1 while the engine process is alive
+draftwing:engine_stats_age_seconds age: age of the engine's statistics; grows while the engine is too busy to answer
 draftwing:http_responses_total{status} -: responses by status; 499: the client disconnected
 draftwing:constrained_requests_total{kind} -: admitted requests with a grammar, by its kind
 draftwing:aborts_total -: requests that were aborted, by client or server
-draftwing:retractions_total retractions: times that a running request went back to the queue \
-for want of memory or of rows for another client
-draftwing:stale_rows_total stale_rows: rows of steps whose request had ended when the result came
-draftwing:spec_drafts_total{drafter} drafts_by: drafts, one for each row and step in which any token was proposed
+draftwing:retractions_total retractions: preemptions: a running request went back to the queue, for lack of \
+KV cache or to give another client a request slot
+draftwing:stale_rows_total stale_rows: results of steps whose request had already ended
+draftwing:spec_drafts_total{drafter} drafts_by: drafts: one per request and step with any proposed token
 draftwing:spec_proposed_tokens_total{drafter} proposed_by: proposed tokens: all live nodes of the trees; \
-of a pair, what both proposed counts for both
+tokens that both parts of a pair proposed count for both
 draftwing:spec_accepted_tokens_total{drafter} accepted_by: accepted drafts
 draftwing:spec_proposed_tokens_per_pos_total{drafter,position} proposed_at_by: proposed tokens by depth, from 0
 draftwing:spec_accepted_tokens_per_pos_total{drafter,position} accepted_at_by: accepted drafts by depth, from 0
-draftwing:verified_rows_total verified_rows: rows of decode steps: one for each request and step
+draftwing:verified_rows_total verified_rows: verifications: one per request and decode step
 draftwing:committed_tokens_total committed_tokens: tokens committed by decode steps, those past the end of \
 an answer included
 draftwing:prefill_tokens_total prefilled_tokens: prompt tokens that were computed
-draftwing:steps_total{kind} steps: steps: of prompts (prefill), of one token per row (plain), with drafts
+draftwing:steps_total{kind} steps: steps: prefill, plain (one token per request), with drafts
 draftwing:step_seconds_total{kind} step_seconds: seconds of steps, launch to result
 draftwing:host_seconds_total host_seconds: seconds between a result and the next launch, while there was work
 draftwing:stage_seconds_total{stage} stage_seconds: seconds of the stages of those steps that were measured
 draftwing:staged_steps_total staged_steps: steps whose stages were measured
 draftwing:graph_replays_total graph_replays: replays of CUDA graphs, or of recorded stages on a CPU
-draftwing:timed_decode_seconds_total timed_seconds: seconds of decode steps at batch sizes for which \
-plain steps were timed
+draftwing:timed_decode_seconds_total timed_seconds: seconds of decode steps at batch sizes with timed \
+plain steps
 draftwing:equivalent_plain_seconds_total plain_seconds: seconds that plain steps would have taken for the same tokens
 draftwing:drafts_suspended drafts_suspended: 1 while nothing is drafted that takes longer, because prompts wait at \
 every step; else 0
@@ -230,9 +229,8 @@ class RequestMetrics(Watcher):
             self._metrics[engine + name].observe(seconds)
 
 
-Number = (
-    float | Mapping[Any, float] | None
-)  # or one for each label value; a tuple of them where there are several labels
+# Or one for each label value; a tuple of them where there are several labels.
+Number = float | Mapping[Any, float] | None
 
 
 def engine_numbers(stats: Mapping[str, Any], capacity: int) -> dict[str, Number]:
@@ -258,9 +256,8 @@ def engine_numbers(stats: Mapping[str, Any], capacity: int) -> dict[str, Number]
 
 
 def _by_depth(drafters: Mapping[str, Mapping[str, Any]], key: str) -> dict[tuple[str, str], float]:
-    return {
-        (name, str(depth)): count for name, counts in drafters.items() for depth, count in enumerate(counts[key])
-    }  # fmt: skip
+    every = drafters.items()
+    return {(name, str(depth)): count for name, counts in every for depth, count in enumerate(counts[key])}
 
 
 class Metrics(Collector):

@@ -12,23 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwing.core import Output
 from draftwing.requests.request import GenerationRequest
 
+if TYPE_CHECKING:
+    from draftwing.text.answer import Answer
+
 logger = logging.getLogger(__name__)
 # Asked for by machines, again and again.
 UNOBSERVED = frozenset({"/health", "/health_generate", "/liveness", "/readiness", "/metrics", "/v1/loads"})
-
-
-class Text(Protocol):
-    """Has the text of an answer so far."""
-
-    @property
-    def text(self) -> str: ...
 
 
 @dataclass(eq=False)
@@ -37,7 +33,7 @@ class AnswerRecord:
 
     request: GenerationRequest
     arrived: float
-    answer: Text | None = None
+    answer: Answer | None = None
     tokens: int = 0
     first: float | None = None  # when its first token came
     latest: float | None = None  # when the newest tokens came
@@ -123,7 +119,7 @@ class Observer:
         self,
         job_id: str,
         requests: Sequence[GenerationRequest],
-        answers: Sequence[Text] = (),
+        answers: Sequence[Answer] = (),
         ignored: Sequence[str] = (),
     ) -> list[AnswerRecord]:
         """Records what the current HTTP request submitted to the engine, and returns a record for each answer.

@@ -40,7 +40,8 @@ class RequestLog(Watcher):
     def responded(self, record: HttpRecord) -> None:
         line = metadata(record)
         if self._level >= 1:
-            line["sampling"] = _unless_repeated([sampling(answer.request.params) for answer in record.answers])
+            every = [sampling(answer.request.params) for answer in record.answers]
+            line["sampling"] = every[:1] if all(one == every[0] for one in every) else every
         if self._level >= 2:
             line["request"] = record.body.decode(errors="replace")
             line["output"] = [answer.answer.text if answer.answer is not None else "" for answer in record.answers]
@@ -95,7 +96,7 @@ def prompt_tokens(answers: list[AnswerRecord]) -> int:
 
 
 def first_token_seconds(record: HttpRecord) -> float | None:
-    """Until the first token of any answer."""
+    """Returns the seconds from the arrival to the first token of any answer."""
     first = min((answer.first for answer in record.answers if answer.first is not None), default=None)
     return round(first - record.arrived, 6) if first is not None else None
 
@@ -122,7 +123,3 @@ def sampling(params: SamplingParams) -> dict[str, Any]:
             value = len(value)  # texts, or token ids, which spell a text as well
         out[name] = value
     return out
-
-
-def _unless_repeated(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return every[:1] if all(one == every[0] for one in every) else every

@@ -6,14 +6,18 @@ reaches the file system.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from functools import cached_property
 from importlib.resources import files
-from typing import Any, NamedTuple
+from importlib.resources.abc import Traversable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from draftwing.server.chat import Chats
 from draftwing.server.edge.keys import client
 from draftwing.server.http import EventStream, error_response, event
 from draftwing.server.service import Service
@@ -39,13 +43,21 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",  # asked for again each time, and answered by 304
+    "vary": "accept-encoding",
 }
 
 
-class Asset(NamedTuple):
-    body: bytes
-    type: str
-    etag: str
+class Asset:
+    """A file of the page."""
+
+    def __init__(self, body: bytes, kind: str) -> None:
+        self.body, self.type = body, kind
+        self.etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+
+    @cached_property
+    def zipped(self) -> bytes:
+        """The body for those who accept gzip; compressed when it is first asked for."""
+        return gzip.compress(self.body, mtime=0)
 
 
 def is_file(path: str) -> bool:
@@ -54,37 +66,45 @@ def is_file(path: str) -> bool:
 
 
 def load_assets() -> dict[str, Asset]:
-    """The page's files by name."""
-    found = {}
-    for file in files("draftwing.server.ui").joinpath("assets").iterdir():
+    """The page's files by their path below `assets`."""
+    return {
+        path: Asset(file.read_bytes(), kind) for path, file, kind in _served(files("draftwing.server.ui") / "assets")
+    }
+
+
+def _served(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable, str]]:
+    """Path, file and type of each file in a folder whose type is served."""
+    for file in folder.iterdir():
         kind = _TYPES.get(file.name.rpartition(".")[2])
-        if kind is not None:
-            body = file.read_bytes()
-            found[file.name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
-    return found
+        if file.is_dir():
+            yield from _served(file, f"{above}{file.name}/")
+        elif kind is not None:
+            yield above + file.name, file, kind
 
 
-def add_ui_routes(app: FastAPI, service: Service) -> None:
+def add_ui_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     assets = load_assets()
 
     def send(request: Request, asset: Asset) -> Response:
         headers = {**_HEADERS, "etag": asset.etag}
         if request.headers.get("if-none-match") == asset.etag:
             return Response(status_code=304, headers=headers)
-        return Response(asset.body, media_type=asset.type, headers=headers)
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Response(asset.body, media_type=asset.type, headers=headers)
+        return Response(asset.zipped, media_type=asset.type, headers={**headers, "content-encoding": "gzip"})
 
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         return send(request, assets[_INDEX])
 
-    @app.get(ASSETS + "{name}", include_in_schema=False)
+    @app.get(ASSETS + "{name:path}", include_in_schema=False)
     async def asset(request: Request, name: str) -> Response:
         found = assets.get(name)
         return send(request, found) if found is not None else error_response(request, 404, "there is no such file")
 
     @app.get("/ui/info")
     async def info() -> dict[str, Any]:
-        return facts(service)
+        return facts(service, chats.knows_effort)
 
     viewers = Viewers(Snapshots(service).take)
 

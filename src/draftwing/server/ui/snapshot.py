@@ -9,6 +9,7 @@ from typing import Any
 import draftwing
 from draftwing.core import SOURCES
 from draftwing.engine.process.link import EngineDead
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.service import Service
 from draftwing.server.telemetry.observer import AnswerRecord
 
@@ -16,22 +17,32 @@ LATE = 0.1  # seconds since the engine gave its numbers, from which on it did no
 MAX_REQUESTS = 32  # the oldest unfinished ones that are listed
 MAX_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
+_ASKED = {"max_new_tokens": "max_tokens"}  # fields of `SamplingParams` by their names in the page's requests
+_SAMPLING = (  # fields of SamplingParams whose defaults the page shows
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
 TOTALS = (
     "committed_tokens", "verified_rows", "prefilled_tokens", "queried_tokens", "hit_tokens", "retractions", "steps",
     "step_seconds", "host_seconds", "stage_seconds", "staged_steps",
 )  # fmt: skip
 
 
-def facts(service: Service) -> dict[str, Any]:
-    """What does not change while the engine lives."""
+def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
+    """What does not change while the engine lives. knows_effort: whether the chat template reads how much to reason."""
     info = service.engine.info
+    params = SamplingParams()
     depth, topk, nodes = info.shape.tree
     return {
         "version": draftwing.__version__,
         "model": service.model,
         "architecture": info.architecture,
         "device": info.device,
+        "device_names": list(info.capability.get("devices", ())),
+        "kernels": info.capability.get("kernels"),
         "dtype": info.dtype,
+        "weight_bytes": dict(info.weight_bytes),
+        "model_path": info.options.model,
+        "draft_model_path": info.options.speculative_draft_model_path,
         "context_length": info.context_length,
         "max_total_tokens": info.max_total_tokens,
         "algorithm": info.options.drafter if info.speculates else "none",
@@ -39,7 +50,9 @@ def facts(service: Service) -> dict[str, Any]:
         "topk": topk,
         "num_draft_tokens": nodes,
         "sources": list(SOURCES),
-        "sampling_defaults": dict(info.defaults),
+        "sampling_defaults": {name: getattr(params, name) for name in _SAMPLING}
+        | {_ASKED.get(name, name): value for name, value in info.defaults.items()},
+        "knows_effort": knows_effort,
         "shows_texts": info.options.ui_show_texts,
         **info.options.label,
     }
@@ -51,7 +64,7 @@ class Snapshots:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stats: Mapping[str, Any] = {}  # the newest numbers
-        self._told = 0.0  # monotonic, when the engine gave them
+        self._answered = 0.0  # monotonic, when the engine gave them
 
     async def take(self) -> dict[str, Any] | None:
         """A snapshot; None when the server is about to end."""
@@ -60,7 +73,7 @@ class Snapshots:
             return None
         try:
             self._stats = await engine.stats()
-            self._told = time.monotonic() - self._stats["age"]
+            self._answered = time.monotonic() - self._stats["age"]
             state = "busy" if self._stats["age"] > LATE else "up"
         except EngineDead:
             state = "down"
@@ -68,14 +81,14 @@ class Snapshots:
         return {
             "time": round(time.time(), 3),
             "engine": state,
-            "age": round(time.monotonic() - self._told, 3) if self._told else None,
+            "age": round(time.monotonic() - self._answered, 3) if self._answered else None,
             **self._numbers(),
             "unfinished": len(answers),
             "requests": self._listed(answers),
         }
 
     def _numbers(self) -> dict[str, Any]:
-        """Empty before the engine has told any."""
+        """The engine's newest numbers; nothing before there are any."""
         stats, capacity = self._stats, self._service.engine.info.max_total_tokens
         if not stats:
             return {}
@@ -95,7 +108,7 @@ class Snapshots:
         return [self._one(answer, now) for answer in answers[:MAX_REQUESTS]]
 
     def _one(self, answer: AnswerRecord, now: float) -> dict[str, Any]:
-        """Without texts, unless the server was told to show them; never the id by which a client can abort it."""
+        """Lists a request: with texts if the server may show them, never with the id by which it could be aborted."""
         request, limits = answer.request, answer.request.limits
         found: dict[str, Any] = {
             "number": answer.number,

@@ -61,7 +61,7 @@ class Viewers:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """It is forgotten; a second time nothing happens."""
+        """Forgets a viewer; does nothing for one who has left."""
         self._viewers.discard(viewer)
         if not self._viewers and self._task is not None:
             self._task.cancel()

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, written
 
 SCRIPTED = dict(tools="hermes")
 
@@ -40,13 +40,6 @@ AGENTS: dict[str, Any] = {
 }  # fmt: skip
 ALL = [WEATHER, EDIT, DAY, SAY, AGENTS]
 TEXT = '*** Begin\n+a "b" \\ é 😀\n-\t\n*** End\n'
-
-
-def written(*calls: tuple[str, dict[str, Any]]) -> str:
-    return "\n".join(
-        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given, ensure_ascii=False)}}}\n</tool_call>'
-        for name, given in calls
-    )
 
 
 def offered(scripted: ScriptedEngine) -> dict[str, Any]:
@@ -133,13 +126,11 @@ def test_formats_hold_by_a_grammar(api: openai.OpenAI, scripted: ScriptedEngine)
     """The scripted engine is not held to it; that the grammar is right, tests/server/parsers/test_custom.py shows."""
     scripted.script = "Fine."
     api.responses.create(model="m", input="hi", tools=[WEATHER, DAY])
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and "triggered_tags" in grammar.text
+    assert "triggered_tags" in scripted.grammar
     api.responses.create(model="m", input="hi", tools=[WEATHER, EDIT], tool_choice={"type": "custom", "name": "edit"})
-    grammar = scripted.requests[-1].params.grammar
-    assert grammar is not None and "*** Begin" in grammar.text and "weather" not in grammar.text
+    assert "*** Begin" in scripted.grammar and "weather" not in scripted.grammar
     api.responses.create(model="m", input="hi", tools=[WEATHER])
-    assert scripted.requests[-1].params.grammar is None
+    assert not scripted.grammar
 
 
 def test_input_that_is_none_is_given_as_it_is(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
@@ -336,6 +327,25 @@ def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: Scrip
         "<user>a</user>\n<assistant>[TS\n\nU]b no<call c>f {}</assistant>\n<tool>r by f for c</tool>\n<user>d</user>\n"
         "<assistant>"
     )
+
+
+@pytest.mark.parametrize(
+    "parts, shown",
+    [
+        ([("refusal", "No.")], "No."),
+        ([("refusal", "")], ""),
+        ([("output_text", "a"), ("refusal", " é\n")], "a é\n"),
+        ([("refusal", "I "), ("refusal", "cannot"), ("output_text", ".")], "I cannot."),
+    ],
+)
+def test_a_refusal_in_a_history_is_text(
+    url: str, scripted: ScriptedEngine, parts: list[tuple[str, str]], shown: str
+) -> None:
+    scripted.script = "Fine."
+    content = [{"type": kind, "text" if kind == "output_text" else kind: text} for kind, text in parts]
+    items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    assert ignored(url, input=[*items, {"role": "user", "content": "b"}]) == []
+    assert scripted.prompt == f"<user>a</user>\n<assistant>{shown}</assistant>\n<user>b</user>\n<assistant>"
 
 
 def test_large_grammars_are_read_in_a_thread(url: str) -> None:

@@ -9,6 +9,20 @@
 #include <pthread.h>
 #include <sched.h>
 
+/* glibc 2.34 gave these new versions. By their first ones, which it keeps, a module that is built there runs from glibc
+   2.27 on. */
+#if defined(__GLIBC__) && defined(__x86_64__)
+#define FIRST_GLIBC "GLIBC_2.2.5"
+#elif defined(__GLIBC__) && defined(__aarch64__)
+#define FIRST_GLIBC "GLIBC_2.17"
+#endif
+#ifdef FIRST_GLIBC
+__asm__(".symver dlopen, dlopen@" FIRST_GLIBC);
+__asm__(".symver dlsym, dlsym@" FIRST_GLIBC);
+__asm__(".symver pthread_create, pthread_create@" FIRST_GLIBC);
+__asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
+#endif
+
 #define MAX_THREADS 256
 #define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys or values */

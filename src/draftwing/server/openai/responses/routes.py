@@ -95,8 +95,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         begin = 0 if after is None else ids.index(after) + 1
         page, shown = items[begin : begin + limit], ids[begin : begin + limit]
         ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
-        told = {"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}
-        return json_response(await service.pools.render(size, partial(encode, told)))
+        body = {"object": "list", "data": page, **ends, "has_more": begin + limit < len(items)}
+        return json_response(await service.pools.render(size, partial(encode, body)))
 
 
 async def _read(request: Request, service: Service, size: int, work: Callable[[], T]) -> T:

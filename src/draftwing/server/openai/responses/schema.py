@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import PrivateAttr
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import show
+from draftwing.requests.refusals import no_text, show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody
 from draftwing.server.conversation import Conversation, only
@@ -36,7 +36,7 @@ INCLUDED = (
 )
 
 
-_TOLD = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
+_BOOKKEEPING = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
 
 
 class Content(
@@ -52,10 +52,8 @@ class Content(
     refusal: str | None = None
 
 
-class Item(Body, bookkeeping="status phase caller async_ created_by parsed_arguments"):
+class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
-
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
 
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -81,8 +79,6 @@ class Item(Body, bookkeeping="status phase caller async_ created_by parsed_argum
 
 
 class TextFormat(Body):
-    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -101,7 +97,7 @@ class Reasoning(Body, hints="generate_summary mode"):
 
 
 class StreamOptions(Body, hints="include_obfuscation"):
-    """How a stream comes."""
+    """Options of a stream."""
 
 
 class ResponsesRequest(
@@ -191,7 +187,7 @@ class ResponsesRequest(
         form = None if self.text is None else self.text.format
         made = None if form is None else _response_format(form)
         fields |= {"response_format": made, "thinking_budget": self._effort[1]}
-        return super().sampling(defaults, max_new_tokens=None, **fields)
+        return super().sampling(defaults, **fields)
 
     def _check(self) -> None:
         if not self.items:
@@ -274,12 +270,9 @@ def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
     texts = [part.refusal if part.type == "refusal" else part.text for part in content]
     for i, (part, text) in enumerate(zip(content, texts, strict=True)):
         if part.type not in kinds or text is None:
-            raise RequestError(
-                f"{where}.{i} must be {{'type': {kinds[0]!r}, 'text': ...}}; found the type {show(part.type)}",
-                f"{where}.{i}",
-            )
+            raise no_text(part.type, f"{where}.{i}", f"{where}.{i}", kinds[0])
     return "".join(text or "" for text in texts)
 
 
 def _only(item: Item, names: tuple[str, ...], where: str) -> None:
-    only(item, (*names, "type", "id", *_TOLD), where, f"{item.kind!r} item")
+    only(item, (*names, "type", "id", *_BOOKKEEPING), where, f"{item.kind!r} item")

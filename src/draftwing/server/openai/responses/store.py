@@ -51,7 +51,7 @@ class Stored:
         return b'%b,"output":%b}' % (self.head[:-1], self.output)
 
     def items(self) -> list[dict[str, Any]]:
-        """Of its own input, and of its output."""
+        """Reads the items of the response's own input, and of its output."""
         found: list[dict[str, Any]] = json.loads(self.input) + json.loads(self.output)
         return found
 
@@ -73,8 +73,9 @@ class _Share:
 
 
 class ResponseStore:
-    """Where there are too many, or too many bytes, the oldest of the client that holds most goes: who stores much takes
-    nothing from others. Clients are told apart by the names of their keys. Safe to use from several threads.
+    """Keeps responses. Where there are too many, or too many bytes, the oldest of the client that holds most goes: who
+    stores much takes nothing from others. Clients are told apart by the names of their keys. Safe to use from several
+    threads.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class ResponseStore:
 
     @property
     def bytes(self) -> int:
-        """Of all that is held."""
+        """Bytes of all responses that are held."""
         return sum(share.bytes for share in self._shares.values())
 
     def __len__(self) -> int:

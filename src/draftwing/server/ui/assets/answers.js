@@ -2,17 +2,20 @@
 
 import { stream } from "./api.js";
 import { copyButton, h, number } from "./dom.js";
-import { markdown } from "./markdown.js";
+import { MarkdownView } from "./markdown.js";
+import { Probabilities, ProbabilityView } from "./probabilities.js";
 import { Trace } from "./trace.js";
 
 const REFRESH = 60; // milliseconds between two renderings of a text that grows
+const SHARE = 8; // times what a rendering took, which are waited before the next: it never takes the most of the time
 
 /** Asks, and fills `answer`, which waits for it, as it comes: content, reasoning, trace, figures, error. `changed` is called each time. */
 export async function run(answer, body, signal, changed) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   if (!answer.drafts) asked.speculative = "off";
   if (answer.trace) asked.speculative_trace = true;
-  const clock = { first: 0, last: 0 };
+  if (asked.logprobs) answer.probabilities = new Probabilities();
+  const clock = { asked: performance.now(), first: 0, last: 0 };
   try {
     await stream("/v1/chat/completions", asked, (event) => {
       take(answer, event, clock);
@@ -27,23 +30,35 @@ export async function run(answer, body, signal, changed) {
 }
 
 function take(answer, event, clock) {
-  if (event.usage) answer.tokens = event.usage.completion_tokens;
+  if (event.usage) count(answer, event.usage);
   const [choice] = event.choices;
   if (!choice) return;
-  const { delta, finish_reason: finish, speculative_trace: steps } = choice;
+  const { delta, finish_reason: finish, speculative_trace: steps, logprobs } = choice;
   if (delta.content || delta.reasoning_content || steps) {
     clock.last = performance.now();
     clock.first ||= clock.last;
     answer.seconds = (clock.last - clock.first) / 1000;
+    answer.firstSeconds = (clock.first - clock.asked) / 1000;
   }
   answer.content += delta.content ?? "";
   answer.reasoning += delta.reasoning_content ?? "";
+  answer.probabilities?.add(logprobs?.content ?? []);
   if (steps && answer.trace) {
     answer.trace.add(steps);
     answer.perStep = answer.trace.perStep;
-    answer.steps = answer.trace.decoding.length;
+    answer.steps = answer.trace.forwards;
   }
   if (finish) answer.finish = finish;
+}
+
+function count(answer, usage) {
+  answer.tokens = usage.completion_tokens;
+  answer.promptTokens = usage.prompt_tokens;
+  answer.cachedTokens = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  const accepted = usage.completion_tokens_details?.accepted_prediction_tokens;
+  if (answer.trace || accepted == null || answer.tokens - 1 <= accepted) return;
+  answer.steps = answer.tokens - 1 - accepted; // the first token is the prompt's
+  answer.perStep = (answer.tokens - 1) / answer.steps;
 }
 
 /** An answer that is waited for: `running` until it is there, or will not come. */
@@ -59,17 +74,20 @@ export function rateOf(answer) {
   return tokens >= TELLING && answer.seconds > 0 ? tokens / answer.seconds : null;
 }
 
+const ENDS = { stopped: "stopped", length: "cut off at the maximum of tokens", abort: "ended by the server" };
+
 /** Figures of an answer in words. */
 export function figures(answer) {
   const rate = rateOf(answer);
-  const parts = [];
-  if (answer.tokens) parts.push(`${number(answer.tokens)} tokens`);
-  if (answer.perStep && answer.drafts) parts.push(`${number(answer.perStep, 2)} per step`);
-  if (rate) parts.push(`${number(rate)} tokens/s`);
-  if (answer.finish === "stopped") parts.push("stopped");
-  if (answer.finish === "length") parts.push("cut off: the most tokens were reached");
-  if (answer.finish === "abort") parts.push("ended by the server");
-  return parts.join(" · ");
+  const cached = answer.cachedTokens ? ` (${number(answer.cachedTokens)} cached)` : "";
+  return [
+    answer.tokens && `${number(answer.tokens)} tokens`,
+    rate && `${number(rate)} tokens/s`,
+    answer.perStep && answer.drafts && `${number(answer.perStep, 2)} per step`,
+    answer.promptTokens && `prompt ${number(answer.promptTokens)}${cached}`,
+    answer.firstSeconds != null && `first token after ${number(answer.firstSeconds, 2)} s`,
+    ENDS[answer.finish],
+  ].filter(Boolean).join(" · ");
 }
 
 /** An answer on the page, which follows what comes. */
@@ -77,35 +95,53 @@ export class AnswerView {
   constructor(answer, head, buttons) {
     this.answer = answer;
     this.head = head ? h("p", { class: "answer-head" }, head) : null;
-    this.text = h("div", { class: "text" });
-    this.thought = h("details", { class: "thought", hidden: true }, h("summary", {}, "Reasoning"), h("div", {}));
+    this.text = h("div", { class: "text prose" });
+    this.said = new MarkdownView(this.text);
+    this.thought = h("details", { class: "thought", hidden: true }, h("summary", {}, "Reasoning"), h("div", { class: "prose" }));
+    this.reasoned = new MarkdownView(this.thought.lastChild);
     this.error = h("p", { class: "error", role: "alert", hidden: true });
     this.numbers = h("span", { class: "figures" });
-    this.foot = h("div", { class: "answer-foot" }, this.numbers, copyButton(() => answer.content), buttons);
+    this.odds = h("button", { type: "button", class: "quiet", "aria-pressed": "false", hidden: true, onclick: () => this.toggleOdds() }, "Probabilities");
+    this.foot = h("div", { class: "answer-foot" }, this.numbers, copyButton(() => answer.content), this.odds, buttons);
     this.element = h("article", { class: "message assistant", "aria-label": "Answer" },
       this.head, this.thought, this.text, this.error, this.foot);
     this.waiting = null;
+    this.pause = REFRESH;
     this.draw();
   }
 
-  /** Draws soon, so that a fast answer does not draw for each token. */
+  /** Draws soon, so that a fast answer does not draw for each token, and a long one does nothing else. */
   update(after) {
     this.waiting ??= setTimeout(() => {
       this.waiting = null;
+      const begin = performance.now();
       this.draw();
       after?.();
-    }, this.answer.running ? REFRESH : 0);
+      this.pause = Math.max(REFRESH, SHARE * (performance.now() - begin));
+    }, this.answer.running ? this.pause : 0);
   }
 
   draw() {
     const { answer } = this;
-    this.text.replaceChildren(...markdown(answer.content));
+    this.said.show(answer.content);
     this.text.classList.toggle("waiting", Boolean(answer.running));
     this.thought.hidden = !answer.reasoning;
-    this.thought.lastChild.textContent = answer.reasoning;
+    this.reasoned.show(answer.reasoning);
     this.error.hidden = !answer.error;
     this.error.textContent = answer.error ?? "";
     this.numbers.textContent = figures(answer);
+    this.odds.hidden = !answer.probabilities?.tokens.length;
     this.foot.hidden = Boolean(answer.running);
+  }
+
+  /** Shows the tokens with their probabilities instead of the text, or the text again. */
+  toggleOdds() {
+    if (this.odds.hidden) return;
+    const shows = this.odds.getAttribute("aria-pressed") !== "true";
+    this.odds.setAttribute("aria-pressed", shows);
+    this.view ??= new ProbabilityView(this.answer.probabilities);
+    if (shows) this.text.after(this.view.element);
+    else this.view.element.remove();
+    this.text.hidden = shows;
   }
 }

@@ -2,8 +2,12 @@
 
 import { h, s } from "./dom.js";
 
-/** Lines over time, newest at the right. series: [values, class] each, null where nothing is known. */
+/** Lines over time, newest at the right; words as long as nothing has happened. series: [values, class] each, null where
+ * nothing is known. */
 export function lines(series, length, words, most = 0) {
+  if (!series.some(([values]) => values.some((value) => value > 0))) {
+    return h("p", { class: "chart none" }, "Nothing has run since this view was opened");
+  }
   const top = Math.max(most, ...series.flatMap(([values]) => values.filter((value) => value != null))) || 1;
   const svg = s("svg", { class: "chart", viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img", "aria-label": words });
   series.forEach(([values, kind], at) => {

@@ -1,8 +1,15 @@
-// The conversation: questions, answers, and the list of conversations beside them.
+// The conversation that is open, what is asked in it, and the answers that are written, in this and in others.
 
-import { AnswerView, figures, newAnswer, rateOf, run } from "./answers.js";
-import { byId, h, number, speak } from "./dom.js";
+import { figures, newAnswer, rateOf, run } from "./answers.js";
+import { Attachments } from "./attachments.js";
+import { ContextGauge } from "./context.js";
+import { byId, h, speak } from "./dom.js";
+import { Messages } from "./messages.js";
+import { notice } from "./overlays.js";
+import { Presets } from "./presets.js";
 import { Settings } from "./settings.js";
+import { shortcuts } from "./shortcuts.js";
+import { Sidebar } from "./sidebar.js";
 
 const EXAMPLES = [
   "List 3 countries and their capitals.",
@@ -11,21 +18,46 @@ const EXAMPLES = [
   "Repeat this three times: the quick brown fox jumps over the lazy dog.",
 ];
 const MODES = [["on", "Drafts on"], ["off", "Drafts off"], ["both", "Side by side"]];
+const KEEP = 2000; // milliseconds between two times that a growing answer is kept
 
 export class Chat {
   constructor(facts, store, drafts) {
     this.facts = facts;
     this.store = store;
     this.drafts = drafts;
+    this.running = new Map(); // conversations in which an answer is written, with what stops it
+    this.news = new Map(); // conversations in which an answer ended unseen: "answered" or "failed"
+    this.conversation = store.add();
     this.settings = new Settings(store, facts);
-    this.running = null; // what stops the answer that runs
+    this.presets = new Presets((text) => {
+      Object.assign(this.conversation, { system: text, changed: Date.now() });
+      store.save(this.conversation);
+    });
+    this.conversation.system = this.presets.initial;
     this.question = byId("question");
     this.send = byId("send");
-    this.list = byId("messages");
+    this.attachments = new Attachments();
+    this.gauge = new ContextGauge(facts.context_length);
+    this.messages = new Messages({
+      again: (node) => this.again(node),
+      goOn: (node) => this.goOn(node),
+      edit: (node, content) => this.edit(node, content),
+      choose: (node) => this.choose(node),
+      watch: (answer) => this.watch(answer),
+      measure: (messages) => this.gauge.show(messages),
+      waits: () => this.waits(),
+    });
+    const help = shortcuts([
+      ["KeyN", "N", "new conversation", () => this.open(this.fresh())],
+      ["KeyF", "F", "search in conversations", () => this.find()],
+      ["ArrowDown", "↓", "next conversation of the list", () => this.sidebar.step(1)],
+      ["ArrowUp", "↑", "previous conversation", () => this.sidebar.step(-1)],
+    ]);
+    this.sidebar = new Sidebar(store, this, help);
     this.makeModes();
     this.listen();
-    this.open(store.conversations[0] ?? store.add());
-    store.follow(() => this.conversation, () => this.renderList());
+    this.turnTo(store.conversations.find((one) => !one.empty) ?? this.conversation);
+    store.follow((one) => this.running.has(one), (one) => this.changedElsewhere(one));
   }
 
   makeModes() {
@@ -57,18 +89,16 @@ export class Chat {
         this.submit();
       }
     });
-    send.addEventListener("click", () => (this.running ? this.running.abort() : this.submit()));
+    send.addEventListener("click", () => (this.running.has(this.conversation) ? this.stop(this.conversation) : this.submit()));
     byId("chat").addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.running?.abort();
+      if (event.key === "Escape") this.stop(this.conversation);
     });
-    byId("new").addEventListener("click", () => this.open(this.fresh()));
     const toggle = (button, panel, what) => byId(button).addEventListener("click", () => {
       const shown = byId(button).getAttribute("aria-expanded") !== "true";
       byId(button).setAttribute("aria-expanded", shown);
       what(shown, byId(panel));
     });
     toggle("settings-toggle", "settings", (shown, panel) => { panel.hidden = !shown; });
-    toggle("list-toggle", "sidebar", (shown) => byId("chat").toggleAttribute("data-list", shown));
     toggle("drafts-toggle", "drafts", (shown) => byId("chat").toggleAttribute("data-no-drafts", !shown));
   }
 
@@ -79,187 +109,246 @@ export class Chat {
 
   // -- conversations --
 
+  /** The one without messages. */
   fresh() {
-    return this.store.conversations.find((one) => !one.messages.length) ?? this.store.add();
+    const one = this.store.conversations.find(({ empty }) => empty) ?? this.store.add();
+    one.system ||= this.presets.initial;
+    return one;
   }
 
   open(conversation) {
-    this.running?.abort();
+    if (!byId("chat").hasAttribute("data-shown")) location.hash = "#chat";
+    this.turnTo(conversation);
+  }
+
+  turnTo(conversation) {
     this.conversation = conversation;
+    byId("chat").removeAttribute("data-list");
+    byId("list-toggle").setAttribute("aria-expanded", false);
     this.settings.open(conversation);
+    this.presets.draw();
+    this.messages.show(conversation, () => this.welcome());
     this.drafts.empty();
-    this.render();
-    this.renderList();
+    const runs = conversation.messages.at(-1)?.answers?.find((answer) => answer.running && answer.trace);
+    if (runs) this.watch(runs);
+    this.shown();
+    this.busy();
     this.question.focus();
   }
 
-  renderList() {
-    const rows = this.store.conversations.filter((one) => one.messages.length || one === this.conversation).map((one) => {
-      const open = h("button", { type: "button", class: "open", onclick: () => this.open(one) }, one.title || "New conversation");
-      const remove = h("button", { type: "button", class: "remove", onclick: () => this.remove(one) }, "×");
-      remove.setAttribute("aria-label", `Delete ${one.title || "the new conversation"}`);
-      if (one === this.conversation) open.setAttribute("aria-current", "true");
-      return h("li", { "data-open": one === this.conversation }, open, remove);
-    });
-    byId("conversations").replaceChildren(...rows);
-    byId("title").textContent = this.conversation.title || "New conversation";
+  /** The open conversation can be seen: what happened in it is no news any more. */
+  shown() {
+    if (!this.seen(this.conversation)) return;
+    if (this.news.delete(this.conversation)) this.lookAtError(this.conversation.messages.at(-1));
+    document.querySelectorAll(".notice[data-name]").forEach((one) => { if (one.dataset.name === `failed ${this.conversation.id}`) one.remove(); });
+    this.messages.follow();
+    this.sidebar.draw();
   }
 
-  remove(one) {
-    if (one.messages.length && !confirm(`Delete "${one.title}"?`)) return;
-    this.store.remove(one);
-    if (one === this.conversation) this.open(this.fresh());
-    else this.renderList();
+  seen(conversation) {
+    return conversation === this.conversation && byId("chat").hasAttribute("data-shown") && !document.hidden;
   }
 
-  // -- messages --
+  /** What the list says of a conversation. */
+  stateOf(conversation) {
+    return this.running.has(conversation) ? "running" : this.news.get(conversation);
+  }
 
-  render() {
-    const { messages } = this.conversation;
-    this.list.replaceChildren(...(messages.length ? messages.map((one, i) => this.rendered(one, i)) : [this.welcome()]));
-    this.list.scrollTop = messages.length ? this.list.scrollHeight : 0;
+  find() {
+    this.open(this.conversation);
+    this.sidebar.find();
+  }
+
+  /** Another tab saved `one`, or removed some. */
+  changedElsewhere(one) {
+    if (!one && !this.store.conversations.includes(this.conversation)) this.open(this.fresh());
+    else if (one === this.conversation && !this.messages.editing && !this.running.has(one)) this.draw();
+    else this.sidebar.draw();
+  }
+
+  /** Draws the open conversation again, where it is scrolled to. */
+  draw() {
+    this.messages.show(this.conversation, () => this.welcome(), true);
+    this.sidebar.draw();
   }
 
   welcome() {
     const example = (words) => h("button", { type: "button", onclick: () => { this.question.value = words; this.submit(); } }, words);
-    const drafts = this.facts.algorithm === "none" ? "" : " While it answers you see what is drafted ahead, and what of it was right.";
+    const drafts = this.facts.algorithm === "none" ? "" : " While it answers you see which tokens are drafted, and which of them are accepted.";
     return h("div", { class: "welcome" }, h("h2", {}, `Talk to ${this.facts.model}`),
       h("p", {}, `It runs on this server alone.${drafts}`), h("div", { class: "examples" }, EXAMPLES.map(example)));
   }
 
-  rendered(message, i) {
-    if (message.role === "user") {
-      const edit = h("button", { type: "button", class: "quiet", onclick: () => this.edit(i) }, "Edit");
-      return h("div", { class: "message user", role: "group", "aria-label": "You" }, edit, h("div", { class: "said" }, message.content));
-    }
-    const last = i === this.conversation.messages.length - 1;
-    message.views = message.answers.map((answer) => {
-      const head = message.answers.length > 1 ? (answer.drafts ? "With drafts" : "Without drafts") : "";
-      return new AnswerView(answer, head, [this.showButton(answer), last && answer === message.answers.at(-1) && this.againButton()]);
-    });
-    if (message.views.length === 1) return message.views[0].element;
-    message.verdict = h("p", { class: "verdict" }, ...verdict(message.answers));
-    return h("div", { class: "both" }, h("div", { class: "pair" }, message.views.map((view) => view.element)), message.verdict);
-  }
-
-  showButton(answer) {
-    if (!answer.trace?.steps?.length && !answer.running) return null;
-    return h("button", { type: "button", class: "quiet", onclick: () => this.watch(answer) }, "Show drafts");
-  }
-
-  againButton() {
-    return h("button", { type: "button", class: "quiet", onclick: () => this.again() }, "Ask again");
-  }
-
-  watch(answer) {
-    this.drafts.open(answer.trace, () => rateOf(answer), Boolean(answer.running));
-  }
-
   // -- asking --
 
+  /** Whether an answer runs in the open conversation, so that nothing else can be asked there; says so. */
+  waits() {
+    const is = this.running.has(this.conversation);
+    if (is) byId("refused").textContent = "An answer is still being written here. Stop it with Escape, or wait: your text stays.";
+    return is;
+  }
+
+  /** The same of a message that is being changed, whose form would be gone. */
+  refused() {
+    if (this.messages.editing) byId("refused").textContent = "Send or cancel the message that you edit first.";
+    return this.messages.editing || this.waits();
+  }
+
   submit() {
-    const content = this.question.value.trim();
-    if (!content || this.running) return;
+    if (this.refused() || !this.settings.valid()) return;
+    const content = this.attachments.take(this.question.value.trim());
+    if (!content) return;
     this.question.value = "";
     this.fit();
     const { conversation } = this;
-    conversation.title ||= content.length > 46 ? `${content.slice(0, 45)}…` : content;
-    conversation.messages.push({ role: "user", content });
-    this.renderList();
-    this.answer();
+    this.answer(conversation.add(conversation.messages.at(-1), "user", content));
   }
 
-  /** Takes a question back, and all that came after it. */
-  edit(i) {
-    if (this.running) return;
-    this.question.value = this.conversation.messages[i].content;
-    this.conversation.messages.length = i;
-    this.store.save();
-    this.render();
-    this.fit();
+  /** Another version of a question, which is asked, or of an answer. */
+  edit(node, content) {
+    const { conversation } = this;
+    const parent = conversation.before(node).at(-1);
+    if (node.role === "user") {
+      this.answer(conversation.add(parent, "user", content));
+      return;
+    }
+    const { drafts } = node.answers[0];
+    conversation.add(parent, "assistant", content, { edited: true, answers: [{ content, reasoning: "", drafts, tokens: null, seconds: 0 }] });
+    this.store.save(conversation);
+    this.draw();
     this.question.focus();
   }
 
-  again() {
-    if (this.running) return;
-    this.conversation.messages.pop();
+  again(node) {
+    if (this.refused() || !this.settings.valid()) return;
     this.question.focus(); // the button goes, and Escape is heard here
-    this.answer();
+    this.answer(this.conversation.before(node).at(-1), node);
   }
 
-  async answer() {
-    const { conversation, mode } = this;
-    const body = this.body();
-    const traced = byId("drafts-toggle").getAttribute("aria-expanded") === "true";
-    // With drafts first: what it writes must not be there to be looked up.
-    const answers = (mode === "both" ? [true, false] : [mode === "on"]).map((drafts) => newAnswer(drafts, traced));
-    if (answers.length > 1) body.seed ??= Math.floor(Math.random() * 2 ** 31);
-    const message = { role: "assistant", answers, content: "" };
-    conversation.messages.push(message);
-    this.running = new AbortController();
-    this.busy(true);
-    this.render();
-    speak("The answer begins.");
-    for (const [i, answer] of answers.entries()) {
-      if (this.running.signal.aborted) Object.assign(answer, { finish: "stopped", running: false });
-      else await this.one(answer, message, i, body);
-    }
-    this.running = null;
-    message.content = answers.map((answer) => answer.content).find(Boolean) ?? "";
-    this.store.save();
-    this.busy(false);
-    if (conversation === this.conversation) {
-      this.render();
-      if (answers.length > 1 && answers[0].trace) this.watch(answers[0]);
-    }
-    speak(answers.some((answer) => answer.error) ? "There was an error." : `The answer is complete: ${figures(answers[0])}.`);
+  /** Another version of an answer, which begins with what the first one has. */
+  goOn(node) {
+    if (this.refused() || !this.settings.valid()) return;
     this.question.focus();
+    this.answer(this.conversation.before(node).at(-1), null, node);
   }
 
-  async one(answer, message, i, body) {
-    if (answer.trace) this.watch(answer);
+  choose(node) {
+    if (this.messages.editing) return;
+    this.conversation.choose(node);
+    this.store.save(this.conversation);
+    this.draw();
+  }
+
+  /** Asks `question`, the newest message of a path. failed: an answer to it, whose place is taken if it has no text.
+   * begun: an answer to it that is continued. */
+  async answer(question, failed = null, begun = null) {
+    const { conversation, mode } = this;
+    const traced = byId("drafts-toggle").getAttribute("aria-expanded") === "true";
+    const body = this.body(conversation, question, begun);
+    // With drafts first: what it writes must not be there to be looked up.
+    const kinds = mode === "both" && !begun ? [true, false] : [mode !== "off"];
+    const answers = kinds.map((drafts) => newAnswer(drafts, traced));
+    if (begun) Object.assign(answers[0], { content: begun.content, reasoning: begun.answers[0].reasoning });
+    if (answers.length > 1) body.seed ??= Math.floor(Math.random() * 2 ** 31);
+    const empty = failed?.answers.every(({ content, reasoning }) => !content && !reasoning);
+    const node = empty ? failed : conversation.add(question, "assistant", "");
+    Object.assign(node, { answers, changed: Date.now() });
+    const control = new AbortController();
+    this.running.set(conversation, control);
+    this.store.save(conversation);
+    this.sidebar.draw();
+    this.messages.show(conversation, () => this.welcome());
+    this.busy();
+    speak("The answer begins.");
+    for (const answer of answers) {
+      if (control.signal.aborted) Object.assign(answer, { finish: "stopped", running: false });
+      else await this.one(conversation, node, answer, body, control.signal);
+    }
+    this.running.delete(conversation);
+    this.ended(conversation, node);
+  }
+
+  async one(conversation, node, answer, body, signal) {
+    const visible = () => conversation === this.conversation;
+    if (answer.trace && visible()) this.watch(answer);
     let begun = false;
-    await run(answer, body, this.running.signal, () => {
-      if (!this.list.isConnected || !message.views) return;
-      message.views[i].update(() => this.follow());
+    let kept = performance.now();
+    await run(answer, body, signal, () => {
+      if (performance.now() - kept > KEEP) {
+        kept = performance.now();
+        fill(node);
+        this.store.save(conversation, true);
+      }
+      if (!visible()) return;
+      this.messages.grown(answer);
       if (!answer.trace?.steps.length) return;
       if (begun) this.drafts.grown(answer.trace);
       else this.watch(answer);
       begun = true;
     });
-    message.views?.[i].draw();
-    if (message.verdict) message.verdict.replaceChildren(...verdict(message.answers));
+    if (!visible()) return;
+    this.messages.ended(node, answer);
     if (answer.trace && answer.trace === this.drafts.trace) this.watch(answer);
   }
 
-  follow() {
-    const { list } = this;
-    if (list.scrollHeight - list.scrollTop - list.clientHeight < 160) list.scrollTop = list.scrollHeight;
+  ended(conversation, node) {
+    const { answers } = node;
+    const error = answers.find((answer) => answer.error)?.error;
+    fill(node);
+    if (!this.store.conversations.includes(conversation)) return; // it was deleted meanwhile
+    this.store.save(conversation);
+    if (!this.seen(conversation)) {
+      this.news.set(conversation, error ? "failed" : "answered");
+      if (error) {
+        notice(`failed ${conversation.id}`, `The answer in “${conversation.title}” failed. ${error}`, [["Show", () => this.open(conversation)]]);
+      }
+    }
+    speak(error ? `There was an error in ${conversation.title}.` : `The answer is complete: ${figures(answers[0])}.`);
+    this.sidebar.draw();
+    if (conversation !== this.conversation) return;
+    this.busy();
+    if (!this.messages.editing) this.messages.show(conversation, () => this.welcome(), true);
+    this.messages.follow();
+    this.lookAtError(node);
+    if (answers.length > 1 && answers[0].trace) this.watch(answers[0]);
+    if ([document.body, this.send].includes(document.activeElement)) this.question.focus();
   }
 
-  busy(is) {
+  lookAtError(node) {
+    const failed = node?.answers?.find((answer) => answer.error);
+    if (failed) this.messages.showError(failed);
+  }
+
+  stop(conversation) {
+    this.running.get(conversation)?.abort();
+  }
+
+  busy() {
+    const is = this.running.has(this.conversation);
     this.send.textContent = is ? "Stop" : "Send";
     this.send.toggleAttribute("data-stops", is);
+    byId("refused").textContent = "";
   }
 
-  body() {
-    const { conversation } = this;
+  /** Shows how an answer is drafted. */
+  watch(answer) {
+    this.drafts.open(answer.trace, () => rateOf(answer), Boolean(answer.running));
+  }
+
+  body(conversation, question, begun) {
     const system = conversation.system.trim();
+    const path = [...conversation.before(question), question];
     // Templates may want turns to alternate: a question that got no answer is not asked again with the next one.
-    const answered = (one, i, all) => one.content && all[i + 1]?.content !== "";
-    const said = conversation.messages.filter(answered).map(({ role, content }) => ({ role, content }));
+    const answered = (one, i) => one.content && path[i + 1]?.content !== "";
+    const said = [...path.filter(answered), ...(begun ? [begun] : [])].map(({ role, content }) => ({ role, content }));
     const messages = system ? [{ role: "system", content: system }, ...said] : said;
-    return { model: this.facts.model, messages, ...this.settings.sampling };
+    const more = begun ? { continue_final_message: true } : {};
+    return { model: this.facts.model, messages, ...this.settings.sampling, ...more };
   }
 }
 
-/** What two answers to one question show: the same text, and how much faster one came. */
-function verdict(answers) {
-  const [first, second] = answers;
-  if (answers.some((answer) => answer.running || answer.error || !answer.finish || answer.finish === "stopped")) return [];
-  const forwards = first.steps && second.steps ? ` in ${number(first.steps)} forwards instead of ${number(second.steps)}` : "";
-  const faster = rateOf(first) && rateOf(second) ? rateOf(first) / rateOf(second) : null;
-  const speed = `${forwards}${faster ? `, ${number(faster, 2)} times as fast` : ""}`;
-  if (first.content === second.content) return [h("b", {}, "The same text"), `${speed}.`];
-  return [h("b", { class: "bad" }, "The texts differ"), ". On a GPU, --enable-deterministic-inference prevents that."];
+/** Takes over what the answers of a message have so far. */
+function fill(node) {
+  node.content = node.answers.map(({ content }) => content).find(Boolean) ?? "";
+  node.changed = Date.now();
 }

@@ -1,7 +1,8 @@
 // The panel beside the conversation: the tree of a step, figures, and a time line to go back and forth.
 
 import { byId, h, number, s } from "./dom.js";
-import { acceptedOf, classOf } from "./trace.js";
+import { chooseFile, saveFile } from "./files.js";
+import { acceptedOf, classOf, readTrace, sourceOf, traceFile } from "./trace.js";
 import { drawTree, inWords } from "./tree.js";
 
 const LIVE = 260; // milliseconds between two trees while an answer runs: eyes are slower than steps
@@ -14,6 +15,7 @@ export class Drafts {
     this.facts = facts;
     this.trace = null;
     this.at = 0;
+    this.marked = []; // tokens of the step that is shown
     this.follows = true; // shows the newest step
     this.timer = null;
     this.playing = null;
@@ -25,6 +27,12 @@ export class Drafts {
     const button = (label, words, what) => h("button", { type: "button", "aria-label": words, title: words, onclick: what }, label);
     this.title = h("h2", {}, "Drafts");
     this.counter = h("span", { class: "note" });
+    this.source = h("p", { class: "note source", hidden: true });
+    this.problem = h("p", { class: "error", role: "alert", hidden: true });
+    this.save = h("button", { type: "button", class: "quiet", onclick: () => this.saved() }, "Save");
+    this.save.title = "Save this trace as a file";
+    this.load = h("button", { type: "button", class: "quiet", onclick: () => chooseFile(".json", (file) => this.loaded(file)) }, "Open");
+    this.load.title = "Open a trace that was saved";
     this.says = h("p", { class: "says" });
     this.why = h("p", { class: "note" }, "Nothing was drafted for this answer: at the load of the moment the engine found ",
       "steps without drafts faster, or had nothing to propose. ", h("a", { href: "#engine" }, "What the policy chooses"));
@@ -38,7 +46,8 @@ export class Drafts {
     this.tokens = h("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens of the answer, the drafted ones underlined" });
     this.steps = h("div", { class: "steps" }, this.bars, h("div", { class: "steps-row" },
       button("‹", "Step back", () => this.go(this.at - 1)), this.play,
-      button("›", "Step forward", () => this.go(this.at + 1)), this.slider, this.place));
+      button("›", "Step forward", () => this.go(this.at + 1)),
+      button("★", "Step with the most accepted drafts", () => this.go(best(this.trace.steps))), this.slider, this.place));
     this.nothing = h("p", { class: "nothing" });
     this.bars.addEventListener("click", (event) => {
       const box = this.bars.getBoundingClientRect();
@@ -49,7 +58,8 @@ export class Drafts {
       if (step !== undefined) this.go(Number(step));
     });
     this.parts = [this.says, this.why, this.tree, this.legend(), this.steps, this.numbers, this.tokens];
-    byId("drafts").append(h("div", { class: "drafts-head" }, this.title, this.counter), this.nothing, ...this.parts, this.explained());
+    byId("drafts").append(h("div", { class: "drafts-head" }, this.title, this.counter, this.save, this.load), this.source, this.problem,
+      this.nothing, ...this.parts, this.explained());
   }
 
   legend() {
@@ -65,8 +75,8 @@ export class Drafts {
 
   explained() {
     return h("details", { class: "how", open: innerWidth > 900 }, h("summary", {}, "What is this?"), h("ol", {},
-      h("li", {}, "A cheap drafter guesses how the text goes on: a tree of tokens. The bolder a branch, the surer it is."),
-      h("li", {}, "The model reads the whole tree in one forward, which takes hardly longer than one token, and draws its own token at every node."),
+      h("li", {}, "A cheap drafter guesses how the text goes on: a tree of tokens. The bolder a branch, the higher its estimated probability."),
+      h("li", {}, "The model reads the whole tree in one forward pass, which takes hardly longer than for one token, and samples its own token at every node."),
       h("li", {}, "As long as its token is a branch of the tree, that branch is taken: the thick line. Then comes the model's own next token."),
       h("li", {}, "So the text is exactly what the model alone would have written. It only comes in fewer steps.")));
   }
@@ -77,6 +87,25 @@ export class Drafts {
       ? "This server drafts nothing. Start it with --speculative-algorithm, NGRAM for any model."
       : "Ask something, and watch the drafts grow.";
     this.show(words ?? none);
+    this.source.hidden = this.problem.hidden = true;
+  }
+
+  saved() {
+    saveFile(`draftwing-trace-${new Date().toISOString().slice(0, 19).replace(/:/g, "")}.json`, traceFile(this.trace, this.facts));
+  }
+
+  /** Shows a trace of a file; says what is wrong with it if it is none. */
+  async loaded(file) {
+    this.problem.hidden = true;
+    try {
+      const trace = readTrace(await file.text());
+      this.open(trace, null, false);
+      this.source.textContent = `${file.name}: ${sourceOf(trace.source)}`;
+      this.source.hidden = false;
+    } catch (error) {
+      this.problem.textContent = error.message;
+      this.problem.hidden = false;
+    }
   }
 
   show(words) {
@@ -84,7 +113,7 @@ export class Drafts {
     this.nothing.textContent = words || "";
     for (const part of this.parts) part.hidden = Boolean(words);
     byId("drafts").toggleAttribute("data-empty", Boolean(words));
-    this.title.textContent = "Drafts";
+    this.save.hidden = Boolean(words);
     if (words) this.counter.textContent = "";
   }
 
@@ -92,14 +121,23 @@ export class Drafts {
   open(trace, figures, live) {
     if (!trace) return this.empty("How this answer was drafted is not known any more: ask again to see it.");
     this.stop();
-    this.trace = trace;
+    const same = trace === this.trace;
     this.figures = figures;
-    this.follows = live;
-    this.tokens.replaceChildren();
-    this.spans = 0;
+    const newest = same ? this.follows : live; // what has just ended stays where it was
+    this.follows = live && newest;
+    if (!same) this.begin(trace);
     if (!trace.steps.length) return this.show("Waiting for the first step.");
-    this.at = live ? trace.steps.length - 1 : best(trace.steps);
+    if (newest) this.at = trace.steps.length - 1;
     this.draw();
+  }
+
+  begin(trace) {
+    this.trace = trace;
+    this.tokens.replaceChildren();
+    this.marked = [];
+    this.spans = []; // of the tokens, by step
+    this.source.hidden = this.problem.hidden = true;
+    this.at = Math.max(trace.steps.findIndex((step) => step.nodes.length), 0); // the first with drafts
   }
 
   /** There are more steps of the answer that is shown. */
@@ -155,8 +193,7 @@ export class Drafts {
     this.slider.max = steps.length - 1;
     this.slider.value = this.at;
     this.place.textContent = `${number(step.seconds * 1000, 1)} ms`;
-    const never = this.trace.drafts && steps.length > 4 && !steps.some((one) => one.nodes.length);
-    this.why.hidden = !never;
+    this.why.hidden = !this.trace.drafts || this.trace.drafted || steps.length < 5;
     this.drawNumbers();
     this.drawBars();
     this.drawTokens();
@@ -166,7 +203,7 @@ export class Drafts {
     const { trace, figures } = this;
     const one = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
     this.numbers.replaceChildren(
-      one("Tokens per step", number(trace.perStep, 2)), one("Forwards", number(trace.decoding.length)),
+      one("Tokens per step", number(trace.perStep, 2)), one("Forward passes", number(trace.forwards)),
       one("Tokens", number(trace.tokens)), one("Tokens per second", number(figures?.())));
   }
 
@@ -190,27 +227,24 @@ export class Drafts {
 
   drawTokens() {
     const { steps } = this.trace;
-    for (; this.spans < steps.length; this.spans += 1) {
-      const step = steps[this.spans];
-      const accepted = acceptedOf(step);
-      step.tokens.forEach((token, i) => {
+    for (let at = this.spans.length; at < steps.length; at += 1) {
+      const accepted = acceptedOf(steps[at]);
+      this.spans.push(steps[at].tokens.map((token, i) => {
         const kind = i < accepted.length ? `drafted ${classOf(accepted[i])}` : "";
-        this.tokens.append(h("span", { class: kind, "data-step": this.spans }, token.text));
-      });
+        const words = token.special ? { title: "Special token, no part of the text" } : {};
+        return h("span", { class: `${kind}${token.special ? " special" : ""}`, "data-step": at, ...words }, token.text);
+      }));
+      this.tokens.append(...this.spans[at]);
     }
-    let first = null;
-    for (const span of this.tokens.children) {
-      const now = Number(span.dataset.step) === this.at;
-      span.classList.toggle("now", now);
-      if (now) first ??= span;
-    }
-    if (first) this.tokens.scrollTop = first.offsetTop - this.tokens.offsetTop - 50;
+    for (const span of this.marked) span.classList.remove("now");
+    this.marked = this.spans[this.at];
+    for (const span of this.marked) span.classList.add("now");
+    this.tokens.scrollTop = this.marked[0].offsetTop - this.tokens.offsetTop - 50;
   }
 }
 
-/** The step to begin with: the first in which the most drafts were right, and of those the one with the largest tree. */
+/** The first step in which the most drafts were accepted, and of those the one with the largest tree. */
 function best(steps) {
   const worth = steps.map((step) => acceptedOf(step).length * 1000 + step.nodes.length);
   return worth.indexOf(Math.max(...worth));
 }
-

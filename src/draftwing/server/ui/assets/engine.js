@@ -58,17 +58,18 @@ export class Engine {
     const series = (what) => this.seen.map(what);
     const span = Math.max(this.seen.length, SPAN / 4);
     const cards = [
-      card("third", "Tokens per second", big(number(now.rates.tokens), now.speedup ? `about ${number(now.speedup, 2)} times as fast as without drafts` : ""),
+      card("third", "Tokens per second", big(number(now.rates.tokens), "in the last second"),
+        sub(now.speedup ? `Recent speedup from drafts: about ${number(now.speedup, 2)}×` : ""),
         lines([[series((one) => one.rates.tokens), ""]], span, "Tokens per second")),
-      card("third", "Requests", big(number(now.running), `running, ${number(now.waiting)} waiting`),
+      card("third", "Requests", big(number(now.running), `running, ${number(now.waiting)} waiting`), sub(""),
         lines([[series((one) => one.running), ""], [series((one) => one.waiting), "second"]], span, "Requests", 2)),
-      card("third", "Tokens per step and request", big(number(now.rates.accept, 2), "over the last seconds"),
-        lines([[series((one) => one.rates.accept), ""]], span, "Accept length", 2)),
+      card("third", "Acceptance length", big(number(now.rates.accept, 2), "tokens per step, the last seconds"), sub(""),
+        lines([[series((one) => one.rates.accept), ""]], span, "Acceptance length", 2)),
       card("", "KV pool", pool(now.kv)),
       card("", "Where the time goes", stages(this.seen)),
       card("", "Drafts accepted, by depth", depths(now.drafters)),
       card("", "Prefix cache", cache(now.totals)),
-      card("all", "What the policy chooses", policy(now.explain, this.chosen)),
+      card("all", "Draft shape: costs and choice", policy(now.explain, this.chosen)),
       card("all", `Requests${now.unfinished > now.requests.length ? `, ${now.requests.length} of ${now.unfinished}` : ""}`,
         requests(now.requests, this.facts.shows_texts)),
     ];
@@ -116,18 +117,18 @@ function stages(seen) {
   const sum = measured.reduce((a, b) => a + b, 0) || 1;
   const [draft, verify, commit] = measured.map((one) => (one / sum) * tree);
   const parts = [["s-draft", "draft", draft], ["s-verify", "verify", verify], ["s-commit", "sample and accept", commit],
-    ["s-prefill", "prompts", spent((all) => all.step_seconds.prefill)], ["s-host", "host between steps", spent((all) => all.host_seconds)]];
+    ["s-prefill", "prompts", spent((all) => all.step_seconds.prefill)], ["s-host", "scheduling between steps", spent((all) => all.host_seconds)]];
   const total = parts.reduce((all, [, , value]) => all + value, 0);
-  if (!total) return [big("–", "nothing ran in the last ten seconds"), ...shares([["s-free", "idle", 1, ""]])];
+  if (!total) return [big("–", "nothing ran in the last 10 seconds"), ...shares([["s-free", "idle", 1, ""]])];
   const words = (value) => `${number((100 * value) / total)}%`;
   const steps = spent((all) => all.steps.plain + all.steps.speculative);
-  return [big(steps ? number((tree / steps) * 1000, 1) : "–", "ms a step, the last ten seconds"),
+  return [big(steps ? number((tree / steps) * 1000, 1) : "–", "ms per step, the last 10 seconds"),
     ...shares(parts.map(([kind, name, value]) => [kind, name, value, words(value)]))];
 }
 
 function depths(drafters) {
   const shown = Object.entries(drafters).filter(([, one]) => one.drafts);
-  if (!shown.length) return sub("Nothing was drafted yet.");
+  if (!shown.length) return sub("Nothing has been drafted yet.");
   return shown.map(([name, one]) => {
     const deepest = one.accepted_at.findLastIndex((count) => count > 0);
     const deep = one.accepted_at.slice(0, Math.min(deepest + 1, 12)).map((count) => count / one.drafts);
@@ -141,15 +142,15 @@ function depths(drafters) {
 function cache({ queried_tokens: asked, hit_tokens: hit, prefilled_tokens: computed, retractions }) {
   return [big(asked ? `${number((100 * hit) / asked)}%` : "–", "of prompt tokens were cached"),
     ...shares([["s-used", "cached", hit, number(hit)], ["s-free", "looked up and computed", Math.max(asked - hit, 0), number(Math.max(asked - hit, 0))]]),
-    sub(`${number(computed)} tokens prefilled, ${number(retractions)} requests sent back for want of memory`)];
+    sub(`${number(computed)} tokens prefilled, ${number(retractions)} requests preempted`)];
 }
 
 /** last: the newest choice there was anything to choose for. */
 function policy(current, last) {
-  if (!current) return sub("This server drafts nothing.");
-  if (!current.options.length && !last) return sub("Nothing runs. Once something does, prices and choices are here.");
+  if (!current) return sub("This server runs without speculation.");
+  if (!current.options.length && !last) return sub("Nothing runs. Once something does, costs and choices are shown here.");
   const explain = last ?? current;
-  const head = ["drafts", "ms a step", "accepted", "tokens/s"];
+  const head = ["draft shape", "ms per step", "accepted drafts", "tokens/s"];
   const priced = explain.options.some((option) => option.price_ms != null);
   const rows = (priced ? explain.options : []).map((option) => h("tr", { "data-chosen": option.chosen },
     h("td", {}, option.option), h("td", { class: "n" }, number(option.price_ms, 2)),
@@ -157,8 +158,8 @@ function policy(current, last) {
     h("td", { class: "n" }, number(option.expected_tokens_per_second))));
   const table = h("div", { class: "scrolls", tabindex: "0", role: "group", "aria-label": "Options" }, h("table", {},
     h("thead", {}, h("tr", {}, head.map((name, i) => h("th", { class: i ? "n" : "", scope: "col" }, name)))), h("tbody", {}, rows)));
-  const when = current.options.length ? "" : "Nothing runs. When something did: ";
-  return [sub(`${when}${explain.summary.charAt(0).toUpperCase()}${explain.summary.slice(1)}.`), priced ? table : sub("What steps cost is not weighed here: the server has one shape of drafts, or knows no prices for this load.")];
+  const when = current.options.length ? "At this load: " : "Nothing runs. The last choice: ";
+  return [sub(`${when}${explain.summary}.`), priced ? table : sub("Costs are not compared: the server has one draft shape, or has no measured costs for this load.")];
 }
 
 function requests(list, texts) {

@@ -5,6 +5,8 @@ import { Chat } from "./chat.js";
 import { byId, h } from "./dom.js";
 import { Drafts } from "./drafts.js";
 import { Engine } from "./engine.js";
+import { showModel } from "./model.js";
+import { notice } from "./overlays.js";
 import { Store } from "./store.js";
 
 async function begin() {
@@ -16,12 +18,15 @@ async function begin() {
       h("button", { type: "button", onclick: () => begin() }, "Try again")));
     return;
   }
-  const drafting = facts.algorithm === "none" ? "no drafts" : `drafts by ${facts.algorithm}`;
-  const warning = facts.simulated ? ` · simulated: ${facts.simulated.join(", ")}` : "";
-  byId("facts").replaceChildren(h("b", {}, facts.model), ` · ${drafting} · ${facts.device}, ${facts.dtype}${warning}`);
+  showModel(facts);
   document.title = `${facts.model} · draftwing`;
   const engine = new Engine(facts);
-  new Chat(facts, new Store(), new Drafts(facts));
+  const store = new Store((words) => {
+    byId("kept").textContent = words;
+    notice("room", words);
+  });
+  await store.load();
+  const chat = new Chat(facts, store, new Drafts(facts));
   const show = () => {
     const view = location.hash === "#engine" ? "engine" : "chat";
     for (const name of ["chat", "engine"]) byId(name).toggleAttribute("data-shown", name === view);
@@ -33,6 +38,7 @@ async function begin() {
     delete byId("state").dataset.state;
     if (view === "engine" && !document.hidden) engine.look();
     else engine.leave();
+    if (view === "chat") chat.shown();
   };
   addEventListener("hashchange", show);
   document.addEventListener("visibilitychange", show); // nobody looks at a hidden page

@@ -1,137 +1,271 @@
-// Markdown of answers, as elements. It never parses HTML: whatever is not markdown is text.
+// Markdown of messages, as elements. marked makes tokens of it, never HTML: whatever is no markdown becomes text nodes.
 
-import { copyButton, h } from "./dom.js";
+import { CodeBlock } from "./code.js";
+import { h } from "./dom.js";
+import { formula, takeFormula } from "./math.js";
+import { Lexer, Marked } from "./vendor/marked.js";
 
-const FENCE = /^\s{0,3}(```+|~~~+)\s*([^\s`]*)/;
-const HEADING = /^(#{1,6})\s+(.*)$/s;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/s;
-const RULE = /^\s{0,3}([-*_])(\s*\1){2,}\s*$/;
-const ROW = /^\s*\|.*\|\s*$/;
-const DIVIDER = /^[\s:|-]+$/; // with a dash in it
+// Above these a text is shown as it is: patterns take the square of it, at worst more.
+const LONG = 10000; // characters of a paragraph, an item or a cell
+const MARKS = 400; // signs of emphasis in one
+const GAP = /[ \t]{1000}/;
+const DEEP = 40; // blocks inside of each other, from which on they are shown as they are
+const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", copy: "©", mdash: "—", ndash: "–", hellip: "…", times: "×" };
+const LINK = /^(https?:\/\/|mailto:)/i;
 
-// Characters from which on a line, a cell or an item is taken as it is. What a model writes is drawn many times while it
-// grows, so no pattern may have two neighbours that match the same; INLINE takes the square of a text at worst.
-const LONG = 2000;
+const { defaults: OPTIONS } = new Marked({ gfm: true, breaks: true }, { extensions: [
+  {
+    name: "math", level: "inline",
+    start: (text) => first(text.indexOf("$"), text.indexOf("\\("), text.indexOf("\\[")),
+    tokenizer: (text) => takeFormula(text),
+  },
+  {
+    name: "display", level: "block",
+    start: (text) => first(text.indexOf("\n$$"), text.indexOf("\n\\[")),
+    tokenizer: (text) => displayed(text),
+  },
+  {
+    name: "footnote", level: "inline",
+    start: (text) => first(text.indexOf("[^")),
+    tokenizer: (text) => found("footnote", /^\[\^([^\]\s]{1,40})\]/.exec(text)),
+  },
+  {
+    name: "note", level: "block",
+    tokenizer(text) {
+      const token = found("note", /^\[\^([^\]\s]{1,40})\]:[ \t]+([^\n]+)(?:\n|$)/.exec(text));
+      return token && { ...token, tokens: this.lexer.inline(token.text) };
+    },
+  },
+] });
+
+const VIEWS = new WeakMap(); // what grows a block of code or a table, by its element
+const first = (...places) => Math.min(...places.map((at) => (at < 0 ? Infinity : at)));
+const found = (type, match) => match && { type, raw: match[0], name: match[1], text: match[2] };
+
+/** A formula that has lines for itself. */
+function displayed(text) {
+  const token = takeFormula(text);
+  if (!token?.display) return undefined;
+  const rest = /^[ \t]*(?:\n|$)/.exec(text.slice(token.raw.length, token.raw.length + 200));
+  return rest ? { ...token, type: "display", raw: token.raw + rest[0] } : undefined;
+}
+
+class Reader extends Lexer {
+  inlineTokens(text, tokens = []) {
+    const marks = text.length > MARKS ? text.match(/[*_~]/g)?.length ?? 0 : 0;
+    if (text.length <= LONG && marks <= MARKS) return super.inlineTokens(text, tokens);
+    tokens.push({ type: "text", raw: text, text });
+    return tokens;
+  }
+}
+
+/** Tokens of the blocks of a text. Joined, what is `raw` in them is the text. links: addresses that the text before
+ * gave names to, which this one adds to. */
+export function blocks(text, links = {}) {
+  const reader = new Reader({ ...OPTIONS });
+  reader.tokens.links = links;
+  try {
+    if (!GAP.test(text)) return [...reader.lex(text)];
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error; // too deep for the stack
+  }
+  return [{ type: "long", raw: text }];
+}
 
 /** Elements for a text. */
 export function markdown(text) {
-  return blocks(text.split("\n"), 0);
+  return blocks(clean(text)).map((token) => block(token, 0)).filter(Boolean);
 }
 
-function blocks(lines, depth) {
-  const out = [];
-  let at = 0;
-  while (at < lines.length) {
-    const line = lines[at];
-    const before = at;
-    if (!line.trim()) at += 1;
-    else if (line.length > LONG) { out.push(h("p", {}, line)); at += 1; }
-    else if (FENCE.test(line)) at = fence(lines, at, out);
-    else if (HEADING.test(line)) at = heading(line, at, out);
-    else if (RULE.test(line)) { out.push(h("hr")); at += 1; }
-    else if (/^\s{0,3}>/.test(line) && depth < 8) at = quote(lines, at, out, depth);
-    else if (ITEM.test(line) && depth < 8) at = list(lines, at, out, depth);
-    else if (ROW.test(line) && divides(lines[at + 1] ?? "")) at = table(lines, at, out);
-    if (at === before) at = paragraph(lines, at, out);
+const clean = (text) => text.replace(/\r\n?/g, "\n");
+
+/** A text that grows: what is finished is neither read nor made again. */
+export class MarkdownView {
+  constructor(element) {
+    this.element = element;
+    this.clear();
   }
-  return out;
-}
 
-function fence(lines, at, out) {
-  const [, marks, language] = FENCE.exec(lines[at]);
-  let end = at + 1;
-  while (end < lines.length && !lines[end].trim().startsWith(marks)) end += 1;
-  const code = lines.slice(at + 1, end).join("\n");
-  out.push(h("div", { class: "code" },
-    h("div", { class: "code-head" }, h("span", {}, language), copyButton(() => code)),
-    h("pre", { tabindex: "0" }, h("code", {}, code))));
-  return end + 1;
-}
+  clear() {
+    this.text = "";
+    this.done = 0; // characters whose elements stay as they are
+    this.links = {}; // addresses with names
+    this.tail = []; // { token, element } of the blocks that may change yet
+    this.code = null; // the block of code at the end, while no line ends it
+    this.element.replaceChildren();
+  }
 
-const divides = (line) => line.includes("-") && DIVIDER.test(line);
+  show(whole) {
+    const text = clean(whole);
+    if (!text.startsWith(this.text)) this.clear();
+    if (text === this.text) return;
+    this.text = text;
+    if (this.code && this.grow()) return;
+    const tokens = blocks(text.slice(this.done), { ...this.links });
+    this.place(tokens);
+    this.settle(tokens);
+  }
 
-function heading(line, at, out) {
-  const [, marks, words] = HEADING.exec(line);
-  out.push(h(`h${Math.min(marks.length + 2, 5)}`, {}, inline(words.trim().replace(/(^|\s)#+$/, "").trimEnd())));
-  return at + 1;
-}
-
-function quote(lines, at, out, depth) {
-  let end = at;
-  while (end < lines.length && /^\s{0,3}>/.test(lines[end])) end += 1;
-  const inner = lines.slice(at, end).map((line) => line.replace(/^\s{0,3}>\s?/, ""));
-  out.push(h("blockquote", {}, blocks(inner, depth + 1)));
-  return end;
-}
-
-function list(lines, at, out, depth) {
-  const [, indent, mark] = ITEM.exec(lines[at]);
-  const ordered = /\d/.test(mark);
-  const items = [];
-  while (at < lines.length) {
-    const item = ITEM.exec(lines[at]);
-    if (!item || item[1].length > indent.length + 1 || /\d/.test(item[2]) !== ordered) break;
-    if (item[1].length < indent.length) break;
-    const inner = [item[3]];
-    const width = item[0].length - item[3].length;
-    for (at += 1; at < lines.length; at += 1) {
-      const blank = !lines[at].trim();
-      const deeper = /^\s*/.exec(lines[at])[0].length > indent.length + 1;
-      if (blank ? !/^\s{2,}\S/.test(lines[at + 1] ?? "") : !deeper) break;
-      inner.push(lines[at].slice(Math.min(width, /^\s*/.exec(lines[at])[0].length)));
+  /** Adds to the code at the end; false when a line ends it. */
+  grow() {
+    const { ends, from, view } = this.code;
+    const body = this.text.slice(this.done + from);
+    const line = body.lastIndexOf("\n", this.code.seen - 1) + 1; // where what is new begins, or the line that it is in
+    if (ends.test(body.slice(line))) {
+      this.code = null;
+      return false;
     }
-    items.push(h("li", {}, inner.length === 1 ? inline(inner[0]) : blocks(inner, depth + 1)));
-    while (at + 1 < lines.length && !lines[at].trim() && ITEM.test(lines[at + 1])) at += 1;
+    this.code.seen = body.length;
+    view.grow(bare(body));
+    return true;
   }
-  const start = ordered && mark.slice(0, -1) !== "1" ? { start: mark.slice(0, -1) } : {};
-  out.push(h(ordered ? "ol" : "ul", start, items));
-  return at;
-}
 
-function table(lines, at, out) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => inline(cell.trim()));
-  const head = cells(lines[at]);
-  const body = [];
-  for (at += 2; at < lines.length && ROW.test(lines[at]); at += 1) body.push(cells(lines[at]));
-  out.push(h("div", { class: "table" }, h("table", {},
-    h("thead", {}, h("tr", {}, head.map((cell) => h("th", { scope: "col" }, cell)))),
-    h("tbody", {}, body.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell))))))));
-  return at;
-}
-
-function paragraph(lines, at, out) {
-  const words = [lines[at]];
-  for (at += 1; at < lines.length; at += 1) {
-    const line = lines[at];
-    if (!line.trim() || line.length > LONG || FENCE.test(line) || HEADING.test(line) || ITEM.test(line) || /^\s{0,3}>/.test(line)) break;
-    words.push(line);
+  place(tokens) {
+    const same = tokens.findIndex((token, i) => token.raw !== this.tail[i]?.token.raw || token.type !== this.tail[i].token.type);
+    let from = same < 0 ? tokens.length : same;
+    if (from < tokens.length && this.tail[from] && longer(this.tail[from], tokens[from])) {
+      this.tail[from].token = tokens[from];
+      from += 1;
+    }
+    this.tail.slice(from).forEach(({ element }) => element?.remove());
+    const made = tokens.slice(from).map((token) => ({ token, element: block(token, 0) }));
+    this.element.append(...made.map(({ element }) => element).filter(Boolean));
+    this.tail = [...this.tail.slice(0, from), ...made];
   }
-  const parts = words.flatMap((line, i) => [i ? h("br") : null, ...inline(line.trim())]);
-  out.push(h("p", {}, parts));
-  return at;
-}
 
-const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|__(.+?)__|\*([^\s*][^*]*)\*|(?<!\w)_([^\s_][^_]*)_(?!\w)|\[([^\]]+)\]\(([^)\s]+)\)/;
-
-/** Text nodes and elements for a piece of a line. */
-function inline(text, depth = 0) {
-  if (text.length > LONG) return [text];
-  const out = [];
-  let rest = text;
-  for (let found = INLINE.exec(rest); found && depth < 6; found = INLINE.exec(rest)) {
-    const [whole, , code, bold, bold2, slanted, slanted2, label, address] = found;
-    if (found.index) out.push(rest.slice(0, found.index));
-    if (code !== undefined) out.push(h("code", {}, code));
-    else if (bold ?? bold2) out.push(h("strong", {}, inline(bold ?? bold2, depth + 1)));
-    else if (slanted ?? slanted2) out.push(h("em", {}, inline(slanted ?? slanted2, depth + 1)));
-    else out.push(link(label, address, whole));
-    rest = rest.slice(found.index + whole.length);
+  /** Lets all blocks alone but the last two, which more text may change; of code at the end only more comes. */
+  settle(tokens) {
+    const last = tokens.findLastIndex(seen);
+    const [head, fence] = tokens[last]?.type === "code" ? /^(`{3,}|~{3,})[^\n]*\n/.exec(tokens[last].raw) ?? [] : [];
+    const ends = fence && new RegExp(`^ {0,3}${fence[0]}{${fence.length},}[ \\t]*$`, "m");
+    const open = fence && !ends.test(tokens[last].raw.slice(head.length));
+    const keep = open ? last : Math.max(tokens.findLastIndex((token, i) => i < last && seen(token)), 0);
+    for (const { type, raw, tag, href, title } of tokens.slice(0, keep)) {
+      this.done += raw.length;
+      if (type === "def") this.links[tag] ??= { href, title };
+    }
+    this.tail = this.tail.slice(keep);
+    if (open) this.code = { ends, from: head.length, seen: this.text.length - this.done - head.length, view: VIEWS.get(this.tail[0].element) };
   }
-  if (rest) out.push(rest);
-  return out;
 }
 
-function link(label, address, whole) {
-  if (!/^https?:\/\//i.test(address)) return whole;
-  return h("a", { href: address, target: "_blank", rel: "noopener noreferrer" }, label);
+const seen = ({ type }) => type !== "space";
+
+/** The element of a block; null for what is not seen. */
+function block(token, depth) {
+  if (depth > DEEP) return h("p", {}, token.raw);
+  switch (token.type) {
+    case "space": case "def": return null;
+    case "heading": return h(`h${Math.min(token.depth + 2, 6)}`, {}, inline(token.tokens));
+    case "hr": return h("hr");
+    case "code": return codeBlock(token);
+    case "display": return formula(token.tex, true, token.raw);
+    case "blockquote": return h("blockquote", {}, inside(token.tokens, depth));
+    case "list": return list(token, depth);
+    case "table": return table(token);
+    case "paragraph": return h("p", {}, inline(token.tokens));
+    case "text": return h("p", {}, token.tokens ? inline(token.tokens) : decoded(token.text));
+    case "note": return h("p", { class: "footnote" }, h("sup", {}, token.name), " ", inline(token.tokens));
+    case "html": return h("p", {}, html(token.raw.trimEnd()));
+    default: return h("p", {}, token.raw.trim());
+  }
+}
+
+const inside = (tokens, depth) => tokens.map((token) => block(token, depth + 1)).filter(Boolean);
+
+function codeBlock({ text, lang }) {
+  const view = new CodeBlock(bare(text), /^[^\s{,]*/.exec(lang ?? "")[0]);
+  VIEWS.set(view.element, view);
+  return view.element;
+}
+
+/** A text without line breaks at its end. */
+function bare(text) {
+  let end = text.length;
+  while (text[end - 1] === "\n") end -= 1;
+  return text.slice(0, end);
+}
+
+function list(token, depth) {
+  const { items, ordered, start } = token;
+  const first = ordered && start !== 1 && start !== "" ? { start } : {};
+  return h(ordered ? "ol" : "ul", first, items.map((item) => listItem(item, depth)));
+}
+
+function listItem({ tokens, task, checked, loose }, depth) {
+  const box = task && h("input", { type: "checkbox", disabled: true, checked, "aria-label": checked ? "done" : "to do" });
+  const body = tokens.filter(({ type }) => type !== "checkbox")
+    .map((token) => (token.type === "text" && !loose ? inline(token.tokens ?? [token]) : block(token, depth + 1)));
+  return h("li", { class: task ? "task" : null }, box, body);
+}
+
+function table({ header, rows }) {
+  const body = h("tbody", {}, rows.map(tableRow));
+  const element = h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, h("table", {},
+    h("thead", {}, h("tr", {}, header.map((cell) => tableCell("th", cell)))), body));
+  VIEWS.set(element, body);
+  return element;
+}
+
+const tableRow = (cells) => h("tr", {}, cells.map((cell) => tableCell("td", cell)));
+
+function tableCell(tag, { tokens, align }) {
+  return h(tag, { scope: tag === "th" ? "col" : null, class: align ? `to-${align}` : null }, inline(tokens));
+}
+
+/** Makes a list or a table longer, if it began as the one that is shown, and leaves what is the same; whether it did. */
+function longer({ token: old, element }, token) {
+  if (token.type !== old.type || !["list", "table"].includes(token.type)) return false;
+  const isList = token.type === "list";
+  if (isList ? ["ordered", "start", "loose"].some((name) => old[name] !== token[name]) : !sameCells(old.header, token.header)) return false;
+  const [before, parts] = isList ? [old.items, token.items] : [old.rows, token.rows];
+  const changed = parts.findIndex((part, i) => before[i] === undefined || (isList ? part.raw !== before[i].raw : !sameCells(part, before[i])));
+  const keep = changed < 0 ? parts.length : changed;
+  const into = isList ? element : VIEWS.get(element);
+  [...into.children].slice(keep).forEach((child) => child.remove());
+  into.append(...parts.slice(keep).map(isList ? (item) => listItem(item, 0) : tableRow));
+  return true;
+}
+
+const sameCells = (some, others) => some.length === others.length && some.every(({ text, align }, i) => text === others[i].text && align === others[i].align);
+
+/** Text nodes and elements for the tokens of a line. */
+function inline(tokens = [], depth = 0) {
+  if (depth > DEEP) return tokens.map(({ raw }) => raw);
+  return tokens.flatMap((token) => {
+    const within = () => inline(token.tokens, depth + 1);
+    switch (token.type) {
+      case "strong": case "em": case "del": return h(token.type, {}, within());
+      case "codespan": return h("code", {}, token.text);
+      case "br": return h("br");
+      case "math": return formula(token.tex, token.display, token.raw);
+      case "footnote": return h("sup", {}, token.name);
+      case "link": return LINK.test(token.href) ? outside(token.href, within()) : token.raw;
+      case "image": return image(token);
+      case "html": return html(token.raw);
+      case "checkbox": return [];
+      case "text": return token.tokens ? within() : decoded(token.text);
+      case "escape": return token.text;
+      default: return token.raw;
+    }
+  });
+}
+
+const outside = (href, ...words) => h("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...words);
+
+/** Images are never loaded: whoever has them would see who reads. */
+function image({ href, text, raw }) {
+  return LINK.test(href) ? outside(href, `Image: ${text || href}`) : raw;
+}
+
+/** Tags are text; a line break, which tables have no other way to write, is one. */
+const html = (raw) => raw.split(/(<br\s?\/?>)/i).map((part, i) => (i % 2 ? h("br") : part));
+
+/** A text whose entities are the characters they stand for. */
+function decoded(text) {
+  return text.replace(/&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|([a-z]{2,8}));/g, (whole, decimal, hex, name) => {
+    if (name) return Object.hasOwn(ENTITIES, name) ? ENTITIES[name] : whole;
+    const code = decimal ? Number(decimal) : Number.parseInt(hex, 16);
+    return code > 0 && code <= 0x10ffff ? String.fromCodePoint(code) : whole;
+  });
 }

@@ -1,64 +1,149 @@
-// Conversations and settings, kept in this browser.
+// Conversations and settings, kept in this browser: conversations in IndexedDB, one record each, settings in localStorage.
+//
+// A record is read and merged before it is written (branches.js), in one transaction. So two tabs never overwrite each
+// other, and they tell each other what they wrote. Nothing is deleted that nobody deleted.
 
-import { byId } from "./dom.js";
+import { Conversation, toKeep } from "./branches.js";
 
-const NAME = "draftwing-conversations";
+const NAME = "draftwing";
+const RECORDS = "conversations";
+const BEFORE = "draftwing-conversations"; // where localStorage had them before
 const SETTINGS = "draftwing-settings";
-const MOST = 100;
-const PASSING = new Set(["trace", "running", "views", "verdict"]);
+const NO_ROOM = "This browser has no room for more: what is new is forgotten with this tab. Export it, or delete some.";
+const NO_STORE = "This browser keeps nothing for this page: conversations are forgotten with this tab.";
 
-/** A conversation: { id, title, system, messages }; a message: { role, content } and what was measured of an answer. */
 export class Store {
-  constructor() {
-    this.conversations = conversations();
-    this.settings = { temperature: 0.5, ...read(SETTINGS) };
+  /** failed: is called with words when something could not be kept. */
+  constructor(failed) {
+    this.failed = failed;
+    this.conversations = []; // the newest first
+    this.settings = { ...read(SETTINGS) };
+    this.database = null;
+    this.others = new BroadcastChannel(NAME);
   }
 
-  add() {
-    const one = { id: crypto.getRandomValues(new Uint32Array(2)).join("-"), title: "", system: "", messages: [] };
+  /** Reads what is kept, before anything else is done with the store. */
+  async load() {
+    const before = [read(BEFORE) ?? []].flat().map((one, i) => [one, Conversation.from(one, Date.now() - i)]);
+    const old = before.map(([, one]) => one).filter(Boolean);
+    try {
+      this.database = await opened();
+      if (old.length) {
+        await this.change((records) => old.forEach((one) => put(records, one)));
+        const rest = before.filter(([, one]) => !one).map(([data]) => data);
+        if (rest.length) localStorage.setItem(BEFORE, JSON.stringify(rest));
+        else localStorage.removeItem(BEFORE);
+      }
+      const kept = await result(this.database.transaction(RECORDS).objectStore(RECORDS).getAll());
+      this.conversations = kept.map((one) => Conversation.from(one)).filter(Boolean);
+    } catch {
+      this.failed(this.database ? NO_ROOM : NO_STORE);
+      this.conversations = old;
+    }
+    this.sort();
+  }
+
+  sort() {
+    this.conversations.sort((a, b) => b.newest - a.newest);
+  }
+
+  add(one = new Conversation()) {
     this.conversations.unshift(one);
-    this.conversations.length = Math.min(this.conversations.length, MOST);
     return one;
   }
 
-  remove(one) {
-    this.conversations = this.conversations.filter((other) => other !== one);
-    this.save();
+  /** Keeps a conversation; an empty one is not worth it. quiet: other tabs need not look yet. */
+  async save(one, quiet = false) {
+    this.sort();
+    if (one.empty) return;
+    await this.tried((records) => put(records, one), quiet ? null : { saved: one.id });
   }
 
-  /** Empty conversations are not worth keeping; what draws a tree is too large to keep. */
-  save() {
-    const kept = this.conversations.filter((one) => one.messages.length);
-    write(NAME, kept, (name, value) => (PASSING.has(name) ? undefined : value));
+  /** Takes in conversations of a file, or that were removed. Returns them as they are here. */
+  async take(conversations) {
+    const taken = conversations.map((one) => {
+      const known = this.conversations.find(({ id }) => id === one.id);
+      known?.merge(one);
+      return known ?? this.add(one);
+    });
+    for (const one of taken) await this.save(one);
+    return taken;
   }
 
-  /** Calls `changed` when another tab has saved, whose conversations are here then, too. open: gives the one that this
-   * tab may be changing, which stays as it is. */
-  follow(open, changed) {
-    addEventListener("storage", ({ key }) => {
-      if (key !== NAME) return;
-      const own = this.conversations.filter((one) => one === open() || !one.messages.length);
-      const theirs = conversations().map((one) => own.find(({ id }) => id === one.id) ?? one);
-      this.conversations = [...own.filter((one) => !theirs.includes(one)), ...theirs];
-      changed();
+  async remove(conversations) {
+    this.conversations = this.conversations.filter((one) => !conversations.includes(one));
+    const ids = conversations.map(({ id }) => id);
+    await this.tried((records) => ids.forEach((id) => records.delete(id)), { removed: ids });
+  }
+
+  /** Follows other tabs: calls `changed` with a conversation that another one has saved, or null if some were removed.
+   * keeps: whether a conversation stays here though another tab removed it. */
+  follow(keeps, changed) {
+    this.others.onmessage = async ({ data: { saved, removed } }) => {
+      if (removed) {
+        this.conversations = this.conversations.filter((one) => !removed.includes(one.id) || keeps(one));
+        return changed(null);
+      }
+      if (!this.database) return null;
+      const found = Conversation.from(await result(this.database.transaction(RECORDS).objectStore(RECORDS).get(saved)));
+      if (!found) return null;
+      const known = this.conversations.find(({ id }) => id === saved);
+      known?.merge(found);
+      const one = known ?? this.add(found);
+      this.sort();
+      return changed(one);
+    };
+  }
+
+  async tried(what, news) {
+    if (!this.database) return;
+    try {
+      await this.change(what);
+      if (news) this.others.postMessage(news);
+    } catch {
+      this.failed(NO_ROOM);
+    }
+  }
+
+  /** A transaction, until it is on disk. */
+  change(what) {
+    return new Promise((resolve, reject) => {
+      const transaction = this.database.transaction(RECORDS, "readwrite");
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error);
+      what(transaction.objectStore(RECORDS));
     });
   }
 
   saveSettings() {
-    write(SETTINGS, this.settings);
+    try {
+      localStorage.setItem(SETTINGS, JSON.stringify(this.settings));
+    } catch {
+      this.failed(NO_ROOM);
+    }
   }
 }
 
-/** Those that are kept. Another program's page may have had this address before, and kept something else. */
-function conversations() {
-  const found = read(NAME);
-  return Array.isArray(found) ? found.filter(known) : [];
+function put(records, one) {
+  const before = records.get(one.id);
+  before.onsuccess = () => {
+    const kept = Conversation.from(before.result);
+    if (kept) one.merge(kept);
+    records.put(toKeep(one));
+  };
 }
 
-function known(one) {
-  const says = (each) => typeof each?.content === "string";
-  const answered = ({ role, answers }) => role === "user" || (Array.isArray(answers) && answers.every(says));
-  return typeof one?.system === "string" && Array.isArray(one.messages) && one.messages.every((each) => says(each) && answered(each));
+function opened() {
+  const asked = indexedDB.open(NAME, 1);
+  asked.onupgradeneeded = () => asked.result.createObjectStore(RECORDS, { keyPath: "id" });
+  return result(asked);
+}
+
+function result(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
 }
 
 function read(name) {
@@ -66,14 +151,5 @@ function read(name) {
     return JSON.parse(localStorage.getItem(name));
   } catch {
     return null;
-  }
-}
-
-function write(name, value, replacer) {
-  try {
-    localStorage.setItem(name, JSON.stringify(value, replacer));
-  } catch {
-    // It is full or forbidden: the page works on, and forgets.
-    byId("kept").textContent = "This browser has no room for more: what is new is forgotten with this tab.";
   }
 }

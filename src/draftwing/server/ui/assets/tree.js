@@ -28,9 +28,8 @@ export function drawTree(step, before, room) {
 /** A step in one sentence. */
 export function inWords(step) {
   const drafted = step.nodes.length, accepted = acceptedOf(step).length;
-  if (!drafted) return "No drafts: one forward, one token.";
-  const right = accepted ? `${accepted} of them right` : "none of them right";
-  return `${drafted} drafted, ${right}: one forward, ${plural(step.tokens.length, "token")}.`;
+  if (!drafted) return `No drafts: one forward pass, ${plural(step.tokens.length, "token")}.`;
+  return `${drafted} drafted, ${accepted || "none"} accepted: one forward pass, ${plural(step.tokens.length, "token")}.`;
 }
 
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
@@ -38,7 +37,8 @@ const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 function layout(step, before) {
   const root = { text: context(before), depth: 0, kind: "root", below: [] };
   const nodes = step.nodes.map((node) => ({
-    text: shown(node.text), node, kind: node.accepted ? "accepted" : node.verified ? "rejected" : "rejected unverified",
+    text: shown(node.text), node, special: node.special,
+    kind: node.accepted ? "accepted" : node.verified ? "rejected" : "rejected unverified",
     sure: node.accepted ? 1 : node.survival, below: [],
   }));
   nodes.forEach((place) => {
@@ -49,7 +49,7 @@ function layout(step, before) {
   const last = nodes.findLast((place) => place.kind === "accepted") ?? root;
   const own = step.tokens[acceptedOf(step).length];
   if (own) {
-    const place = { text: shown(own.text), depth: last.depth + 1, kind: "own", sure: 1, above: last, below: [] };
+    const place = { text: shown(own.text), special: own.special, depth: last.depth + 1, kind: "own", sure: 1, above: last, below: [] };
     last.below.push(place);
     nodes.push(place);
   }
@@ -108,7 +108,7 @@ function edge(place) {
 function box(place) {
   const own = place.kind === "root" ? "" : colour(place);
   const grows = place.kind === "root" ? {} : motion(place);
-  return s("g", { class: `${place.kind} ${own}`, ...grows },
+  return s("g", { class: `${place.kind} ${own}${place.special ? " special" : ""}`, ...grows },
     s("title", {}, about(place)),
     s("rect", { class: "node", x: place.x, y: place.y, width: place.width, height: BOX, rx: 7 }),
     s("text", { class: place.kind === "root" ? "context" : "", x: place.x + PAD, y: place.y + 16 }, place.text));
@@ -116,8 +116,8 @@ function box(place) {
 
 function about(place) {
   if (place.kind === "root") return "The text so far";
-  if (place.kind === "own") return "The model's own next token";
+  if (place.kind === "own") return place.special ? "The model's own next token, a special one" : "The model's own next token";
   const { by, survival, verified, accepted } = place.node;
-  const fate = accepted ? "accepted" : verified ? "not what the model writes" : "not verified: too unlikely";
-  return `${JSON.stringify(place.node.text)} by ${by}: ${Math.round(survival * 100)}% expected, ${fate}`;
+  const fate = accepted ? "accepted" : verified ? "rejected: the model writes something else" : "not verified: too unlikely";
+  return `${JSON.stringify(place.node.text)}${place.special ? ", a special token," : ""} by ${by}: ${Math.round(survival * 100)}% expected, ${fate}`;
 }

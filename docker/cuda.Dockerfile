@@ -1,0 +1,28 @@
+# The server for machines with an NVIDIA GPU: docker build -f docker/cuda.Dockerfile -t draftwing .
+# docker run --gpus all -p 30000:30000 -v draftwing:/home/draftwing/.cache draftwing MODEL
+FROM python:3.12.12-slim-bookworm AS build
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY . /source
+# e.g. EXTRAS=[ray] for replicas by Ray Serve
+ARG EXTRAS
+# torch brings CUDA; the host has only the driver and the NVIDIA Container Toolkit.
+RUN python -m venv /opt/draftwing \
+ && /opt/draftwing/bin/pip install --no-cache-dir torch==2.13.0 \
+ && /opt/draftwing/bin/pip install --no-cache-dir "/source$EXTRAS"
+
+FROM python:3.12.12-slim-bookworm
+# Triton compiles a few lines of C when it starts.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/* && useradd --create-home --uid 1000 draftwing
+COPY --from=build /opt/draftwing /opt/draftwing
+ENV PATH=/opt/draftwing/bin:$PATH
+USER draftwing
+WORKDIR /home/draftwing
+# Models and what was compiled. A volume here makes the next start faster.
+RUN mkdir -p .cache
+VOLUME /home/draftwing/.cache
+EXPOSE 30000
+# A model that is fetched first may take long to load.
+HEALTHCHECK --start-period=30m --interval=10s --timeout=5s \
+  CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:30000/liveness', timeout=4)"]
+ENTRYPOINT ["draftwing", "serve", "--host", "0.0.0.0", "--port", "30000"]

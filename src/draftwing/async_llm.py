@@ -1,0 +1,120 @@
+"""The Python API for asyncio: `AsyncLLM` runs the engine in a process of its own, as the server does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from draftwing.config.options import Options
+from draftwing.engine.session import prepare
+from draftwing.errors import GenerationError
+from draftwing.llm import Completion, Piece, token_texts
+from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
+
+if TYPE_CHECKING:
+    from draftwing.server.engine_client import AsyncEngine
+    from draftwing.text.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """Loads a model and generates text: `async with AsyncLLM("smollm2") as llm`. Options are those of `LLM`.
+
+    Requests that are made at the same time run in one batch. The engine belongs to the event loop that entered the
+    `async with` block, and every method is called on it. A drafter of your own must be in a module that can be
+    imported. Raises ConfigError for an option that cannot work; entering raises ConfigError, CheckpointError or
+    EngineDead.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        named = options if model is None else {"model": model} | options
+        quiet = {"log_level": "warning"}  # of the engine's process; as `LLM`, which shows no lines of its own accord
+        self._options = Options.from_kwargs(**(quiet | named)).resolve()
+        self._opened = ExitStack()
+        self._running = False
+
+    async def __aenter__(self) -> Self:
+        from draftwing.server.run import opened
+
+        if self._running:
+            raise RuntimeError("this AsyncLLM is running already")
+        opening = asyncio.ensure_future(asyncio.to_thread(self._opened.enter_context, opened(self._options)))
+        try:
+            self._begin(*await asyncio.shield(opening))
+        except BaseException:
+            await asyncio.wait([opening])  # nothing ends the thread, and the process must not be left behind
+            self._opened.close()
+            raise
+        return self
+
+    def _begin(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
+        from draftwing.server.service import Service
+
+        self._engine, self._service = engine, Service(engine, tokenizer)
+        self._inputs = Inputs(engine.info, tokenizer)
+        self._draw = random.Random(engine.info.options.random_seed)
+        engine.start()
+        self._running = True
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the engine's process; requests that still run fail with EngineDead. Safe to call twice."""
+        if self._running:
+            self._running = False
+            try:
+                await self._engine.stop()
+            finally:
+                self._opened.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        params: Params | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **wishes: Unpack[RequestOptions],
+    ) -> Completion:
+        """Returns one answer; arguments as `stream`. To cancel the task aborts the request."""
+        async with aclosing(self.stream(prompt, params, chat_template_kwargs=chat_template_kwargs, **wishes)) as pieces:
+            async for piece in pieces:
+                if piece.completion is not None:
+                    return piece.completion
+        raise AssertionError("the last piece has the completion")
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        params: Params | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **wishes: Unpack[RequestOptions],
+    ) -> AsyncGenerator[Piece, None]:
+        """Yields one answer in pieces, as `LLM.stream`. To close the iterator or cancel its task aborts the request.
+
+        Raises RequestError before anything is generated, EngineDead when the engine is gone,
+        GenerationError when it fails at this request.
+        """
+        if not self._running:
+            raise RuntimeError("this AsyncLLM is not running: use it inside of an `async with` block")
+        service, tokenizer = self._service, self._service.tokenizer
+        # In a thread: chat templates and long prompts take a while.
+        request = await asyncio.to_thread(self._inputs.of_one, prompt, params, wishes, chat_template_kwargs)
+        await service.check_grammars([(request.params, None)])
+        (answer,) = prepare(self._engine.info, tokenizer, [request], wishes.get("speculative"), self._draw)
+        seen, texts = 0, token_texts(tokenizer, wishes)
+        outputs = self._engine.generate(answer.request)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finish_reason is not None and output.finish_reason.get("status_code") == 500:
+                    raise GenerationError(output.finish_reason["message"])
+                text = answer.push(output)
+                done = Completion.of(answer, texts) if answer.finish_reason is not None else None
+                yield Piece(text, answer.token_ids[seen:], done)
+                seen = len(answer.token_ids)

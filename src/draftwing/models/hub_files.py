@@ -1,0 +1,246 @@
+"""Repositories of the Hugging Face hub and their cache: finds them, and fetches what is missing.
+
+Large files are written into the hub's own cache by `_download`, which goes on where an interrupted download ended and
+compares hashes; the client of the hub compares sizes alone, and its newer versions begin such a file anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from draftwing.errors import CheckpointError
+from draftwing.models.unserved import unserved_part
+
+logger = logging.getLogger(__name__)
+
+_TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+_INDEX = ".index.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+CONNECT_SECONDS = 10.0
+MOST_OVER_HTTP = 50 * 10**9  # bytes of a file; the hub gives out no larger ones that way
+THREADS = 8  # files that are downloaded at once
+
+
+def fetch(repo: str, revision: str | None, weights: bool = True) -> Path:
+    """Returns the folder with configuration, tokenizer and, if wanted, weights of `repo`, never its code; downloads
+    what is missing. Of a commit that is in the cache the hub is not asked, and without a connection the cache counts.
+
+    Raises CheckpointError for what does not exist, cannot be fetched, or is no model.
+    """
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if revision is not None and _COMMIT.fullmatch(revision):
+        found = cached(repo, revision, weights)
+        if found is not None:
+            return found
+    try:
+        with _quiet_client():
+            _connect()
+            return _fetch(repo, revision, weights)
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo} has no revision {revision!r}") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(
+            f"there is no folder and no hub model {repo!r} (a private one needs `hf auth login`)"
+        ) from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            return _from_cache(repo, revision, weights, error)
+        raise CheckpointError(f"{repo} cannot be stored in the hub's cache: {error}") from error
+    # Offline mode, no route, a timeout: each version of the client has its own exceptions for them.
+    except Exception as error:
+        return _from_cache(repo, revision, weights, error)
+
+
+def cached(repo: str, revision: str | None, weights: bool = True) -> Path | None:
+    """Returns the folder of a repository in the hub's cache if all that is wanted of it is there."""
+    folder = snapshot(repo, revision)
+    if folder is None:
+        return None
+    try:
+        names = wanted(repo, [file.name for file in folder.iterdir()], weights)
+    except CheckpointError:
+        return None
+    indexes = [folder / name for name in names if weights and name.endswith(_INDEX)]
+    try:
+        shards = {shard for index in indexes for shard in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+    except (ValueError, LookupError, AttributeError, TypeError):  # whoever reads the weights says what is wrong
+        shards = set()
+    return folder if all((folder / str(shard)).exists() for shard in shards) else None
+
+
+def snapshot(repo: str, revision: str | None = None) -> Path | None:
+    """Returns the folder of a repository in the hub's cache, whatever is in it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repo, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def wanted(repo: str, files: Sequence[str], weights: bool = True) -> list[str]:
+    """Returns the files to fetch: those at the top of the repository, safetensors rather than pickles. Raises
+    CheckpointError for one that is no model."""
+    top = [file for file in files if "/" not in file]
+    if "config.json" not in top:
+        gguf = [file for file in files if file.endswith(".gguf")]
+        hint = f"it holds GGUF files ({gguf[0]}, ...): download one and pass its path" if gguf else "no config.json"
+        raise CheckpointError(f"{repo} is not a transformers model: {hint}")
+    texts = [file for file in top if file.endswith(_TEXT_SUFFIXES)]
+    if not weights:
+        return texts
+    # Some repositories hold the same weights twice, under the names of the original implementation.
+    stored = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
+    stored = stored or [f for f in top if f.startswith("pytorch_model") and f.endswith(".bin")]
+    if not stored:
+        raise CheckpointError(f"{repo} has no *.safetensors and no pytorch_model*.bin")
+    return texts + stored
+
+
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def _connect() -> None:
+    """Raises OSError where the hub cannot be reached, after one attempt: its client makes five of each request."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or {address.scheme, "all"} & getproxies().keys():  # a proxy may know more names
+        return
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"{address.hostname}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _quiet_client() -> Iterator[None]:
+    """Keeps the client's warnings of its retries out of the log, and its progress bars out of files."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    client = logging.getLogger("huggingface_hub")
+    level, bars = client.level, not sys.stderr.isatty() and not are_progress_bars_disabled()
+    client.setLevel(logging.ERROR)
+    if bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        client.setLevel(level)
+        if bars:
+            enable_progress_bars()
+
+
+def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    files = {file.rfilename: file for file in info.siblings or ()}
+    names = wanted(repo, list(files), weights)
+    # Weights come last: a folder that has them has all.
+    texts = [name for name in names if name.endswith(_TEXT_SUFFIXES)]
+    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=texts))
+    if weights:
+        missing = _unserved(folder / "config.json")
+        if missing is not None:
+            raise CheckpointError(f"{repo} has {missing}, which is not served yet; its weights are not downloaded")
+        large = [file for name in names if (file := files[name]).lfs is not None and not (folder / name).exists()]
+        if large:
+            logger.info("downloading %s (%s)", repo, readable(sum(file.size or 0 for file in large)))
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda file: _download(repo, info.sha, file, folder), large))
+        snapshot_download(repo, revision=revision, allow_patterns=names)
+    return folder
+
+
+def _unserved(file: Path) -> str | None:
+    """What `unserved_part` says of a config.json; None of one that cannot be read, which whoever loads it refuses."""
+    try:
+        config = json.loads(file.read_text("utf-8"))
+        return unserved_part(config.get("architectures") or (), config.get("model_type"))
+    except (ValueError, AttributeError, TypeError):
+        return None
+
+
+def _download(repo: str, commit: str | None, file: Any, folder: Path) -> None:
+    """Downloads a file of the hub's large file storage into its cache, to where its client expects it, by its hash.
+
+    file: as `HfApi.model_info` has it.  folder: of the snapshot, whose cache it is. Raises CheckpointError for other
+    bytes than the hub has.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+
+    name, size, digest = file.rfilename, file.size, file.lfs.sha256
+    if size is None or size >= MOST_OVER_HTTP:  # left to the client's own protocol
+        return
+    storage = folder.parents[1]
+    blob, part = storage / "blobs" / digest, storage / "blobs" / f"{digest}.part"
+    lock = storage.parent / ".locks" / storage.name / f"{digest}.lock"  # the client's
+    for parent in (blob.parent, lock.parent):
+        parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if blob.exists():
+            return
+        with part.open("ab") as stored:
+            start = stored.tell()
+            if start > size:
+                stored.truncate(0)
+                start = 0
+            if start:
+                logger.info("%s: going on at %s of %s", name, readable(start), readable(size))
+            if start < size:  # else it was stopped before the comparison
+                url, headers = hf_hub_url(repo, name, revision=commit), build_hf_headers()
+                http_get(url, stored, resume_size=start, headers=headers, expected_size=size, displayed_filename=name)
+        with part.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != digest:
+            part.unlink()
+            raise CheckpointError(f"{name} of {repo} has the SHA-256 {found}; expected {digest}. Try it again")
+        os.replace(part, blob)
+
+
+def _from_cache(repo: str, revision: str | None, weights: bool, cause: Exception) -> Path:
+    folder, path = snapshot(repo, revision), cached(repo, revision, weights)
+    if path is not None:
+        logger.warning("the hub cannot be reached; %s comes from its cache", repo)
+        return path
+    missing = "is not in the hub's cache" if folder is None else "is only in part in the hub's cache"
+    raise CheckpointError(
+        f"{repo} {missing} and cannot be downloaded ({cause}). Check the connection, or download the model elsewhere "
+        "and pass its folder"
+    ) from cause
+
+
+def readable(size: int) -> str:
+    """Returns a number of bytes as people read it: 1.2 GB."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"

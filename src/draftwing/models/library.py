@@ -1,0 +1,175 @@
+"""Models on this machine: those in the caches of this package and of the hub, and what their files say of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf import GGMLQuantizationType
+
+from draftwing.config.aliases import ALIASES, DEFAULT_MODEL
+from draftwing.config.options import Options
+from draftwing.errors import CheckpointError
+from draftwing.gguf_file import GGUFFile, open_gguf
+from draftwing.models.folder import read_json
+from draftwing.models.generation import sampling_defaults
+from draftwing.models.hub import default_model_file
+from draftwing.models.hub_files import snapshot
+from draftwing.models.language_model import language_model
+from draftwing.models.loader import load_config
+from draftwing.text.tokenizer import load_tokenizer
+
+_HEAD = re.compile(r"eagle|dflash|dspark|domino|speculator|medusa", re.IGNORECASE)  # in names of architectures
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in a cache.
+
+    name: its alias, or hub id.  path: of its `.gguf` file, or of the folder of its newest revision.  size: bytes that
+    all of its revisions take.  commits: of those revisions.
+    """
+
+    name: str
+    path: Path
+    size: int
+    commits: tuple[str, ...] = ()
+
+
+def stored_models() -> list[StoredModel]:
+    """Returns the models in the caches, by name; draft heads are among them."""
+    found = []
+    default = default_model_file()
+    if default.is_file():
+        found.append(StoredModel(DEFAULT_MODEL, default, default.stat().st_size))
+    names = {alias.hub.repo: name for name, alias in ALIASES.items() if alias.hub is not None}
+    for repo in _cached_repositories():
+        newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+        if (newest.snapshot_path / "config.json").exists():
+            commits = tuple(revision.commit_hash for revision in repo.revisions)
+            name = names.get(repo.repo_id, repo.repo_id)
+            found.append(StoredModel(name, newest.snapshot_path, repo.size_on_disk, commits))
+    return sorted(found, key=lambda model: model.name)
+
+
+def _cached_repositories() -> Iterator[Any]:
+    """Repositories of models in the hub's cache that have a revision."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return
+    yield from (repo for repo in cache.repos if repo.repo_type == "model" and repo.revisions)
+
+
+def find(name: str) -> Path | None:
+    """Returns the files that `name`, as for `resolve_model`, means on this machine, without asking the hub."""
+    alias = ALIASES.get(name)
+    if name == DEFAULT_MODEL:
+        file = default_model_file()
+        return file if file.is_file() else None
+    if alias is not None and alias.hub is not None:
+        return snapshot(*alias.hub)
+    path = Path(name).expanduser()
+    if path.exists() or "/" not in name:
+        return path
+    # Of a repository that was fetched at a commit the cache does not know the main branch.
+    return snapshot(name) or next((model.path for model in stored_models() if name in _names(model)), None)
+
+
+def describe(name: str, path: Path) -> dict[str, Any]:
+    """Returns what config.json or a `.gguf` file's metadata say: architecture, whether it is served, and sizes.
+
+    unserved: why it is not, None: it is.  parameters: those in matrices.
+    """
+    facts: dict[str, Any] = {"model": name, "path": str(path), "size": _size(path)}
+    alias = ALIASES.get(name)
+    licence = alias.licence if alias is not None else None
+    try:
+        if path.suffix == ".gguf":
+            file = open_gguf(path)
+            facts["architecture"] = file.metadata.get("general.architecture")
+            facts["format"] = f"GGUF {_main_type(file)}"
+            licence = licence or file.metadata.get("general.license")
+        else:
+            config = read_json(path / "config.json")
+            facts["architecture"] = ", ".join(map(str, config.get("architectures") or ())) or config.get("model_type")
+            facts["format"] = _format(config)
+        facts["licence"] = licence
+        served = load_config(path)
+    except CheckpointError as error:
+        head = _HEAD.search(str(facts.get("architecture", "")))
+        return facts | {"unserved": "a draft head" if head else str(error)}
+    options = Options.from_kwargs(model=name).resolve()
+    return facts | {
+        "architecture": served.architecture,
+        "unserved": None,
+        "parameters": served.matrix_weights,
+        "context_length": served.max_positions,
+        "drafter": options.drafter,
+        "draft_model": options.speculative_draft_model_path,
+    }
+
+
+def describe_requests(name: str, path: Path) -> dict[str, Any]:
+    """Returns what a request meets: the chat template, and defaults of sampling fields."""
+    try:
+        source = load_tokenizer(path).chat_source
+    except CheckpointError:
+        source = None
+    template = "none" if source is None else "with tools" if "tools" in source else "without tools"
+    return {"chat_template": template, "sampling_defaults": sampling_defaults(path, name)}
+
+
+def remove(name: str) -> int:
+    """Deletes a model from its cache, of a repository all revisions; returns how many bytes that frees. Raises
+    CheckpointError for what is in no cache."""
+    if name == DEFAULT_MODEL and default_model_file().is_file():
+        size = _size(default_model_file().parent)
+        shutil.rmtree(default_model_file().parent)
+        return size
+    model = next((model for model in stored_models() if model.commits and name in _names(model)), None)
+    if model is None:
+        if Path(name).expanduser().exists():
+            raise CheckpointError(f"{name} is a file or folder of yours, which was not fetched: delete it yourself")
+        raise CheckpointError(f"{name} is in no cache; `draftwing list` shows what is")
+    from huggingface_hub import constants, scan_cache_dir
+
+    scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*model.commits).execute()
+    return model.size
+
+
+def _names(model: StoredModel) -> tuple[str, ...]:
+    alias = ALIASES.get(model.name)
+    return (model.name,) if alias is None or alias.hub is None else (model.name, alias.hub.repo)
+
+
+def _size(path: Path) -> int:
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _main_type(file: GGUFFile) -> str:
+    """The type that most of the values are stored as."""
+    values: Counter[int] = Counter()
+    for tensor in file.tensors.values():
+        values[tensor.type_id] += math.prod(tensor.shape)
+    return GGMLQuantizationType(values.most_common(1)[0][0]).name if values else "without tensors"
+
+
+def _format(config: dict[str, Any]) -> str:
+    """How weights are stored: the method by which they are quantised, or their type."""
+    with contextlib.suppress(CheckpointError):
+        config = dict(language_model(config))
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return str(method or config.get("dtype") or config.get("torch_dtype") or "unknown")

@@ -1,0 +1,122 @@
+"""Commands that cannot work, as hands used to other servers type them. Each ends with code 2 and one sentence, which
+names what to type instead, before any weight is read: those of the model here cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference.checkpoints import eagle3_head, llama_target
+from tiny_checkpoint import VOCAB, write_tokenizer
+
+from draftwing.cli.main import main
+
+TARGET = llama_target(0, vocab_size=VOCAB, num_hidden_layers=6, max_position_embeddings=128)
+UNREADABLE = b"these are no weights"
+DEEPSEEK: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+QWEN: dict[str, Any] = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What words in braces of the commands stand for: folders, files and addresses."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in {"deepseek": DEEPSEEK, "qwen": QWEN, "weightless": {}}.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    (root / "empty").mkdir()
+    (root / "no.gguf").write_bytes(b"not a GGUF file")
+    TARGET.write(root / "target")
+    eagle3_head(TARGET, vocab_size=2 * VOCAB).write(root / "head")
+    write_tokenizer(root / "target")
+    for model in ("target", "head"):
+        (root / model / "model.safetensors").write_bytes(UNREADABLE)
+    with socket.socket() as unheard, socket.create_server(("127.0.0.1", 0)) as taken:
+        unheard.bind(("127.0.0.1", 0))
+        found = {file.name.replace(".", "_"): str(file) for file in root.iterdir()}
+        yield found | {
+            "root": str(root),
+            "unheard": f"http://127.0.0.1:{unheard.getsockname()[1]}",
+            "taken": str(taken.getsockname()[1]),
+        }
+
+
+MODELS = "'smollm2' .* folder .* .gguf .* hub id"
+HEAD = "bench {target} --speculative-algorithm EAGLE3 --speculative-draft-model-path"
+WRONG = [
+    ("serv", r"'serve', 'chat'"),
+    ("run smollm3", MODELS),
+    ("serve smollm3", MODELS),
+    ("serve --speculative-algoritm EAGLE3", "--speculative-algorithm$"),
+    ("serve --modle smollm2", "--model$"),
+    ("serve --gpu-memory-utilization 0.9", "--mem-fraction-static$"),
+    ("serve --max-model-len 4096", "--context-length$"),
+    ('serve --speculative-config {{"method":"ngram"}}', "--speculative-algorithm"),
+    ("serve --enable-lora", "LoRA.* not supported"),
+    ("serve -m smollm2", "--model$"),
+    ("serve -c 4096", "--context-length$"),
+    ("serve -ngl 99", "--device"),
+    ("serve -hf org/name", "--model$"),
+    ("serve --temp 0.2", "'temperature'"),
+    ("serve --dp-size 2", "--tp-size"),
+    ("serve --spec-typ x", "draftwing serve --help-all"),
+    ("pull --wholly-unknown x", "draftwing pull --help"),
+    ("serve --model /no/such/folder", MODELS),
+    ("serve --model ./nothing.gguf", MODELS),
+    ("pull smollm3", MODELS),
+    ("bench --model {empty}", "no config.json.*" + MODELS),
+    ("bench --model {no_gguf}", "not a GGUF file"),
+    ("bench {deepseek}", r"DeepseekV3ForCausalLM has latent attention \(MLA\)"),
+    ("bench {qwen}", "linear attention"),
+    ("bench {target} --context-length 100000", "--context-length 100000 .* 128 positions"),
+    ("bench {target} --dtype fp17", "--dtype must be one of auto, .*'fp17'"),
+    ("bench {target} --quantization int4", "--quantization must be one of auto, .*'int4'"),
+    ("bench {target} --speculative-algorithm EAGLE4", "--speculative-algorithm must be one of none, .* EAGLE3"),
+    ("bench {target} --speculative-algorithm STANDALONE", "STANDALONE needs --speculative-draft-model-path"),
+    (f"{HEAD} {{weightless}}", "no weights in .*expected one of model.safetensors"),
+    (f"{HEAD} {{head}}", f"vocab_size.*{VOCAB}"),
+    ("bench --speculative-num-steps -1", "--speculative-num-steps must be at least 1; found -1"),
+    (
+        "bench --speculative-num-steps 5 --speculative-eagle-topk 8 --speculative-num-draft-tokens 4",
+        r"--speculative-num-draft-tokens must be from --speculative-num-steps \+ 1 .* 6 to 265 .*found 4",
+    ),
+    ("bench --mem-fraction-static 2", "--mem-fraction-static must be at most 0.99; found 2.0"),
+    ("serve --port 99999", "--port must be at most 65535; found 99999"),
+    ("serve --port abc", "--port.*'abc'"),
+    ("serve --port {taken}", "port {taken} of 127.0.0.1 is in use.*--port"),
+    ("serve --chat-template nothing.jinja --load-format dumy", "--load-format must be one of"),
+    ("chat {target} --chat-template nothing.jinja", "--chat-template: expected a file, .*chatml_tools"),
+    ("chat --url {unheard}", "no answer from {unheard}"),
+    ("bench --url {unheard}", "no answer from {unheard}"),
+    ("bench --prompts {root}/nothing.jsonl", "--prompts: .*nothing.jsonl cannot be read"),
+    ("bench --concurrency x", "--concurrency.*as 1,8; found 'x'"),
+    ("train --out {root}/run", "--prompts or --conversations"),
+    ("train fti --out {root}/run", "did you mean fit"),
+    ("train --out {root}/run --prompts {root}/nothing", "nothing cannot be read"),
+    ("train --out {root}/run --algorithm EAGLE4", "--algorithm must be one of"),
+]
+
+
+@pytest.mark.parametrize(("command", "says"), WRONG, ids=[command for command, _ in WRONG])
+def test_it_says_what_to_do(
+    command: str, says: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main([word.format(**places) for word in command.split()])
+    except SystemExit as error:  # argparse's
+        code = error.code
+    said = capsys.readouterr()
+    line = said.err.splitlines()[-1]
+    assert code == 2 and not said.out and "Traceback" not in said.err
+    assert re.search(says.format(**places), line), line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "use --device cpu or auto" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Options of other servers are answered with ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftwing.cli.main import main
+from draftwing.config import sglang_compat
+from draftwing.config.fields import names_of
+from draftwing.config.foreign_names import OF_REQUESTS, OURS, SHORT, WITHOUT_COUNTERPART, of_others
+from draftwing.config.options import Options
+from draftwing.errors import ConfigError
+
+
+def test_what_is_named_is_an_option_and_what_is_known_is_none() -> None:
+    known = names_of(Options)
+    assert set(OURS.values()) <= known.keys()
+    tables = (OURS, OF_REQUESTS, WITHOUT_COUNTERPART)
+    names = [name for table in tables for name in table]
+    assert len(names) == len(set(names)) and not {*names} & {*known, *sglang_compat.FOREIGN}
+    assert set(SHORT.values()) <= {*names, *known, *sglang_compat.FOREIGN}
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        ("--max-model-len", "--context-length"), ("--max_model_len=4096", "--context-length"),
+        ("--gpu-memory-utilization", "--mem-fraction-static"), ("--max-num-seqs", "--max-running-requests"),
+        ("--ctx-size", "--context-length"), ("--n-gpu-layers", "--device"), ("--enable-lora", "LoRA"),
+        ("--speculative-config", "--speculative-algorithm"), ("--mmproj", "images are not supported"),
+        ("-m", "--model"), ("-hf", "--model"), ("-ngl", "--device"), ("-c", "--context-length"),
+        ("-t", "--num-threads"),
+        ("-md=x.gguf", "--speculative-draft-model-path"), ("--num-ctx", "--context-length"), ("-tp", "--tp-size"),
+        ("--reasoning-format", "--reasoning-parser"), ("--repeat-penalty", "repetition_penalty"), ("-dp", "--dp-size"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
+def test_the_command_line_names_ours(command: str, option: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main([command, option, "1"])
+    assert info.value.code == 2 and ours in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_keywords_are_answered_alike() -> None:
+    with pytest.raises(ConfigError, match="'mem_fraction_static'"):
+        Options.from_kwargs(gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match="LoRA"):
+        Options.from_kwargs(enable_lora=True)
+    with pytest.raises(ConfigError, match="field of each request"):
+        Options.from_kwargs(n_predict=3)
+
+
+@pytest.mark.parametrize("option", ["-n", "--n-predict", "--num-predict"])
+def test_fields_of_requests_are_options_where_a_command_asks(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, ours in (("serve", "'max_tokens'"), ("chat", "--max-tokens")):
+        with pytest.raises(SystemExit):
+            main([command, option, "1"])
+        assert ours in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_has_no_effect_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--speculative-adaptive-confi", "x"])
+    near = capsys.readouterr().err.split()[-1]
+    assert near in {f"--{name.replace('_', '-')}" for name in names_of(Options)}
+
+
+def test_variables_of_other_servers() -> None:
+    environ = {"OLLAMA_HOST": "x", "OLLAMA_NUM_PARALLEL": "4", "LLAMA_ARG_CTX_SIZE": "9", "OLLAMA_NOPRUNE": "1"}
+    found = of_others(environ | {"HOST": "y"}, names_of(Options))
+    assert found == {
+        "OLLAMA_HOST": "host", "OLLAMA_NUM_PARALLEL": "max_running_requests", "LLAMA_ARG_CTX_SIZE": "context_length"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32"), ("bfloat16", "bfloat16")],
+)
+def test_spellings_of_a_dtype(spelling: str, dtype: str) -> None:
+    assert Options.from_kwargs(dtype=spelling).resolve().dtype == dtype

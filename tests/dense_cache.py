@@ -1,0 +1,31 @@
+"""Attention that tests compare with: all keys and values kept as they came."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.attention import FULL, Attend, AttentionKind
+
+
+class DenseCache(Attend):
+    """Causal attention with a cache that grows by every call, in plain matrix products."""
+
+    def __init__(self) -> None:
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        if layer in self.kv:
+            k, v = torch.cat((self.kv[layer][0], k)), torch.cat((self.kv[layer][1], v))
+        self.kv[layer] = (k, v)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [T, heads, head_dim]
+        scores = torch.einsum("mhd,thd->hmt", q, k) * (kind.scalar or q.shape[-1]) ** -0.5
+        seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
+        if kind.window:
+            seen = seen.triu(k.shape[0] - q.shape[0] - kind.window + 1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if kind.sinks is not None:
+            scores = torch.cat((scores, kind.sinks[:, None, None].expand(-1, len(q), 1)), 2)
+        weights = scores.softmax(-1)[..., : len(k)]
+        return torch.einsum("hmt,thd->mhd", weights, v).flatten(1)

@@ -1,0 +1,323 @@
+"""What the page's scripts compute, without a browser: run by Node.js around a stand-in for the document."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import draftwing
+
+FOLDER = Path(draftwing.__file__).parent / "server" / "ui" / "assets"
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="Node.js is not installed")
+Run = Callable[[str, Any], Any]
+
+DOCUMENT = """# Title
+
+A paragraph with **bold**, *slanted*, ~~struck~~ and `code`, [a link](https://example.com/a) and https://example.com/b.
+Its second line, with $x^2$ and \\(y\\).
+
+```python
+def f(x):  # text with ` and ```
+    return x
+
+    x = "```"
+```
+
+| a | b |
+|:--|--:|
+| 1 | 2 |
+
+- one
+- two
+  1. inner
+
+      indented
+
+- [x] done
+
+> quoted
+> lines
+
+$$
+\\frac{a}{b}
+$$
+
+Setext
+======
+
+[the name]: https://example.com/c
+
+[^1]: A note, see [the name].
+
+~~~
+tildes
+~~~
+
+Last, with [the name] and [^1].
+"""
+PIECES = [
+    *"*_`~$|>#-+[]()!<&\\\n ",
+    "\n\n",
+    "```",
+    "~~~",
+    "- ",
+    "1. ",
+    "    ",
+    "> ",
+    "| a |\n|---|\n",
+    "word",
+    "$$",
+    "\\[",
+    "\\]",
+    "[a]: b",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a script with `data`, which may import the page's; returns what it hands to `give`."""
+    folder = tmp_path_factory.mktemp("scripts")
+    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
+    shutil.copy(Path(__file__).parent / "dom_stub.mjs", folder)
+    (folder / "package.json").write_text('{"type": "module"}')
+
+    def ran(script: str, data: Any) -> Any:
+        head = 'import "./dom_stub.mjs";\nimport { readFileSync, writeFileSync } from "node:fs";\n'
+        head += 'const data = JSON.parse(readFileSync("in.json", "utf8"));\n'
+        head += 'const give = (value) => writeFileSync("out.json", JSON.stringify(value ?? null));\n'
+        (folder / "main.mjs").write_text(head + script, encoding="utf8")
+        (folder / "in.json").write_text(json.dumps(data), encoding="utf8")
+        assert NODE is not None
+        done = subprocess.run([NODE, "main.mjs"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads((folder / "out.json").read_text(encoding="utf8"))
+
+    yield ran
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_any_precision_are_sent_and_others_are_refused(run: Run) -> None:
+    right = {"temperature": "0.65", "top_p": ".92", "min_p": "0.02", "repetition_penalty": "1.02", "top_k": "-1"}
+    wrong = {"temperature": "0,5", "top_p": "0", "min_p": "1.1", "seed": "1.5", "max_tokens": "0", "top_k": "many"}
+    script = """
+    const { read, requestFields } = await import("./sampling.js");
+    const problems = Object.entries(data.wrong).map(([name, typed]) => [name, Boolean(read(name, typed).problem)]);
+    const [sent, rest] = [data.right, data.wrong].map((one) => requestFields(one));
+    give({ sent, rest, problems: Object.fromEntries(problems) });"""
+    found = run(script, {"right": right, "wrong": wrong})
+    assert found["sent"] == {name: float(value) for name, value in right.items()}
+    assert found["problems"] == dict.fromkeys(wrong, True) and found["rest"] == {}
+
+
+def test_fields_that_are_texts(run: Run) -> None:
+    settings = {
+        "stop": "END\n\\n\\n", "schema": '{"type": "object"}', "reasoning_effort": "low", "logprobs": "on",
+        "extra": '{"logit_bias": {"5": -100}, "temperature": 0.1}', "temperature": "1", "mode": "both",
+    }  # fmt: skip
+    script = 'const { requestFields } = await import("./sampling.js"); give(requestFields(data));'
+    schema = {"name": "answer", "strict": True, "schema": {"type": "object"}}
+    assert run(script, settings) == {
+        "stop": ["END", "\n\n"], "response_format": {"type": "json_schema", "json_schema": schema},
+        "reasoning_effort": "low", "logprobs": True, "top_logprobs": 5, "logit_bias": {"5": -100}, "temperature": 0.1,
+    }  # fmt: skip
+    wrong = {"extra": '{"messages": []}', "schema": "[1]"}
+    script = 'const { read } = await import("./sampling.js"); give(Object.entries(data).map((one) => read(...one)));'
+    assert all("problem" in one for one in run(script, wrong))
+
+
+def test_mistakes_in_json_are_found_where_they_are(run: Run) -> None:
+    """Against Python's reader: which texts are right, and for some mistakes the place."""
+    chance = random.Random(3)
+    valid = '{"a": [1, -2.5e3, true, null, "x\\u00e9\\n"], "b": {"c": {}, "d": []}}'
+    texts = [valid, ""]
+    for _ in range(400):
+        at = chance.randrange(len(valid))
+        texts.append(valid[:at] + chance.choice(["", *'{}[]",:1e-x \n']) + valid[at + 1 :])
+    script = 'const { jsonProblem } = await import("./sampling.js"); give(data.map(jsonProblem));'
+    problems = run(script, texts)
+    for text, problem in zip(texts, problems, strict=True):
+        try:
+            json.loads(text)
+            right = True
+        except json.JSONDecodeError:
+            right = False
+        assert (problem is None) == right, (text, problem)
+    placed = ['{"a" 1}', "[1, 2", '{"a":\n  {"b": }}', '{"a": 1} x', "[1,\n\n?]"]
+    for text, problem in zip(placed, run(script, placed), strict=True):
+        with pytest.raises(json.JSONDecodeError) as raised:
+            json.loads(text)
+        assert problem.startswith(f"line {raised.value.lineno}, column {raised.value.colno}:"), (text, problem)
+
+
+# -- markdown ---------------------------------------------------------------------------------------------------------
+
+STREAM = """
+const { MarkdownView, blocks } = await import("./markdown.js");
+const view = (parts) => {
+  const before = document.made;
+  const root = document.createElement("div"), shown = new MarkdownView(root);
+  let text = "";
+  for (const part of parts) shown.show(text += part);
+  return { tree: root.toJSON(), made: document.made - before };
+};
+"""
+
+
+def test_a_text_that_grows_becomes_what_it_is_at_once(run: Run) -> None:
+    chance = random.Random(5)
+    texts = [DOCUMENT, DOCUMENT.replace("\n", "\r\n")]
+    texts += ["".join(chance.choices(PIECES, k=chance.randrange(5, 60))) for _ in range(300)]
+    cut = []
+    for text in texts:
+        places = sorted(chance.sample(range(1, len(text)), k=min(len(text) - 1, 12)))
+        cut.append([text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])
+    script = (
+        STREAM
+        + """
+    give(data.map((parts) => {
+      const text = parts.join(""), read = blocks(text.replace(/\\r\\n?/g, "\\n"));
+      return [view([text]).tree, view(parts).tree, read.reduce((sum, { raw }) => sum + raw.length, 0)];
+    }));"""
+    )
+    for parts, (at_once, grown, raw) in zip(cut, run(script, cut), strict=True):
+        text = "".join(parts)
+        assert raw == len(text.replace("\r\n", "\n")), repr(text)
+        if "[a]:" not in text:  # what a name stands for may come after its use
+            assert grown == at_once, parts
+
+
+def test_a_long_text_that_grows_is_not_made_again_and_again(run: Run) -> None:
+    """2,000 lines in 150 parts: elements that were made, against those of the text at once."""
+    table = "| a | b |\n|---|---|\n" + "| 1 | `2` |\n" * 2000
+    code = "```python\n" + "x = 1  # a line\n" * 2000 + "```\n"
+    texts = [DOCUMENT * 50, code, "- an *item*\n" * 2000, table]
+    parts = [[text[i : i + len(text) // 150] for i in range(0, len(text), len(text) // 150)] for text in texts]
+    found = run(STREAM + "give(data.map((parts) => [view([parts.join('')]).made, view(parts).made]));", parts)
+    for at_once, grown in found:
+        assert grown < 12 * at_once, "each block is made again as long as it is one of the last two"
+
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)><script>alert(2)</script>",
+    "[a](javascript:alert(1)) [b](JaVaScRiPt:x) [c](data:text/html,x) [x](//evil.example)",
+    "[a]\n\n[a]: javascript:alert(1)",
+    "<javascript:alert(1)> <a href='javascript:x'>y</a>",
+    "![x](https://evil.example/a.png)",
+    "```<img onerror=x>\n<script>\n```",
+    "| <svg/onload=x> |\n|---|\n| <iframe src=x> |",
+    "[^<b>]: <b>\n\n[^<b>]",
+    "&lt;script&gt; &#60;b&#62; &#x3c;i&#x3e;",
+    "$\\href{javascript:x}{y}$",
+    "<!-- x --> <style>*{}</style> <math><mi>",
+]
+
+
+def test_nothing_of_an_answer_becomes_markup(run: Run) -> None:
+    allowed = {
+        "a", "blockquote", "br", "button", "code", "del", "div", "em", "h3", "h4", "h5", "h6", "hr", "input", "li",
+        "ol", "p", "pre", "span", "strong", "sup", "table", "tbody", "td", "th", "thead", "tr", "ul",
+    }  # fmt: skip
+    harmless = {
+        "class", "tabindex", "role", "aria-label", "href", "target", "rel", "type", "disabled", "checked", "scope",
+        "start",
+    }  # fmt: skip
+    script = """
+    const { markdown } = await import("./markdown.js");
+    give(data.map((text) => markdown(text).map((one) => one.toJSON())));"""
+
+    def check(node: Any) -> None:
+        if isinstance(node, str):
+            return
+        tag, attributes, children = node
+        assert tag in allowed and set(attributes) <= harmless, node
+        assert tag != "a" or attributes["href"].startswith(("https://", "http://", "mailto:"))
+        for child in children:
+            check(child)
+
+    for text, found in zip([*HOSTILE, DOCUMENT], run(script, [*HOSTILE, DOCUMENT]), strict=True):
+        assert found or not text
+        for node in found:
+            check(node)
+
+
+def test_what_is_a_formula_and_what_is_not(run: Run) -> None:
+    are = {"$x$": "x", "$$a\nb$$": "a\nb", "\\(x\\)": "x", "\\[x\\]": "x", "$a_{1} \\$ b$ c": "a_{1} \\$ b"}
+    are_not = ["$5 and $10", "$ x$", "$x $", "$$", "\\(x", "$a\n\nb$", "$$a\n\nb$$", "$1$2", "x$"]
+    script = (
+        'const { takeFormula } = await import("./math.js"); give(data.map((text) => takeFormula(text)?.tex ?? null));'
+    )
+    assert run(script, [*are, *are_not]) == [*are.values(), *[None] * len(are_not)]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_a_question_are_found_again_in_it(run: Run) -> None:
+    files = [
+        {"name": "a.py", "text": "x = 1\n"},
+        {"name": "notes with `ticks`.md", "text": "```\n````\ncode\n````\n```\n\nFile: b\n"},
+        {"name": "no ending", "text": "\n\nlast\n"},
+    ]
+    script = """
+    const { withFiles, splitFiles } = await import("./attachments.js");
+    give(data.map(([words, files]) => splitFiles(withFiles(words, files))));"""
+    asked = [["Look at\n\nFile: nothing", files], ["", files[:1]], ["no files", []], ["File: x\n```\nopen", []]]
+    assert run(script, asked) == [{"words": words, "files": given} for words, given in asked]
+
+
+def test_a_trace_in_a_file_is_the_trace(run: Run) -> None:
+    node = {"parent": None, "id": 5, "text": " b", "by": "lookup", "survival": 0.5, "verified": True, "accepted": True}
+    tokens = [{"id": 5, "text": " b"}, {"id": 0, "text": "<e>", "special": True}]
+    steps = [
+        {"step": 0, "seconds": 0.1, "requests": 1, "tokens": [{"id": 1, "text": "a"}], "nodes": []},
+        {"step": 1, "seconds": 0.01, "requests": 1, "tokens": tokens, "nodes": [node]},
+        {"step": 4, "seconds": 0.01, "requests": 1, "tokens": tokens[:1], "nodes": []},
+    ]
+    script = """
+    const { Trace, readTrace, traceFile } = await import("./trace.js");
+    const trace = new Trace(true);
+    trace.add(data.steps);
+    const file = traceFile(trace, { version: "9", model: "m", algorithm: "NGRAM" });
+    const again = readTrace(traceFile(readTrace(file), { model: "another" }));
+    const refusal = (text) => { try { readTrace(text); return ""; } catch (error) { return error.message; } };
+    give({ file: JSON.parse(file), again, perStep: again.perStep, refused: data.wrong.map(refusal) });"""
+    head = {"format": "draftwing-trace", "version": 1}
+    orphan = {**steps[1], "nodes": [{**node, "parent": 0}]}
+    bad = [{}, {**head, "version": 2}, {**head, "steps": []}, {**head, "steps": [steps[0], orphan]}]
+    found = run(script, {"steps": steps, "wrong": ["nonsense", *map(json.dumps, bad)]})
+    assert found["file"]["steps"] == found["again"]["steps"] == steps
+    assert (found["file"]["draftwing"], found["file"]["model"], found["again"]["source"]["model"]) == ("9", "m", "m")
+    assert (found["again"]["forwards"], found["again"]["tokens"], found["again"]["lost"]) == (2, 3, 2)
+    assert found["perStep"] == 1.5 and all(found["refused"]) and "Entry 1" in found["refused"][-1]
+
+
+def test_figures_of_an_answer(run: Run) -> None:
+    script = """
+    const { figures } = await import("./answers.js");
+    const { tokensOf } = await import("./context.js");
+    give([figures(data), tokensOf([{ answers: [data] }, { content: "" }]), tokensOf([{ content: "" }])]);"""
+    answer = {
+        "drafts": True, "tokens": 101, "seconds": 2, "perStep": 2.5, "promptTokens": 40, "cachedTokens": 30,
+        "firstSeconds": 0.25, "finish": "length",
+    }  # fmt: skip
+    words, used, nothing = run(script, answer)
+    for part in (
+        "101 tokens",
+        "50 tokens/s",
+        "2.50 per step",
+        "prompt 40 (30 cached)",
+        "first token after 0.25 s",
+        "cut off",
+    ):
+        assert part in words
+    assert used == 141 and nothing is None
