@@ -21,7 +21,7 @@ from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.policy import FixedShape
+from draftwing.sched.policy.shape_policy import FixedShape
 
 TOP_P = {0.7: 0.95}  # by temperature; 1 elsewhere
 

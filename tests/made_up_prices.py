@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draftwing.core import LOOKUP_ALONE, StepResult, TreeShape
-from draftwing.sched.policy import Load, MostTokens
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
+from draftwing.sched.policy.shape_policy import StepContext
+from draftwing.sched.policy.tree_policy import TreePolicy
 
 
-class OnMadeUpMachine(MostTokens):
+class OnMadeUpMachine(TreePolicy):
     """Drafts cost little for few rows and a lot for many, so that few draft and many rest. `chosen` counts steps by
     shape."""
 
     def __init__(self, menu: Sequence[TreeShape], few: int = 4, query: float = 0.1) -> None:
         """few: rows; query: milliseconds of a draft that is verified, for each of them."""
         self._few, self._query = few, query
-        prices = Prices(menu, False)
+        prices = StepCost(menu, False)
         for shape in menu:
             for rows in (1, 2, 3, 4, 6, 8, 16, 32):
                 prices.measured(shape, rows, 0, self._takes(shape, rows))
@@ -28,12 +29,12 @@ class OnMadeUpMachine(MostTokens):
         levels = 0 if shape.by == LOOKUP_ALONE else shape.depth
         return 1e-3 * (2.0 + 0.2 * levels + (self._query if rows <= self._few else 3.0) * rows * (shape.queries - 1))
 
-    def choose(self, load: Load) -> TreeShape:
-        shape = super().choose(load)
+    def choose(self, context: StepContext) -> TreeShape:
+        shape = super().choose(context)
         self.chosen[shape] += 1
         return shape
 
-    def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
         late = 1e-4 if result.catching_up else 0.0
-        seconds = self._takes(shape, len(load.confidences)) + late
-        super().record(shape, load, replace(result, seconds=seconds, catching_up=late), plain)
+        seconds = self._takes(shape, len(context.confidences)) + late
+        super().record(shape, context, replace(result, seconds=seconds, catching_up=late), priced)

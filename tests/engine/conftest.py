@@ -28,7 +28,7 @@ from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.policy import FixedShape, ShapePolicy
+from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.spec.drafter import Draft

@@ -19,7 +19,7 @@ from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.sched.policy import FixedShape, ShapePolicy
+from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -181,7 +181,9 @@ def test_a_long_prompt_beside_a_short_one_at_rest(
     """The head sees the long one at once, whichever comes first, and the other when it drafts."""
     if harness.device != "cpu":
         pytest.skip("for the CPU")
-    monkeypatch.setattr("draftwing.sched.pace.Pace.record", lambda *_: None)  # a slow machine prefills less at once
+    monkeypatch.setattr(
+        "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
+    )  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
     model, policy = harness.tiny_model(), Told(TREE)
@@ -235,7 +237,9 @@ def test_a_lookup_sees_prompts_that_its_head_does_not(harness: Any, lag: int, mo
     """Its row is the new request's, which is told nothing of what the one before it said."""
     if harness.device != "cpu":
         pytest.skip("for the CPU")
-    monkeypatch.setattr("draftwing.sched.pace.Pace.record", lambda *_: None)  # a slow machine prefills less at once
+    monkeypatch.setattr(
+        "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
+    )  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
     ops, model, alone = make_ops(torch.device("cpu")), harness.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
@@ -395,11 +399,11 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
         rig.submit("first", [1, 2], harness.greedy(3))
         rig.run()
         passes.clear()
-        rig.sched._pace._pressed, rig.sched._pace.rest = 1000, lambda: None  # as beside others
+        rig.sched._prefills._waited, rig.sched._prefills.rest = 1000, lambda: None  # as beside others
         rig.submit("skipped", long[:35], harness.greedy(9))
         (text,) = harness.plain_answers(model, [long[:35]], [harness.greedy(9)]).tokens.values()
         assert rig.run().tokens["skipped"] == text and not [span for span in passes if span.length > 1]
-        rig.sched._pace._pressed = 0
+        rig.sched._prefills._waited = 0
     rig.submit("aborted", long, harness.greedy(9))
     for _ in range(6):
         rig.loop.turn()

@@ -12,7 +12,7 @@ from draftwing.core import TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.layers.config import ExpertConfig
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
@@ -54,7 +54,7 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
             return whole(x, residual, scatter)
 
         monkeypatch.setattr(mlp, "_whole", routed)
-    prices = Prices((shape,), False)
+    prices = StepCost((shape,), False)
     for random, distinct in ((True, 11), (False, 6)):
         seen.clear()
         with experts_at_random(rig.executor) if random else nullcontext():

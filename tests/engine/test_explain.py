@@ -22,14 +22,17 @@ class Sched:
 
     def __init__(self) -> None:
         self.choice, self.policy, self.requests, self.asked = self, self, 2, 0
+        self.suspended = False
 
-    def load(self) -> Any:
-        return SimpleNamespace(confidences=[1] * self.requests, context=100 * self.requests)
+    def next_context(self) -> Any:
+        return SimpleNamespace(confidences=[1] * self.requests, kv_tokens=100 * self.requests)
 
-    def explain(self, load: Any) -> list[dict[str, Any]]:
+    def explain(self, context: Any) -> list[dict[str, Any]]:
         self.asked += 1
-        return [{"shape": CHAIN, "price_ms": 4.0, "gain": 1.0, "rate": 750.0, "chosen": False},
-                {"shape": PLAIN, "price_ms": 2.0, "gain": 0.0, "rate": 1000.0, "chosen": True}]  # fmt: skip
+        return [{"shape": CHAIN, "price_ms": 4.0, "gain": 1.0, "rate": 750.0, "chosen": False, "tried": False,
+                 "late": self.suspended},
+                {"shape": PLAIN, "price_ms": 2.0, "gain": 0.0, "rate": 1000.0, "chosen": True, "tried": False,
+                 "late": False}]  # fmt: skip
 
 
 def test_it_looks_and_logs_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,6 +51,15 @@ def test_it_looks_and_logs_now_and_then(caplog: pytest.LogCaptureFixture) -> Non
         at += LOG_SECONDS
         explainer.look()
         assert len(caplog.records) == 2
+
+
+def test_it_tells_that_drafts_are_suspended() -> None:
+    sched = Sched()
+    explainer = Explainer(sched, False)  # type: ignore[arg-type]
+    sched.suspended = True
+    explainer.look()
+    assert explainer.now is not None and explainer.now["suspended"] is True
+    assert "prompts wait" in explainer.now["summary"]
 
 
 def test_the_newest_and_the_busiest() -> None:

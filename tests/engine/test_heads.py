@@ -17,7 +17,7 @@ from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.sched.policy import ShapePolicy
+from draftwing.sched.policy.shape_policy import ShapePolicy
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
@@ -112,7 +112,7 @@ class Turns(ShapePolicy):
         self.steps += 1
         return self.menu[self.steps % len(self.menu)]
 
-    def record(self, shape, load, result, plain=True):
+    def record(self, shape, context, result, priced=True):
         pass
 
 

@@ -32,7 +32,7 @@ def scheduler(*running, shape=CHAIN):
         waiting=[],
         config=SimpleNamespace(slots=100),
         kv=SimpleNamespace(obtainable=75),
-        choice=SimpleNamespace(policy=SimpleNamespace(menu=(shape, PLAIN))),
+        choice=SimpleNamespace(policy=SimpleNamespace(menu=(shape, PLAIN)), suspended=False),
         retractions=2,
         stale_results=1,
     )

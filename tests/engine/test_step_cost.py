@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.sched.policy import ShapePolicy
+from draftwing.sched.policy.shape_policy import ShapePolicy
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head
 
@@ -42,7 +42,7 @@ class Chosen(ShapePolicy):
     def choose(self, load):
         return self.shape
 
-    def record(self, shape, load, result, plain=True):
+    def record(self, shape, context, result, priced=True):
         pass
 
 

@@ -11,9 +11,12 @@ from draftwing.sched.explain import described, report, summary, table
 TREE, PART, CHAIN = TreeShape(4, 2, 8), TreeShape(4, 2, 8, 2), TreeShape(3, 1, 4)
 
 
-def entry(shape: TreeShape, price_ms: float | None, gain: float | None, batch: int, chosen: bool) -> dict[str, Any]:
+def entry(
+    shape: TreeShape, price_ms: float | None, gain: float | None, batch: int, chosen: bool, **more: bool
+) -> dict[str, Any]:
     rate = None if price_ms is None or gain is None else 1000 * (batch + gain) / price_ms
-    return {"shape": shape, "price_ms": price_ms, "gain": gain, "rate": rate, "chosen": chosen}
+    return {"shape": shape, "price_ms": price_ms, "gain": gain, "rate": rate, "chosen": chosen, "tried": False,
+            "late": False} | more  # fmt: skip
 
 
 def options(batch: int, gains: tuple[float, float], chosen: int) -> list[dict[str, Any]]:
@@ -39,6 +42,21 @@ def test_why_something_is_drafted() -> None:
     text = summary(options(1, (2.5, 0.9), 0), 1)
     assert text.startswith("trees of 8 tokens, 4 deep are drafted: ") and "costs 2.00x and brings 3.50x" in text
     assert "at 1 request costs" in text
+
+
+def test_a_try_is_called_one() -> None:
+    found = options(1, (0.2, 0.1), 0)
+    found[0]["tried"] = True
+    assert "to learn what they bring" in summary(found, 1)
+    assert "to learn" in report(found, 1, 10)["options"][0]["why"]
+
+
+def test_drafts_that_would_make_others_wait() -> None:
+    found = options(4, (20.0, 9.0), 2)
+    found[0]["late"] = found[1]["late"] = True
+    assert "right before this step" in summary(found, 4) and "prompts wait at every step" in summary(found, 4, True)
+    told = report(found, 4, 10, True)
+    assert told["suspended"] and "wait" in told["options"][0]["why"] and told["options"][2]["why"] == "chosen"
 
 
 def test_what_has_no_price() -> None:

@@ -16,7 +16,7 @@ from draftwing.core import Deferral, Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.policy import FixedShape
+from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 

@@ -11,9 +11,9 @@ from step_marks import marks_of
 from draftwing.core import FORBIDDEN, MARK_SOURCE, NOT_FINITE, PLAIN, Chunk, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.pace import Pace
 from draftwing.sched.planning import divided, fair_decode_batch
-from draftwing.sched.policy import FixedShape, Load
+from draftwing.sched.policy.prefill_budget import PrefillBudget
+from draftwing.sched.policy.shape_policy import FixedShape, StepContext
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -204,13 +204,12 @@ def test_nobody_waits_for_who_has_a_lower_priority():
     assert taking_part([*high, *many, low[0]]) == {"a": 16, "d": 11, "b": 1}, "of 33 s a third"
 
 
-def test_what_steps_take_is_learnt_where_it_is_asked_for():
+def test_a_fixed_shape_knows_what_steps_take():
     policy = FixedShape(PLAIN)
     plan = SimpleNamespace(seconds=3.0)
-    policy.record(PLAIN, Load([0] * 8), plan)
     assert policy.seconds(8, 0) is None
     for _ in range(5):
-        policy.record(PLAIN, Load([0] * 8), plan)
+        policy.record(PLAIN, StepContext([0] * 8), plan)
     assert policy.seconds(8, 0) == 3.0
 
 
@@ -242,18 +241,18 @@ def test_no_part_of_a_prefill_is_left_over():
             todo.append(one)
         todo.sort(key=lambda r: r.rank)
         budget = int(rng.integers(1, 200))
-        parts = divided(budget, todo, Pace(), [])
+        parts = divided(budget, todo, PrefillBudget(), [])
         assert sum(length for _, length in parts) == min(budget, sum(len(one.tokens) for one in todo))
         assert all(0 < length <= len(one.tokens) for one, length in parts)
         assert [one.uid for one, _ in parts] == [one.uid for one in todo if one in [r for r, _ in parts]]
 
 
 def test_shares_of_time_are_no_more_tokens_than_a_prefill_may_have():
-    pace = Pace()
+    budget = PrefillBudget()
     for price in (1.0004e-6, 1.4e-9, 2.3456e-5):
-        pace._token = price
+        budget._token = price
         todo = [req("long", length=9000), req("short", length=10, client="b")]
-        assert sum(length for _, length in divided(8192, todo, pace, [])) == 8192
+        assert sum(length for _, length in divided(8192, todo, budget, [])) == 8192
 
 
 def test_a_prefill_plan_holds_chunks_of_several_requests_within_the_budget():
@@ -276,8 +275,8 @@ def test_prefill_and_decode_alternate():
 def test_beside_requests_that_decode_prefills_are_short():
     sched = make(slots=9000, chunk=4000)
     for tokens in range(10, 2000, 60):
-        sched._pace.record_step(0.004)
-        sched._pace.record(
+        sched._prefills.record_step(0.004)
+        sched._prefills.record(
             [Chunk(0, 0, tokens, True)], 0.004 + 2e-5 * tokens
         )  # so 400 tokens take 3 times the shortest
     sched.submit(req("a", length=900))

@@ -30,8 +30,7 @@ from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.lag import CatchUps, FromSlots, FromStates, FromTokens
-from draftwing.sched.policy import Load, ShapePolicy
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
@@ -54,16 +53,15 @@ class AnyShape(ShapePolicy):
 
     def __init__(self, menu: tuple[TreeShape, ...]) -> None:
         self.menu = menu
-        self.prices = Prices(menu, False)
         self.next = 0
 
-    def choose(self, load: Load) -> TreeShape:
+    def choose(self, context: StepContext) -> TreeShape:
         return self.menu[self.next % len(self.menu)]
 
-    def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
-        assert len(load.confidences) == len(result.count) and (result.count - 1 <= shape.depth).all()
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
+        assert len(context.confidences) == len(result.count) and (result.count - 1 <= shape.depth).all()
 
-    def explain(self, load: Load) -> list[dict[str, Any]]:
+    def explain(self, context: StepContext) -> list[dict[str, Any]]:
         return []
 
 
@@ -206,7 +204,7 @@ class Serving(RuleBasedStateMachine):
         if len(self.flying) == 2:
             self.commit()
         self.policy.next = shape
-        self.sched._pace._pressed = 100 * (shape % 4 == 1)
+        self.sched._prefills._waited = 100 * (shape % 2 == 1)
         if self.sched.config.deferral.by_slot and self.sched.config.lagging:
             self.sched._catch_ups._prompts._rested = 100 * (shape % 3 > 0)
         before, reserve, evictable = self.sched.retractions, self.sched._reserve, self.sched.kv.radix.size

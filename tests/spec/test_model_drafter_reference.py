@@ -30,7 +30,7 @@ from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.noise import gumbel
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.policy import FixedShape, ShapePolicy
+from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.spec.heads import DraftLM

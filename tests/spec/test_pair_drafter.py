@@ -14,7 +14,7 @@ from draftwing.kv.pool import KVSpec
 from draftwing.ops.drafts import LEVELS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
-from draftwing.sched.policy import part_of
+from draftwing.sched.policy.menus import part_of
 from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.pair_drafter import PairDrafter
 

@@ -43,8 +43,9 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
-from draftwing.sched.policy import FixedShape, MostTokens, ShapePolicy
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
+from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
+from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
 from draftwing.spec.token_map import load_token_map
@@ -67,7 +68,7 @@ class Parts:
     context_length: int
     pool_tokens: int
     pool: KVPool
-    prices: Prices | None = None  # of steps, where the engine chooses by them
+    prices: StepCost | None = None  # of steps, where the engine chooses by them
     price_file: PriceFile | None = None
     capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
 
@@ -230,7 +231,7 @@ def assemble(
             "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
         )
-    prices = Prices(policy.menu, graph_size > 0) if isinstance(policy, MostTokens) else None
+    prices = StepCost(policy.menu, graph_size > 0) if isinstance(policy, TreePolicy) else None
     kept = file.read(policy.menu, prices.stepwise) if prices is not None and file is not None else None
     known = prices is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
@@ -240,11 +241,11 @@ def assemble(
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
-    if prices is not None and isinstance(policy, MostTokens):
+    if prices is not None and isinstance(policy, TreePolicy):
         if not known and file is not None:
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started)
             kept = file.compared(prices, kept, quiet)
-        policy.prices = prices = kept or prices
+        policy.cost = prices = kept or prices
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
@@ -268,7 +269,7 @@ def assemble(
     return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, prices, file)
 
 
-def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: Prices | None) -> None:
+def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: StepCost | None) -> None:
     """Captures all graphs. prices: to measure, None where they are known."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
@@ -307,7 +308,7 @@ def make_drafter(
     if options.speculative_fixed_shape:
         return drafter, FixedShape(shape)
     menu = drafter.menu(shape)
-    return drafter, MostTokens(menu, Prices(menu, False), not drafter.fixed_confidence, drafter.initial_confidence)
+    return drafter, TreePolicy(menu, StepCost(menu, False), not drafter.fixed_confidence, drafter.initial_confidence)
 
 
 @torch.inference_mode()

@@ -34,12 +34,13 @@ class Explainer:
         at = self._clock()
         if at < self._reported + REPORT_SECONDS:
             return
-        load = self._sched.load()
-        requests = len(load.confidences)
+        context = self._sched.next_context()
+        requests = len(context.confidences)
         if not requests:
             return
         self._reported = at
-        self.now = report(self._sched.choice.policy.explain(load), requests, load.context)
+        choice = self._sched.choice
+        self.now = report(choice.policy.explain(context), requests, context.kv_tokens, choice.suspended)
         if self.busiest is None or requests >= self.busiest["requests"]:
             self.busiest = self.now
         if self._logs and at >= self._logged + LOG_SECONDS:

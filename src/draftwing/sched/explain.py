@@ -20,21 +20,23 @@ def described(shape: TreeShape) -> str:
     return kind + who + part
 
 
-def report(entries: Sequence[Entry], requests: int, context: int) -> dict[str, Any]:
+def report(entries: Sequence[Entry], requests: int, context: int, suspended: bool = False) -> dict[str, Any]:
     """Returns plain data: the load, a `summary` in words, and the `options` with the reason for or against each.
 
-    requests: of the batch.  context: tokens in the KV of all of them.
+    requests: of the batch.  context: tokens in the KV of all of them.  suspended: whether prompts wait at every step,
+    so that nothing is drafted which takes longer.
     """
     chosen = next((entry for entry in entries if entry["chosen"]), None)
     return {
         "requests": requests,
         "context_tokens": context,
-        "summary": summary(entries, requests),
+        "suspended": suspended,
+        "summary": summary(entries, requests, suspended),
         "options": [_option(entry, chosen) for entry in entries],
     }
 
 
-def summary(entries: Sequence[Entry], requests: int) -> str:
+def summary(entries: Sequence[Entry], requests: int, suspended: bool = False) -> str:
     """Returns one sentence on what is drafted and why."""
     if not requests:
         return "no request is being answered"
@@ -53,9 +55,13 @@ def summary(entries: Sequence[Entry], requests: int) -> str:
         return f"nothing is drafted: for none of {_count(requests)} is there anything to propose"
     cost, brings = best["price_ms"] / plain["price_ms"], (requests + best["gain"]) / requests
     shape = best["shape"]
+    if chosen["shape"] == PLAIN and best["late"]:
+        why = "prompts wait at every step" if suspended else "a prompt was prefilled right before this step"
+        return f"nothing is drafted: {why}, and drafts would make requests that are answered wait longer"
     what = f"verifying {shape.queries} nodes a request at {_count(requests)} costs {cost:.2f}x and brings {brings:.2f}x"
     if chosen["shape"] != PLAIN:
-        return f"{described(shape)} are drafted: {what}"
+        tried = ", to learn what they bring" if chosen["tried"] else ""
+        return f"{described(shape)} are drafted{tried}: {what}"
     return f"nothing is drafted: {what}"
 
 
@@ -89,13 +95,16 @@ def _option(entry: Entry, chosen: Entry | None) -> dict[str, Any]:
         "expected_accepted_drafts": entry["gain"],
         "expected_tokens_per_second": entry["rate"],
         "chosen": entry["chosen"],
+        "tried": entry["tried"],
         "why": _why(entry, chosen),
     }
 
 
 def _why(entry: Entry, chosen: Entry | None) -> str:
     if entry["chosen"]:
-        return "chosen"
+        return "tried, to learn what it brings" if entry["tried"] else "chosen"
+    if entry["late"]:
+        return "longer than requests that have waited for a prompt may wait"
     if entry["rate"] is None:
         return "too large for so many requests, or nothing is known of its price"
     if chosen is None or chosen["rate"] is None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draftwing.core import NOBODY, Admission, CatchUp, Chunk, Deferred, IntArray, Plan, PromptPart, TreeShape
-from draftwing.sched.pace import Pace
+from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
@@ -67,21 +67,23 @@ def make_plan(
     )
 
 
-def divided(most: int, todo: Sequence[Req], pace: Pace, ready: Sequence[Req]) -> list[tuple[Req, int]]:
+def divided(most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req]) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
     ready: those who decode, and wait for it.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
-    to do, so that a short prompt does not wait for long ones. Shares are of time, as far as `pace` knows it: tokens of
-    long contexts take longer. However many prompts a client sends, the others' steps are not further apart.
+    to do, so that a short prompt does not wait for long ones. Shares are of time, as far as `prefills` knows it: tokens
+    of long contexts take longer. However many prompts a client sends, the others' steps are not further apart.
     """
     budget, prices = most, dict.fromkeys(todo, 1)
-    if pace.price(0):
-        prices = {req: max(round(pace.price(req.sent) / TICK), 1) for req in todo}
+    if prefills.token_seconds(0):
+        prices = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
         alike = len({(req.request.client, req.request.priority) for req in (*ready, *todo)}) == 1
-        longest = pace.most([req.unsent * prices[req] * TICK for req in todo], len(ready), alike)
-        cheapest = max(round(pace.price(0) / TICK), 1)  # rounded as all prices are, or there would be more than `most`
+        longest = prefills.max_seconds([req.unsent * prices[req] * TICK for req in todo], len(ready), alike)
+        cheapest = max(
+            round(prefills.token_seconds(0) / TICK), 1
+        )  # rounded as all prices are, or there would be more than `most`
         budget = min(round(longest / TICK), most * cheapest)
     given = dict.fromkeys(todo, 0)
     for _, equals in groupby(todo, lambda req: req.request.priority):

@@ -26,13 +26,13 @@ from draftwing.core import (
 )
 from draftwing.errors import RequestError
 from draftwing.sched.async_mask import AsyncMask, Workers, await_any
-from draftwing.sched.choice import ShapeChoice
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.lag import CatchUps
-from draftwing.sched.pace import Pace
 from draftwing.sched.planning import divided, fair_decode_batch, make_plan
-from draftwing.sched.policy import Load, ShapePolicy
+from draftwing.sched.policy.choice import ShapeChoice
+from draftwing.sched.policy.prefill_budget import PrefillBudget
+from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
@@ -87,8 +87,8 @@ class Scheduler:
         self._reserve = self.RESERVE_MIN
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
-        self._pace = Pace()
-        self.choice = ShapeChoice(policy, self._pace, config.draws_alike, config.deferral)
+        self._prefills = PrefillBudget()
+        self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral, config.slots)
@@ -234,7 +234,7 @@ class Scheduler:
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(self.config.chunk_tokens, todo, self._pace, ready):
+        for req, length in divided(self.config.chunk_tokens, todo, self._prefills, ready):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
@@ -279,10 +279,10 @@ class Scheduler:
         self.choice.planned(self._steps, chosen, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
-    def load(self) -> Load:
-        """Of a step that ran now; for whoever explains."""
+    def next_context(self) -> StepContext:
+        """Returns what the policy would be told of a step that was planned now; for whoever explains."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        return self.choice.load(ready, behind=self._catch_ups.passes(ready))
+        return self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready))
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(

@@ -20,7 +20,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Calibration, Draft, RowTensors
-from draftwing.sched.policy import half_menu, match_menu
+from draftwing.sched.policy.menus import half_menu, match_menu
 
 if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel

@@ -155,7 +155,9 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
             if "NGRAM" in kind:
                 drafter = PairDrafter(drafter, NGramDrafter(3, ops, capacity=4096), shape, shape)
             rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
-            rig.sched._pace.most = lambda waiting, *_: sum(waiting)  # prefills are not cut by the clock, see below
+            rig.sched._prefills.max_seconds = lambda waiting, *_: sum(
+                waiting
+            )  # prefills are not cut by the clock, see below
             stages = rig.executor.graphs
             if unrecorded:
                 stages.key = lambda shape, size: None

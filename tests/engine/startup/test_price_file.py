@@ -1,4 +1,4 @@
-"""Prices that one engine leaves to the next: what they depend on, and that a bad file does no harm."""
+"""StepCost that one engine leaves to the next: what they depend on, and that a bad file does no harm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from draftwing.engine.startup import quiet
 from draftwing.engine.startup.price_file import MAX_STARTS, PriceFile, price_file
 from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
 
 MENU = (TreeShape(3, 1, 4), PLAIN)
 
@@ -36,8 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/draftwing/prices"
 
 
-def some_prices() -> Prices:
-    prices = Prices(MENU, False)
+def some_prices() -> StepCost:
+    prices = StepCost(MENU, False)
     for shape in MENU:
         prices.measured(shape, 1, 0, 1e-3 * shape.nodes)
     return prices
@@ -288,7 +288,7 @@ def test_the_next_engine_goes_on_with_what_was_learnt(machine: Machine, model: s
     (file,) = folder.iterdir()
     assert json.loads(file.read_text())["prices"]["corrections"], "what was corrected is written when the engine ends"
     with LLM(model, **OPTIONS) as llm:
-        assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == expected
+        assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == pytest.approx(expected)
         assert llm.generate("the cat sat", {"max_new_tokens": 4})
     for other in ({"speculative_algorithm": "none"}, {"speculative_fixed_shape": True}):
         with LLM(model, **OPTIONS | other) as llm:

@@ -12,8 +12,8 @@ import torch
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.startup import prices as measuring
 from draftwing.engine.startup.prices import filled, measure_graphs, measure_steps
-from draftwing.sched.policy import ShapePolicy
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
+from draftwing.sched.policy.shape_policy import ShapePolicy
 
 TREE = TreeShape(3, 2, 6)
 MENU = (TREE, PLAIN)
@@ -65,7 +65,7 @@ def answers(rig: Any, case: Any) -> dict[str, list[int]]:
 @pytest.mark.parametrize("graph_size", [1, 5])
 def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, graph_size: int) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)
-    before, prices = state(rig), Prices(MENU, True)
+    before, prices = state(rig), StepCost(MENU, True)
     measure_graphs(rig.executor, rig.pool, prices, rig.captured, time.monotonic() + 600)
     found = Counter((shape, size, context // size) for shape, size, context, _ in prices.points())
     few = {1, graph_size}  # of the sizes with contexts, these were captured
@@ -79,14 +79,14 @@ def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, 
 
 def test_graphs_are_not_measured_where_there_is_no_time(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=4, device=harness.device)
-    prices = Prices(MENU, True)
+    prices = StepCost(MENU, True)
     measure_graphs(rig.executor, rig.pool, prices, rig.captured, time.monotonic())
     assert not list(prices.points())
 
 
 def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
-    before, prices = state(rig), Prices(MENU, False)
+    before, prices = state(rig), StepCost(MENU, False)
     measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 600)
     points = {point[:3] for point in prices.points()}
     assert points == {(shape, size, 0) for shape in MENU for size in (1, 4)} | {(shape, 1, LONG) for shape in MENU}
@@ -97,7 +97,7 @@ def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) ->
 
 def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
-    prices = Prices(MENU, False)
+    prices = StepCost(MENU, False)
     measure_steps(rig.executor, rig.pool, prices, time.monotonic())
     assert not list(prices.points())
     monkeypatch.setattr(measuring, "_run", lambda *step: 1000.0)  # of a large model: there is no time for more rows

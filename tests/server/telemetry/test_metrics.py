@@ -61,7 +61,7 @@ STATS: dict[str, Any] = {
     },
     "drafted": {"drafts": 12, "proposed": 69, "accepted": 20, "proposed_at": [4, 3, 2], "accepted_at": [11, 8, 1]},
     "last": {"accept_length": 2.25, "accept_rate": 0.5, "gen_throughput": 80.0, "cache_hit_rate": 0.75},
-    "plain_seconds": 3.0, "timed_seconds": 2.0, "speedup": 1.75,
+    "plain_seconds": 3.0, "timed_seconds": 2.0, "speedup": 1.75, "drafts_suspended": True,
 }  # fmt: skip
 
 
@@ -186,6 +186,7 @@ def test_what_the_engine_counts() -> None:
         "vllm:num_preemptions_total": 7, "vllm:prefix_cache_queries_total": 80, "vllm:prefix_cache_hits_total": 60,
         "vllm:spec_decode_num_drafts_total": 12, "vllm:spec_decode_num_draft_tokens_total": 69,
         "vllm:spec_decode_num_accepted_tokens_total": 20, "draftwing:estimated_speedup": 1.75,
+        "draftwing:drafts_suspended": 1,
         "draftwing:equivalent_plain_seconds_total": 3, "draftwing:timed_decode_seconds_total": 2,
         "draftwing:host_seconds_total": 0.125, "draftwing:graph_replays_total": 18, "draftwing:retractions_total": 7,
         "draftwing:verified_rows_total": 40, "draftwing:committed_tokens_total": 100,

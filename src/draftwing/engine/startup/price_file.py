@@ -17,7 +17,7 @@ from draftwing.core import TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.precision import Precision
 from draftwing.files import cache_folder, write_json
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
 
 log = logging.getLogger("draftwing")
 
@@ -56,13 +56,13 @@ class PriceFile:
         """Raises RuntimeError where the user has no home."""
         return cache_folder() / "prices" / self.name
 
-    def read(self, menu: Sequence[TreeShape], stepwise: bool) -> Prices | None:
+    def read(self, menu: Sequence[TreeShape], stepwise: bool) -> StepCost | None:
         """Returns what an earlier engine left; None if there is nothing, or nothing that can be used."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["key"] != self.key:
                 raise ValueError("it is of another engine")
-            prices = Prices.from_json(content["prices"], menu, stepwise)
+            prices = StepCost.from_json(content["prices"], menu, stepwise)
             self._starts = count if type(count := content.get("starts")) is int else 0
             self.settled = prices.complete and content.get("settled") is True
             self.quiet = content.get("quiet") is True
@@ -73,7 +73,7 @@ class PriceFile:
             log.debug("prices of steps are measured anew: %s cannot be used: %s", self.name, error)
             return None
 
-    def compared(self, measured: Prices, kept: Prices | None, quiet: bool) -> Prices:
+    def compared(self, measured: StepCost, kept: StepCost | None, quiet: bool) -> StepCost:
         """Returns what is to be believed of prices that were measured now and of those that `read` gave, and keeps it.
         quiet: whether the machine had nothing else to do."""
         prices = measured if kept is None else kept
@@ -85,7 +85,7 @@ class PriceFile:
         self.write(prices)
         return prices
 
-    def write(self, prices: Prices) -> None:
+    def write(self, prices: StepCost) -> None:
         """Keeps them. Of many files the oldest go."""
         try:
             known = {"settled": self.settled, "quiet": self.quiet, "starts": self._starts}

@@ -1,4 +1,4 @@
-"""Measures what steps cost on this machine, before the first request: `sched.prices` is what they are written to.
+"""Measures what steps cost on this machine, before the first request: `sched.policy.cost` is what they are written to.
 
 Works on rows that no request has yet, and leaves them as they were.
 """
@@ -19,7 +19,7 @@ from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.quiet import delays, own
 from draftwing.kv.pool import KVPool
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
 
 GRAPH_SECONDS = 4.0  # for replays of graphs
 REPLAYS = 3  # of a step with graphs, whose median counts
@@ -45,7 +45,7 @@ def experts_at_random(executor: Executor) -> Iterator[None]:
 # ---- with graphs -----------------------------------------------------------------------------------------------------
 
 
-def measure_graphs(executor: Executor, pool: KVPool, prices: Prices, captured: Collection[Key], until: float) -> None:
+def measure_graphs(executor: Executor, pool: KVPool, prices: StepCost, captured: Collection[Key], until: float) -> None:
     """Replays captured steps, without context first, then with contexts of some lengths. until: monotonic; no
     measurement begins later."""
     largest = max((key.size for key in captured), default=0)
@@ -59,7 +59,7 @@ def measure_graphs(executor: Executor, pool: KVPool, prices: Prices, captured: C
     executor.run_on_all_ranks(Executor.set_rows, NOBODY, largest)
 
 
-def _measure_keys(executor: Executor, pool: KVPool, prices: Prices, keys: Sequence[Key], context: int) -> None:
+def _measure_keys(executor: Executor, pool: KVPool, prices: StepCost, keys: Sequence[Key], context: int) -> None:
     """Of one batch size. Does nothing where the pool or the table has no room for so many tokens."""
     size, table = keys[0].size, executor.table
     if not context:
@@ -74,7 +74,7 @@ def _measure_keys(executor: Executor, pool: KVPool, prices: Prices, keys: Sequen
                 _measure_key(executor, prices, key, context)
 
 
-def _measure_key(executor: Executor, prices: Prices, key: Key, context: int) -> None:
+def _measure_key(executor: Executor, prices: StepCost, key: Key, context: int) -> None:
     seconds = executor.device.timed(lambda: executor.run_on_all_ranks(Executor.replay, key), REPLAYS)
     prices.measured(key.shape, key.size, key.size * context, statistics.median(seconds))
 
@@ -83,7 +83,7 @@ def _measure_key(executor: Executor, prices: Prices, key: Key, context: int) -> 
 
 
 def measure_steps(
-    executor: Executor, pool: KVPool, prices: Prices, until: float, batches: Collection[int] = SIZES
+    executor: Executor, pool: KVPool, prices: StepCost, until: float, batches: Collection[int] = SIZES
 ) -> None:
     """Runs steps: of one row of every shape, then plain steps of more rows and of a long row, then all others, as long
     as there is time. until: monotonic; no step begins that would probably end later. batches: more rows than one.
@@ -107,13 +107,15 @@ def measure_steps(
                 _measure_step(executor, prices, shape, size, until)
 
 
-def _measure_step(executor: Executor, prices: Prices, shape: TreeShape, size: int, until: float) -> None:
+def _measure_step(executor: Executor, prices: StepCost, shape: TreeShape, size: int, until: float) -> None:
     expected = prices.seconds(shape, size, 0)
     if expected is not None and time.monotonic() + STEPS * expected < until:
         prices.measured(shape, size, 0, min(_run(executor, shape, size, 0) for _ in range(STEPS)))
 
 
-def _measure_context(executor: Executor, pool: KVPool, prices: Prices, menu: Sequence[TreeShape], until: float) -> None:
+def _measure_context(
+    executor: Executor, pool: KVPool, prices: StepCost, menu: Sequence[TreeShape], until: float
+) -> None:
     """Of one long row."""
     shapes = [shape for shape in (PLAIN, menu[-1], *menu[1:-1]) if shape in menu]
     space = STEPS * max(shape.nodes + shape.max_commit for shape in menu)

@@ -20,7 +20,7 @@ from draftwing.kv.pool import KVPool
 from draftwing.ops.even import even, evens
 from draftwing.requests.request import GenerationRequest, LogprobParams, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
 
 log = logging.getLogger("draftwing")
@@ -38,7 +38,7 @@ BUDGET = ThinkingBudget(0, (1,), (2,), True)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
 
-def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: Prices | None) -> None:
+def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: StepCost | None) -> None:
     """Runs a short prompt, then steps of one row of every shape of the menu in turn, as a first request would. Leaves
     no trace: the prompt is in the pool's dummy slot and in a row that its next request writes anew, the steps are of
     the row table's dummy. Raises CheckpointError where the logits are not finite. prices: to measure, None where they

@@ -108,6 +108,8 @@ draftwing:graph_replays_total graph_replays: replays of CUDA graphs, or of recor
 draftwing:timed_decode_seconds_total timed_seconds: seconds of decode steps at batch sizes with timed \
 plain steps
 draftwing:equivalent_plain_seconds_total plain_seconds: seconds that plain steps would have taken for the same tokens
+draftwing:drafts_suspended drafts_suspended: 1 while nothing is drafted that takes longer, because prompts wait at \
+every step; else 0
 draftwing:estimated_speedup speedup: equivalent plain seconds per timed one, over the last 40 decode steps; \
 absent without any"""
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, StepResult, TreeShape
 from draftwing.engine.graphs.prefill import SIZES
-from draftwing.sched.policy import Load, MostTokens
-from draftwing.sched.prices import Prices
+from draftwing.sched.policy.cost import StepCost
+from draftwing.sched.policy.shape_policy import StepContext
+from draftwing.sched.policy.tree_policy import TreePolicy
 
 TREE = TreeShape(5, 4, 16)
 
@@ -30,8 +31,9 @@ class World:
     def seconds(self, shape: TreeShape, batch: int) -> float:
         return 1e-3 * (self.base + self.query * batch * shape.queries + self.level * shape.depth)
 
-    def prices(self, sizes: Sequence[int] = (1, 4, 16, 64)) -> Prices:
-        prices = Prices(self.menu, False)
+    def cost(self, sizes: Sequence[int] = (1, 4, 16, 64)) -> StepCost:
+        """Returns what the policy knows at the start: every shape measured at these batch sizes."""
+        prices = StepCost(self.menu, False)
         for shape in self.menu:
             for size in sizes:
                 prices.measured(shape, size, 0, self.seconds(shape, size))
@@ -61,9 +63,9 @@ class World:
     def rate(self, shape: TreeShape, hits: Sequence[float]) -> float:
         return self.tokens(shape, hits) / self.seconds(shape, len(hits))
 
-    def run(self, policy: MostTokens, hits: Sequence[float], steps: int, lag: int = 0) -> tuple[float, list[TreeShape]]:
+    def run(self, policy: TreePolicy, hits: Sequence[float], steps: int, lag: int = 0) -> tuple[float, list[TreeShape]]:
         """lag: steps that are chosen before a step's result comes  -> tokens per second, and what was chosen"""
-        load, tokens, seconds, chosen = Load([MAX_CONFIDENCE] * len(hits), 0), 0.0, 0.0, []
+        load, tokens, seconds, chosen = StepContext([MAX_CONFIDENCE] * len(hits)), 0.0, 0.0, []
         flying: deque[tuple[TreeShape, StepResult]] = deque()
         for _ in range(steps):
             shape = policy.choose(load)

@@ -1,0 +1,102 @@
+"""Runs the simulated loads and says what changed since the stored figures: `baseline.json`, beside this file.
+
+    python benchmarks/sim/run.py [--cells steady,text] [--store] [--plot docs/policy.svg]
+
+`before` are the figures of the policy that this one replaced (seven modules, 86 constants), `now` those that are stored
+of this one. A figure that is worse by more than 2%, or 10% of a gap or of steps, is marked. The plot has a load that
+changes, before and now, and the share of the best shape of each load that stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from cells import CELLS, Figures, possible
+from timeline import PHASES, STEPS, shares
+from worlds import MACHINES, TREE
+
+from draftwing.sched.policy.menus import tree_menu
+from draftwing.sched.policy.tree_policy import TreePolicy
+
+sys.path.append(str(Path(__file__).parents[1]))
+from svg_plot import Line, Panel, render
+
+BASELINE = Path(__file__).with_name("baseline.json")
+MORE_IS_BETTER = ("none", "best", "share")
+NOISE = {"steps": 20.0, "most": 20.0, "us": 40.0, "record": 40.0}  # in their own units: less says nothing
+
+
+def worse(name: str, figure: float, known: float) -> bool:
+    """Returns whether a figure is worse than a known one by more than noise."""
+    if name in MORE_IS_BETTER:
+        return figure < 0.98 * known
+    return figure > 1.1 * known + NOISE.get(name, 0.0)
+
+
+def timelines() -> dict[str, list[float]]:
+    """Returns `timeline.shares` on two machines."""
+    found = {}
+    for machine in ("gpu", "small machine"):
+        world = MACHINES[machine](tree_menu(TREE))
+        policy = TreePolicy(world.menu, world.cost())
+        found[machine] = shares(world, policy, lambda rows, world=world: possible(world, rows))
+    return found
+
+
+def table(found: Mapping[str, Figures], stored: Mapping[str, Mapping[str, Figures]]) -> list[str]:
+    lines = ["| load | figure | before | stored | now | |", "|---|---|---|---|---|---|"]
+    for cell, figures in found.items():
+        for name, figure in figures.items():
+            before, known = (stored[key].get(cell, {}).get(name) for key in ("before", "now"))
+            marks = [f"**worse than {key}**" for key, one in (("before", before), ("stored", known))
+                     if one is not None and worse(name, figure, one)]  # fmt: skip
+            numbers = ["" if one is None else f"{one:.3f}" for one in (before, known, figure)]
+            lines.append(f"| {cell} | {name} | {' | '.join(numbers)} | {', '.join(marks)} |")
+    return lines
+
+
+def plot(stored: Mapping[str, Mapping[str, Figures]], lines: Mapping[str, Mapping[str, list[float]]]) -> str:
+    end = len(PHASES) * STEPS
+    marks = [(float(i * STEPS), f"{rows} x {hit}") for i, (rows, hit) in enumerate(PHASES)]
+    ticks = [(0.0, "0"), (0.5, "0.5"), (1.0, "1")]
+    panels = [
+        Panel(f"share of the best shape's tokens per second: {machine}",
+              [Line(key, list(enumerate(lines[key][machine]))) for key in ("before", "now")], ticks)
+        for machine in lines["now"]
+    ]  # fmt: skip
+    for figure, title in (("none", "tokens per second beside none, loads in order"), ("gap", "p99 gap beside none")):
+        cells = sorted((one for one in stored["now"] if figure in stored["now"][one]),
+                       key=lambda one: stored["before"][one][figure])  # fmt: skip
+        places = [end * (i + 0.5) / len(cells) for i in range(len(cells))]
+        dots = [Line(key, [(at, stored[key][one][figure]) for at, one in zip(places, cells, strict=True)], True)
+                for key in ("before", "now")]  # fmt: skip
+        top = max(value for line in dots for _, value in line.points)
+        panels.append(Panel(title, dots, [(0.0, "0"), (1.0, "1"), (top, f"{top:.1f}")]))
+    return render(panels, end, marks, "step; requests x survival of a draft above each phase")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default="", help="parts of names, with commas between them")
+    parser.add_argument("--store", action="store_true", help="keep the figures as those of now")
+    parser.add_argument("--plot", type=Path, help="draw what is stored")
+    args = parser.parse_args()
+    content = json.loads(BASELINE.read_text(encoding="utf-8"))
+    found = {name: run() for name, run in CELLS.items() if any(part in name for part in args.cells.split(","))}
+    print("\n".join(table(found, content["figures"])))
+    if args.store:
+        content["figures"]["now"] |= {
+            cell: {name: round(one, 4) for name, one in figures.items()} for cell, figures in found.items()
+        }
+        content["timelines"]["now"] = timelines()
+        BASELINE.write_text(json.dumps(content, indent=0), encoding="utf-8")
+    if args.plot:
+        args.plot.write_text(plot(content["figures"], content["timelines"]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

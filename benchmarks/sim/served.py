@@ -1,0 +1,419 @@
+"""Engines that are made up of the scheduler, the policy and one step in flight, on machines whose times were measured.
+
+Each class plays one kind of load and keeps what requests felt: gaps between tokens, times to the first one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from worlds import H200
+
+from draftwing.core import (
+    AT_ONCE,
+    MARK_ONE,
+    MARK_SURVIVAL,
+    MAX_CONFIDENCE,
+    PLAIN,
+    Chunk,
+    Deferral,
+    Plan,
+    StepResult,
+    TreeShape,
+)
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy.menus import tree_menu
+from draftwing.sched.policy.shape_policy import FixedShape
+from draftwing.sched.policy.tree_policy import TreePolicy
+from draftwing.sched.req import Req
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+
+MIX = (60, 600, 200, 250, 500)  # tokens of prompts
+
+
+def request(uid: str, prompt: list[int], tokens: int, client: str = "") -> Req:
+    asked = GenerationRequest(uid, prompt, SamplingParams(max_new_tokens=tokens), client=client)
+    return Req(asked, 0, len(prompt) + tokens, frozenset())
+
+
+class Served:
+    """An engine with one step in flight. A subclass says what steps take and what comes of their outputs."""
+
+    sched: Scheduler
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.todo: list[tuple[float, Req]] = []  # requests to come, with their times
+        self.gaps: list[float] = []
+        self.last: dict[str, float] = {}
+        self.began: dict[str, float] = {}
+
+    def step(self, plan: Plan) -> tuple[StepResult, float]:
+        """Returns a step's result, and the seconds in which the host launches it."""
+        raise NotImplementedError
+
+    def output(self, output: Any) -> None:
+        """Sees each output after its gap has been noted."""
+
+    def run(self, until: float = float("inf")) -> None:
+        """Runs until nothing is left to do, or until then."""
+        flying: tuple[Plan, StepResult, float] | None = None
+        free = self.now  # when the device will have nothing to do
+        self.todo.sort(key=lambda one: -one[0])
+        while (self.todo or not self.sched.idle or flying) and self.now < until:
+            while self.todo and self.todo[-1][0] <= self.now:
+                self.sched.submit(self.todo.pop()[1])
+            plan, before = self.sched.plan(), flying
+            flying = None
+            if plan is not None:
+                result, launch = self.step(plan)
+                begin, self.now = max(free, self.now), self.now + launch
+                free = max(begin + result.seconds, self.now)
+                flying = plan, replace(result, seconds=free - begin), free
+            if before is not None:
+                self.now = max(self.now, before[2])
+                self.sched.commit(*before[:2])
+                for output in self.sched.take_outputs():
+                    if output.uid in self.last:
+                        self.gaps.append(self.now - self.last[output.uid])
+                    self.began.setdefault(output.uid, self.now)
+                    self.last[output.uid] = self.now
+                    self.output(output)
+            elif plan is None:
+                self.now = self.todo[-1][0] if self.todo else until
+
+    def late(self) -> float:
+        """Returns the 99th percentile of gaps, in seconds."""
+        return float(np.quantile(self.gaps, 0.99))
+
+
+# -- an 8B model with a head, on an H200 -----------------------------------------------------------------------------
+
+
+class OnH200(Served):
+    """Drafts survive by `hit` to the power of their depth."""
+
+    TREE, HIT = TreeShape(4, 4, 16), 0.8
+
+    def __init__(self, drafts: bool, world: Callable[[Any], H200] = H200) -> None:
+        super().__init__()
+        menu = tree_menu(self.TREE) if drafts else (PLAIN,)
+        self.world = world(menu)
+        policy = TreePolicy(menu, self.world.cost((1, 4, 16, 64, 128))) if drafts else FixedShape(PLAIN)
+        spans = {shape: shape.nodes for shape in menu}
+        config = SchedulerConfig(200_000, 128, max(spans.values()), 8192, initial_confidence=MAX_CONFIDENCE)
+        self.sched = Scheduler(config, policy, spans)
+
+    def step(self, plan: Plan) -> tuple[StepResult, float]:
+        rows, shape = len(plan.rows), plan.shape
+        order = np.tile(np.arange(shape.nodes), (rows, 1))
+        if plan.kind == "tree":
+            found = self.world.step(shape, [self.HIT] * rows)
+            done = replace(found, tokens=np.ones((rows, shape.max_commit), np.int64), order=order)
+            return done, 1e-3 * self.world.REPLAY
+        final = np.asarray([int(chunk.final) for chunk in plan.chunks])
+        took, launch = self.world.prefill(sum(chunk.length for chunk in plan.chunks))
+        confidence = np.full(rows, MAX_CONFIDENCE)
+        return StepResult(np.ones((rows, 1), np.int64), final, order, marks(rows, shape), confidence, took), launch
+
+
+def marks(rows: int, shape: TreeShape) -> np.ndarray:
+    return np.zeros((rows, shape.nodes), np.int64) + (MARK_ONE << MARK_SURVIVAL)
+
+
+class OpenLoop(OnH200):
+    """Requests that come at random, `rate` a second, for `seconds`; answers of so many `tokens`."""
+
+    def __init__(self, drafts: bool, rate: float, mix: Sequence[int] = MIX, tokens: int = 128, seconds: float = 4.0):
+        super().__init__(drafts)
+        rng, at = random.Random(1), 0.0
+        for number in range(round(rate * seconds)):
+            prompt = [10_000 * (number + 1) + i for i in range(mix[number % len(mix)])]
+            self.todo.append((at, request(str(number), prompt, tokens)))
+            at += rng.expovariate(rate)
+        self.paces: list[float] = []  # seconds of a token, of each answer
+
+    def output(self, output: Any) -> None:
+        if output.finish_reason is not None:
+            tokens = output.meta["completion_tokens"]
+            self.paces.append((self.now - self.began[output.uid]) / (tokens - 1))
+
+
+class ClosedLoop(OnH200):
+    """So many clients, each with a request at a time: a prompt of `size` tokens, an answer of half as many as `tokens`
+    to half as many again. They begin one after the other. Prompts are seen in few passes."""
+
+    def __init__(self, drafts: bool, clients: int, size: int, tokens: int = 112, seconds: float = 4.0) -> None:
+        super().__init__(drafts, FewPasses)
+        self.rng, self.size, self.tokens, self.until, self.number = random.Random(1), size, tokens, seconds, 0
+        self.served = 0
+        for client in range(clients):
+            self.ask(0.05 * client)
+
+    def ask(self, at: float) -> None:
+        self.number += 1
+        length = round(self.tokens * self.rng.uniform(0.5, 1.5))
+        self.todo.append((at, request(str(self.number), [10_000 * self.number + i for i in range(self.size)], length)))
+        self.todo.sort(key=lambda one: -one[0])
+
+    def output(self, output: Any) -> None:
+        if self.now < self.until:
+            self.served += len(output.token_ids)
+            if output.finish_reason is not None:
+                self.ask(self.now)
+
+
+class FewPasses(H200):
+    HEAD = (0.0, 1.0)
+
+
+# -- waves of short prompts, plain -----------------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Milliseconds of plain steps by rows, and of prefills by tokens."""
+
+    steps: tuple[tuple[float, ...], tuple[float, ...]]
+    prefills: tuple[tuple[float, ...], tuple[float, ...]]
+
+    def of(self, plan: Plan) -> float:
+        tokens = sum(chunk.length for chunk in plan.chunks)
+        return float(np.interp(tokens, *self.prefills) if tokens else np.interp(len(plan.rows), *self.steps))
+
+
+TIMES = {
+    "dense 8B": Times(((1, 16, 64, 128), (4.0, 4.3, 5.2, 6.5)), ((1, 128, 512, 2048, 8192), (4.2, 6.5, 13, 45, 178))),
+    "gpt-oss": Times(
+        ((1, 4, 8, 16, 32, 64, 128), (1.57, 2.62, 3.23, 4.2, 4.8, 5.42, 7.5)),
+        ((1, 16, 128, 256, 512, 1024, 2048, 8192), (2.0, 4.3, 7.45, 11.2, 17.9, 27.5, 46, 160)),
+    ),
+    "Qwen3-MoE fp8": Times(
+        ((1, 4, 8, 16, 32, 64, 128), (2.05, 3.72, 5.03, 6.9, 9.1, 10.2, 12.1)),
+        ((1, 16, 128, 256, 512, 1024, 2048, 8192), (2.5, 7, 12.1, 21, 25.5, 37.8, 62, 215)),
+    ),
+}
+
+
+class Crowd(Served):
+    """Requests without drafts whose prompts are short and come together. All have answers of the same length."""
+
+    PROMPT, ANSWER, WAVE = 100, 256, 64
+
+    def __init__(self, times: Times) -> None:
+        super().__init__()
+        config = SchedulerConfig(100_000, 128, 1, 8192, radix=False)
+        self.sched, self.times, self.number = Scheduler(config, FixedShape(PLAIN), {PLAIN: 1}), times, 0
+        self.gaps_of: dict[str, list[float]] = {}
+
+    def ask(self, client: str, answer: int = ANSWER) -> None:
+        self.number += 1
+        self.sched.submit(request(f"{client} {self.number}", [0] * self.PROMPT, answer, client))
+
+    def run_slowly(self, until: float = float("inf")) -> None:
+        """As `run`, with a host that takes no time."""
+        flying: tuple[Plan, StepResult] | None = getattr(self, "_flying", None)
+        while self.now < until:
+            plan, before = self.sched.plan(), flying
+            if plan is None and before is None:
+                break
+            flying = None if plan is None else (plan, self.step(plan)[0])
+            if before is not None:
+                self.now += before[1].seconds
+                self.sched.commit(*before)
+                for output in self.sched.take_outputs():
+                    if output.uid in self.last:
+                        self.gaps_of.setdefault(output.uid.split()[0], []).append(self.now - self.last[output.uid])
+                    self.last[output.uid] = self.now
+        self._flying = flying
+
+    def step(self, plan: Plan) -> tuple[StepResult, float]:
+        rows = len(plan.rows)
+        final = np.asarray([int(chunk.final) for chunk in plan.chunks] or [1] * rows)
+        zeros = np.zeros((rows, 1), np.int64)
+        return StepResult(zeros + 1, final, zeros, zeros, zeros[:, 0], self.times.of(plan) / 1e3), 0.0
+
+
+def wave(times: Times) -> tuple[float, float]:
+    """Returns the speed of the third wave beside that of all prompts first, and its longest gap in seconds."""
+    crowd, began = Crowd(times), 0.0
+    for _ in range(3):
+        crowd.now, began = crowd.now + 1, crowd.now + 1
+        crowd.gaps_of.clear()
+        for part in range(8):  # they come within 24 ms
+            for _ in range(Crowd.WAVE // 8):
+                crowd.ask("one")
+            crowd.run_slowly(began + 0.003 * (part + 1))
+        crowd.run_slowly()
+    prompts = float(np.interp(Crowd.WAVE * Crowd.PROMPT, *times.prefills))
+    ideal = 1e-3 * (prompts + Crowd.ANSWER * float(np.interp(Crowd.WAVE, *times.steps)))
+    return ideal / (crowd.now - began), max(crowd.gaps_of["one"])
+
+
+def beside_a_crowd(times: Times) -> float:
+    """Returns the longest gap of one client's few answers beside another's crowd, in seconds."""
+    crowd = Crowd(times)
+    for _ in range(2):
+        for _ in range(4):
+            crowd.ask("few")
+        crowd.run_slowly(crowd.now + 0.1)
+        crowd.gaps_of.clear()
+        for _ in range(Crowd.WAVE):
+            crowd.ask("many", 16)
+        crowd.run_slowly()
+    return max(crowd.gaps_of["few"])
+
+
+# -- long prompts on a CPU, plain ------------------------------------------------------------------------------------
+
+
+class LongPrompts(Served):
+    """`small` clients with short prompts and `heavy` ones with prompts of 6,000 tokens, each with a request at a time,
+    on two cores: a prompt's token takes a tenth of a step, and five times as long where it attends to 4,000 others.
+    Times vary by up to `noise`."""
+
+    STEP, ROW, TOKEN, KEY = 0.006, 0.002, 0.85e-3, 0.92e-6  # seconds
+
+    def __init__(self, small: int, heavy: int, noise: float, seed: int = 0) -> None:
+        super().__init__()
+        config = SchedulerConfig(200_000, 32, 1, 2048, radix=False)
+        self.sched = Scheduler(config, FixedShape(PLAIN), {PLAIN: 1})
+        self.noise, self.rng, self.numbers = noise, random.Random(seed), count()
+        self.asked: dict[str, float] = {}
+        self.small: list[float] = []  # gaps
+        self.first: dict[str, list[float]] = {"small": [], "heavy": []}
+        for kind in ["small"] * small + ["heavy"] * heavy:
+            self.ask(kind)
+
+    def ask(self, kind: str) -> None:
+        size, tokens = (self.rng.randrange(12, 20), self.rng.randrange(40, 56)) if kind == "small" else (6000, 16)
+        uid = f"{kind} {next(self.numbers)}"
+        self.asked[uid] = self.now
+        self.sched.submit(request(uid, [0] * size, tokens))
+
+    def step(self, plan: Plan) -> tuple[StepResult, float]:
+        rows = len(plan.rows)
+        final = np.asarray([int(chunk.final) for chunk in plan.chunks] or [1] * rows)
+        took = self.prefill(plan.chunks) if plan.chunks else self.STEP + self.ROW * rows
+        took *= 1 + self.noise * self.rng.random() ** 3
+        zeros = np.zeros((rows, 1), np.int64)
+        return StepResult(zeros + 1, final, zeros, zeros, zeros[:, 0], took), 0.0
+
+    @classmethod
+    def prefill(cls, chunks: Sequence[Chunk]) -> float:
+        return cls.STEP + sum(one.length * (cls.TOKEN + cls.KEY * (one.start + one.length / 2)) for one in chunks)
+
+    def run(self, until: float = float("inf")) -> None:
+        flying: tuple[Plan, StepResult] | None = None
+        while self.now < until:
+            plan, before = self.sched.plan(), flying
+            flying = None if plan is None else (plan, self.step(plan)[0])
+            if before is not None:
+                self.now += before[1].seconds
+                self.sched.commit(*before)
+                for output in self.sched.take_outputs():
+                    self.took(output)
+
+    def took(self, output: Any) -> None:
+        kind = output.uid.split()[0]
+        if output.uid not in self.last:
+            self.first[kind].append(self.now - self.asked[output.uid])
+        elif kind == "small":
+            self.small.append(self.now - self.last[output.uid])
+        self.last[output.uid] = self.now
+        if output.finish_reason is not None:
+            self.ask(kind)
+
+
+# -- a draft model of 30 layers, on an H200 --------------------------------------------------------------------------
+
+
+class WithDraftModel(H200):
+    """An 8B model, and one of 30 layers that drafts: its passes over text are launched for longer than the device
+    computes, those that grow drafts are in graphs. Milliseconds."""
+
+    ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048)
+    TARGET = (4.01, 4.08, 4.34, 5.07, 5.75, 7.9, 13.0, 22.0, 40.0)
+    HEAD = (0.0, 1.0)
+    PASS, LEVEL = 15.0, 1.4
+
+    def seconds(self, shape: TreeShape, batch: int) -> float:
+        grown = self.LEVEL * (shape.depth + 1) if shape.depth else 0.0
+        return 1e-3 * (float(np.interp(batch * shape.queries, self.ROWS, self.TARGET)) + grown)
+
+
+class DraftModel(Served):
+    """So many clients, each with a request at a time: a prompt of `size` tokens, answered by 48 to 144. Drafts survive
+    by `hit` to the power of their depth."""
+
+    TREE, CONFIDENCE = TreeShape(3, 1, 4), 16
+
+    def __init__(self, drafts: bool, clients: int, size: int, hit: float) -> None:
+        super().__init__()
+        self.clients, self.size, self.hit = clients, size, hit
+        menu = tree_menu(self.TREE) if drafts else (PLAIN,)
+        self.world = WithDraftModel(menu)
+        cost = self.world.cost((1, 2, 4, 8, 16, 32, 64, 128))
+        config = SchedulerConfig(
+            330_000, 128, self.TREE.nodes, 8192, initial_confidence=self.CONFIDENCE if drafts else 0,
+            lagging=frozenset([PLAIN] if drafts else []),
+            deferral=Deferral(32_768, 8192, True) if drafts else AT_ONCE,
+        )  # fmt: skip
+        policy = TreePolicy(menu, cost, True, self.CONFIDENCE) if drafts else FixedShape(PLAIN)
+        self.sched = Scheduler(config, policy, {shape: shape.nodes for shape in menu})
+        self.rng, self.number, self.left = random.Random(1), 0, max(8 * clients, 200)
+        self.ended = self.written = 0
+        self.full: list[tuple[float, int]] = []  # when as many had ended as run at a time, and when the last began
+        for _ in range(clients):
+            self.ask()
+
+    def ask(self) -> None:
+        self.number, self.left = self.number + 1, self.left - 1
+        length = round(96 * self.rng.uniform(0.5, 1.5))
+        self.todo.append(
+            (self.now, request(str(self.number), [10_000 * self.number + i for i in range(self.size)], length))
+        )
+        if not self.left:
+            self.full.append((self.now, self.written))
+
+    def output(self, output: Any) -> None:
+        self.written += len(output.token_ids)
+        if output.finish_reason is not None:
+            self.ended += 1
+            if self.ended == self.clients:
+                self.full.append((self.now, self.written))
+            if self.left:
+                self.ask()
+
+    def step(self, plan: Plan) -> tuple[StepResult, float]:
+        rows, shape = len(plan.rows), plan.shape
+        passes = 0 if plan.catch_up is None else plan.catch_up.passes
+        passes += -(-sum(part.length for part in plan.shown) // 8192)
+        late, order = 1e-3 * self.world.PASS * passes, np.tile(np.arange(shape.nodes), (rows, 1))
+        confidence = np.full(rows, self.CONFIDENCE)
+        if plan.kind == "tree":
+            reqs = [self.sched.kv.by_row[row] for row in plan.rows.tolist()]
+            found = self.world.step(shape, [0.02 if req.skipped else self.hit for req in reqs])
+            took, launch = found.seconds, 1e-3 * self.world.REPLAY
+        else:
+            final = np.asarray([int(chunk.final) for chunk in plan.chunks])
+            found = StepResult(order, final, order, marks(rows, PLAIN), confidence)
+            took, launch = self.world.prefill(sum(chunk.length for chunk in plan.chunks))
+            if len(self.world.menu) > 1 and any(chunk.kept is None for chunk in plan.chunks):
+                took, launch = took + 1e-3 * self.world.PASS, launch + 1e-3 * self.world.PASS
+        tokens = np.ones((rows, shape.max_commit), np.int64)
+        done = replace(
+            found, tokens=tokens, order=order, confidence=confidence, seconds=took + late, catching_up=late
+        )  # fmt: skip
+        return done, launch + late
+
+    def rate(self) -> float:
+        """Runs it, and returns tokens per second while all clients have a request, after the first wave."""
+        self.run()
+        (begun, before), (ended, written) = self.full
+        return (written - before) / (ended - begun)

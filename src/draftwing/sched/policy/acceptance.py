@@ -1,0 +1,212 @@
+"""How many drafts of a row each shape of a menu has accepted, by the drafter's confidence.
+
+It is learnt from the trees that were drafted: every node comes back with its calibrated survival
+(`core.StepResult.survival`), so one tree tells what all smaller options would have brought, verified or not. Larger
+options change as chains do whose levels are as often right.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+
+import numpy as np
+
+from draftwing.core import (
+    BOTH,
+    LOOKUP_ALONE,
+    MARK_DEPTH,
+    MARK_ONE,
+    MARK_SOURCE,
+    MARK_SURVIVAL,
+    MAX_CONFIDENCE,
+    MODEL,
+    StepResult,
+    TreeShape,
+)
+from draftwing.sched.policy.cost import RATE, RECENT
+
+HIT = 0.7  # share of a model's drafts of a level that are right, as long as nothing is known
+COPIED = 0.25  # drafts for each step of a lookup's confidence that are right, as long as nothing is known
+
+
+class Acceptance:
+    """Expected drafts by option and confidence, in the order of the menu. Steps are numbered by whoever asks."""
+
+    def __init__(self, menu: Sequence[TreeShape], least: int = MAX_CONFIDENCE) -> None:
+        """least: confidence of a drafter that can always propose something, 0 of one that only copies; what is above
+        it speaks of copies."""
+        self._menu = tuple(menu)
+        values = range(MAX_CONFIDENCE + 1)
+        # [option][confidence]: drafts that are accepted of a row, the rows that this is known from, and the last step.
+        self._drafts = [[_first_guess(shape, confidence, least) for confidence in values] for shape in menu]
+        self._rows = [[0 for _ in values] for _ in menu]
+        self._last = [[0 for _ in values] for _ in menu]
+        # Of all options of the same proposers: drafts that were expected to be accepted, and those that were.
+        promises = {shape.by: [float(RECENT), float(RECENT)] for shape in menu}
+        self._promised = [promises[shape.by] for shape in menu]
+        self._smaller = [[i for i, other in enumerate(menu) if _is_part(other, shape)] for shape in menu]
+        self._larger = [
+            [i for i, other in enumerate(menu) if other.depth and other.by == shape.by and i not in self._smaller[at]]
+            for at, shape in enumerate(menu)
+        ]
+        self._newest = [0] * len(self._menu)  # the last step that was learnt from
+
+    @property
+    def known(self) -> bool:
+        """Whether any step has told anything."""
+        return any(self._newest)
+
+    def expected(self, index: int, counts: Mapping[int, int]) -> float:
+        """Returns the drafts that an option will have accepted; counts: rows by confidence. What was chosen because it
+        looked best is a little less good than it looked, so promises are held against what came of them."""
+        promised, found = self._promised[index]
+        drafts = self._drafts[index]
+        total = sum([drafts[confidence] * count for confidence, count in counts.items()])
+        return total * found / promised if found < promised else total
+
+    def last_observed(self, index: int, confidences: Iterable[int]) -> int:
+        """Returns the last step that told of an option, at that of these confidences of which least is known."""
+        last = self._last[index]
+        return min([last[confidence] for confidence in confidences])
+
+    def observe(self, index: int, confidences: Sequence[int], result: StepResult, step: int, alone: bool) -> None:
+        """Learns from a step of an option. confidences: of its rows, 0 where a row says nothing. alone: whether no
+        other step tells of such text, because nothing else is drafted; else what is well known is looked at in every
+        second step, for that costs the host time."""
+        if (
+            not alone
+            and step - self._newest[index] < 2
+            and min(self._rows[index][c] or RECENT for c in confidences) >= RECENT
+        ):
+            return
+        self._newest[index] = step
+        rows_of: dict[int, list[int]] = {}
+        for row, confidence in enumerate(confidences):
+            if confidence:
+                rows_of.setdefault(confidence, []).append(row)
+        self._compare(index, rows_of, result)
+        before = {confidence: self._drafts[index][confidence] for confidence in rows_of}
+        told = self._smaller[index]
+        for i, drafts in zip(told, drafts_by_row(result, [self._menu[i] for i in told]), strict=True):
+            self._learn(i, rows_of, drafts, step, alone)
+        self._carry_over(index, before)
+
+    def _compare(self, index: int, rows_of: Mapping[int, Sequence[int]], result: StepResult) -> None:
+        """Holds what was expected of a step against what came of it."""
+        drafts, promised, count = self._drafts[index], self._promised[index], result.count.tolist()
+        expected = sum([drafts[confidence] * len(rows) for confidence, rows in rows_of.items()])
+        found = sum([count[row] - 1 for rows in rows_of.values() for row in rows])
+        for at, new in enumerate((expected, found)):
+            promised[at] += new + 1 - promised[at] / RECENT  # at rest both are RECENT
+
+    def _learn(
+        self, index: int, rows_of: Mapping[int, Sequence[int]], drafts: Sequence[float], step: int, alone: bool
+    ) -> None:
+        known, counts, last = self._drafts[index], self._rows[index], self._last[index]
+        for confidence, rows in rows_of.items():
+            longest = RECENT // 2  # it may have been another text
+            age = longest if alone else min(max(step - last[confidence], 1), longest)
+            last[confidence], count = step, len(rows)
+            counts[confidence] += count
+            mean = sum([drafts[row] for row in rows]) / count
+            weight = max(1 - (1 - RATE) ** (count * age), count / counts[confidence])
+            known[confidence] += weight * (mean - known[confidence])
+
+    def _carry_over(self, index: int, before: Mapping[int, float]) -> None:
+        """Changes options that the step told nothing of: text that is easy, or hard, is so for all that the same
+        drafters make, and the more so the deeper they are. What a lookup finds says nothing of what a model guesses."""
+        part, little = self._menu[index], 1 / RECENT  # drafts of a row
+        for confidence, old in before.items():
+            new = self._drafts[index][confidence]
+            hits = hit_rate(part.depth, old), hit_rate(part.depth, new)
+            for i in self._larger[index]:
+                drafts, shape = self._drafts[i], self._menu[i]
+                was, now = (chain_drafts(shape.depth, hit) + little for hit in hits)
+                inside = index in self._smaller[i] and part.queries <= shape.queries and part.nodes <= shape.nodes
+                drafts[confidence] = min(max(drafts[confidence] * now / was, new if inside else 0.0), max_drafts(shape))
+
+
+def chain_drafts(depth: int, hit: float) -> float:
+    """Returns the drafts of a row that are accepted where each level is right with probability `hit`."""
+    return float(depth) if hit == 1 else hit * (1 - hit**depth) / (1 - hit)
+
+
+@cache
+def _chain_table(depth: int) -> list[float]:
+    return [chain_drafts(depth, i / _HITS) for i in range(_HITS + 1)]
+
+
+def hit_rate(depth: int, drafts: float) -> float:
+    """Returns the probability by which a level is right where so many drafts of a row are accepted; the inverse of
+    `chain_drafts`, by a table."""
+    table = _chain_table(depth)
+    at = min(bisect_right(table, drafts), _HITS)
+    low, high = table[at - 1], table[at]
+    return min((at - 1 + (drafts - low) / (high - low)) / _HITS, 1.0)
+
+
+_HITS = 64  # steps of the table
+
+
+def max_drafts(shape: TreeShape) -> int:
+    """Returns the drafts of a row that are accepted if all are right."""
+    return min(shape.depth, shape.queries - 1)
+
+
+def drafts_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list[float]]:
+    """Returns what each row of a step was expected to have accepted, had it been a step of one of these options, which
+    are parts of its own: [option][row]."""
+    if result.mark.size <= 64:  # operations of numpy take longer to start
+        return _few_drafts(result, options)
+    survival, depth = np.where(result.depth > 0, result.survival, 0.0), result.depth
+    rows = len(depth)
+    found = []
+    for shape in options:
+        worth = np.where(depth <= shape.depth, survival, 0.0)
+        if shape.by == LOOKUP_ALONE:
+            worth = np.where(result.source == MODEL, 0.0, worth)
+        spare = rows * (shape.queries - 1)
+        if spare < worth.size:
+            least = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
+            over, ties = worth > least, worth == least  # of those that tie only so many are verified
+            share = (spare - int(over.sum())) / max(int(ties.sum()), 1)
+            worth = np.where(over, worth, np.where(ties, worth * share, 0.0))
+        found.append(worth.sum(axis=1).tolist())
+    return found
+
+
+def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[float]]:
+    """Returns the same in plain Python, from the node that survives most probably down."""
+    nodes = sorted(
+        ((mark >> MARK_SURVIVAL, mark & MARK_DEPTH, row, (mark >> MARK_SOURCE) & 3)
+         for row, marks in enumerate(result.mark.tolist()) for mark in marks if mark & MARK_DEPTH),
+        reverse=True,
+    )  # fmt: skip
+    rows, found = len(result.mark), []
+    for shape in options:
+        drafts, spare, depth, alone = [0] * rows, rows * (shape.queries - 1), shape.depth, shape.by == LOOKUP_ALONE
+        for value, level, row, source in nodes:
+            if level <= depth and not (alone and source == MODEL):
+                drafts[row] += value
+                spare -= 1
+                if not spare:
+                    break
+        found.append([value / MARK_ONE for value in drafts])
+    return found
+
+
+def _is_part(part: TreeShape, whole: TreeShape) -> bool:
+    """Whether a tree of shape `whole` tells what one of shape `part` would have brought. One that two drafters made
+    tells what the lookup alone would have."""
+    if not part.depth or (part.by, whole.by) not in ((part.by, part.by), (LOOKUP_ALONE, BOTH)):
+        return False
+    return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes
+
+
+def _first_guess(shape: TreeShape, confidence: int, least: int) -> float:
+    """Drafts of a row that are accepted, before anything is known; least: as of `Acceptance`."""
+    copied = COPIED * max(confidence - least, 0)
+    grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if least and shape.by != LOOKUP_ALONE else 0.0
+    return min(max_drafts(shape), max(copied, grown))

@@ -1,0 +1,136 @@
+"""The shape of the next step of these requests, and what is learnt of shapes from steps that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from draftwing.core import AT_ONCE, LAG, Chunk, Deferral, Plan, StepResult, TreeShape
+from draftwing.sched.policy.cost import OUTDATED, RECENT
+from draftwing.sched.policy.draft_prefill import DraftPrefill
+from draftwing.sched.policy.prefill_budget import PrefillBudget
+from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
+from draftwing.sched.req import Req
+
+
+class ShapeChoice:
+    """Asks the policy for what the requests of a step and the prefills of others allow, and tells it of results."""
+
+    def __init__(
+        self, policy: ShapePolicy, prefills: PrefillBudget, draws_alike: bool, deferral: Deferral = AT_ONCE
+    ) -> None:
+        """draws_alike: see `SchedulerConfig`.  deferral: of prompts and texts."""
+        self.policy, self._prefills, self._draws_alike = policy, prefills, draws_alike
+        self._draft_prefill = DraftPrefill(deferral.most) if deferral.from_tokens else None
+        self._by_slot = deferral.by_slot
+        # Positions of texts, seen at once, that tell what one takes; 0: none do. A CPU takes the same for each.
+        self._telling = deferral.most if deferral.from_tokens else LAG if deferral.by_slot else 0
+        # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
+        self._planned: dict[int, tuple[list[int], bool]] = {}
+        self._unpriced = 0  # steps since the last whose seconds were a price
+
+    @contextmanager
+    def replaced(self, policy: ShapePolicy) -> Iterator[None]:
+        """Asks another policy for a while, of the same menu or parts of it: for measurements."""
+        before = self.policy
+        assert set(policy.menu) <= set(before.menu)
+        self.policy = policy
+        try:
+            yield
+        finally:
+            self.policy = before
+
+    @property
+    def suspended(self) -> bool:
+        """Whether nothing is drafted that takes time, because prompts wait at every step."""
+        return self.policy.adapts and len(self.policy.menu) > 1 and self._prefills.crowded_out
+
+    def skip_prompts(self, admitted: Sequence[Req], running: Sequence[Req], confidence: int) -> None:
+        """Decides which of those who have been admitted a drafter need not see the prompts of. running: all who are.
+        confidence: of a request of which nothing is known."""
+        if not admitted or self._draft_prefill is None or not self.policy.adapts:
+            return
+        if len(running) == len(admitted):  # whoever waited before has been answered, or has gone
+            self._prefills.rest()
+        context = StepContext([confidence] * len(running), _kv_tokens(running))
+        # Where prompts wait all the time hardly anything will be drafted.
+        seen = not self._prefills.crowded_out and self._draft_prefill.should_prefill(
+            [(req.unsent, self._prefills.in_parts(req.unsent)) for req in admitted],
+            [req.max_total - len(req.tokens) for req in admitted],
+            self.policy.saving(context),
+            self.policy.saving(context, at_best=True),
+            self.policy.spend,
+        )
+        for req in admitted:
+            req.skipped = not seen
+
+    def answered(self, req: Req) -> None:
+        """A request has its whole answer."""
+        if self._draft_prefill is not None:
+            self._draft_prefill.ended(req.completion_tokens, req.max_total - req.prompt_len)
+
+    def choose(
+        self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, backlog: tuple[int, int] = (1, 0)
+    ) -> TreeShape:
+        """Decides on the shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts
+        of prompts wait for the step. backlog: passes and positions, as of `StepContext`."""
+        self._prefills.plan_step(prefilled, waiting)
+        if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
+            return self.policy.menu[0]
+        return self.policy.choose(self.context(ready, prefilled, backlog))
+
+    def context(
+        self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0)
+    ) -> StepContext:
+        """Returns what the policy is told of a step. prefilled, backlog: as of `choose`."""
+        confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
+        whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
+        newest = max((req.admission for req in ready), default=0)
+        remaining = 1.0
+        if self._by_slot and backlog[1]:  # most answers end before their limit
+            left = sum(req.max_total - len(req.tokens) for req in ready)
+            remaining = max(min(left / len(ready), OUTDATED), remaining)
+        slack = self._prefills.latency_slack(prefilled)
+        return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining)
+
+    def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
+        """The tree step of this number is planned for these requests, right behind a prefill or not."""
+        self._planned[step] = self._observable(reqs), behind_prefill
+
+    def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
+        """A step has ended. live: the request of each of its rows that still has it."""
+        passes, positions = 0, 0
+        if (seen := plan.catch_up) is not None:
+            passes, positions = seen.passes, sum(part.length for part in seen.texts)
+        if self._draft_prefill is not None:
+            self._draft_prefill.record(result.catching_up, passes, sum(part.length for part in plan.shown))
+        if plan.kind == "prefill":
+            self._prefills.record(plan.chunks, result.seconds - result.catching_up)
+            return
+        self._prefills.record_step(result.seconds)
+        confidences, behind = self._planned.pop(plan.step)
+        confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
+        told = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
+        kv_tokens = _kv_tokens(req for req in live if req is not None)
+        context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=told)
+        # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
+        # plain ones, which would look dearer than others beside drafts.
+        priced = not plan.special and (not behind or self._unpriced > RECENT)
+        self._unpriced = 0 if priced else self._unpriced + 1
+        self.policy.record(plan.shape, context, result, priced)
+
+    def _observable(self, reqs: Sequence[Req]) -> list[int]:
+        """By what confidences `record` learns from a step that is planned now: those that it is chosen by, for until
+        its result comes a match may have ended. 0 of who says nothing of its shape."""
+        sees = self.policy.sees_predictions
+        return [0 if _tells_nothing(req) or (req.request.prediction and not sees) else req.confidence for req in reqs]
+
+
+def _kv_tokens(reqs: Iterable[Req]) -> int:
+    """Tokens in their KV, as far as the host knows."""
+    return sum(req.kv for req in reqs)
+
+
+def _tells_nothing(req: Req) -> bool:
+    """Whether what was accepted of its drafts says nothing of others'."""
+    return req.limited or req.slow or req.skipped

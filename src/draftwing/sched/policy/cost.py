@@ -1,0 +1,220 @@
+"""What a step costs: measured seconds, times how far they are off in operation.
+
+The correction of a cost is a product of two factors. The *speed* is shared by all shapes of about the same batch size:
+a machine has other things to do, and its clock changes. The shape's *own* factor is for what was measured wrong. A
+sample moves a shape's own factor by `idle / (idle + RECENT)` of its error, where `idle` counts the steps since the
+shape ran before, and the speed by `RATE` of the rest. So while one shape runs for long the speed follows it, and a
+shape that runs rarely is corrected at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from draftwing.core import TreeShape
+from draftwing.sched.policy.cost_table import CostTable
+
+VERSION = 2  # of what `to_json` returns
+RECENT = 32  # steps, or samples: what "of late" means wherever the policy forgets
+HOLD = (
+    4  # steps that a choice is kept for, since a look at all options costs the host time; what was learnt of an option
+)
+# is taken to hold for as many
+RATE = 0.06  # share of a new sample in a mean that is known well
+OUTDATED = 128  # steps in which the least seconds that were seen may double; and that a text is taken to go on for
+AGREE = 1.25  # factor: two measurements of a step that differ by less say the same, and one step corrects by no more
+DOUBT = 3  # so many steps in turn that take less than one part in so many disprove a measurement; as many make one
+
+
+class StepCost:
+    """Seconds of a step of each shape of a menu, of what precedes drafts, and how they change."""
+
+    def __init__(self, menu: Sequence[TreeShape], stepwise: bool) -> None:
+        """stepwise: see `CostTable`."""
+        self.menu = tuple(menu)
+        self._table = CostTable(stepwise)
+        self._samples: dict[tuple[TreeShape, int], int] = {}  # steps in operation that a measurement was made of
+        self._steps: dict[int, int] = {}  # corrections of about so many rows; keys here are `batch.bit_length()`
+        self._speed: dict[int, float] = {}  # logarithms
+        self._own: dict[tuple[TreeShape, int], tuple[float, int]] = {}  # the same, and when the shape last ran
+        self._doubts = 0  # steps in turn
+        self._doubts_of: dict[TreeShape, int] = {}  # the same of a shape's own steps, which may be far between
+        # Of the drafter's passes over its backlog: least seconds of a pass, and of a position. Short passes cost their
+        # launches, long ones their positions.
+        self._pass: dict[int, float] = {}
+        self._position: dict[int, float] = {}
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def stepwise(self) -> bool:
+        return self._table.stepwise
+
+    def seconds(self, shape: TreeShape, batch: int, context: int) -> float | None:
+        """Returns what a step will take; None only if nothing at all is known."""
+        line = self._table.line(shape, batch)
+        return None if line is None else (line.empty + line.slope * context) * self.factor(shape, batch)
+
+    def factor(self, shape: TreeShape, batch: int) -> float:
+        """Returns what measurements are multiplied with."""
+        bucket = batch.bit_length()
+        return math.exp(self._speed.get(bucket, 0.0) + self._own.get((shape, bucket), (0.0, 0))[0])
+
+    def known(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether the shape was measured at a size that is near."""
+        return self._table.near(shape, batch)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shape of the menu was measured."""
+        return all(shape in self._table for shape in self.menu)
+
+    def backlog(self, batch: int, passes: int, positions: int) -> float:
+        """Returns the seconds that a drafter takes for what it has not seen of a batch: so many passes, and so many
+        positions in all but one of them."""
+        a_pass, position = (
+            known.get(batch.bit_length()) or min(known.values(), default=0.0) for known in (self._pass, self._position)
+        )
+        return max(passes * a_pass, positions * position)
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def measured(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
+        """Takes a measurement in place of an earlier one; of no time it is none."""
+        assert batch > 0 and context >= 0
+        if seconds > 0:
+            self._table.measure(shape, batch, context, seconds)
+
+    def record(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
+        """Learns from what a step took."""
+        if seconds <= 0:
+            return
+        expected = self.seconds(shape, batch, context)
+        if expected is not None and DOUBT * seconds < expected and self._believed(shape, batch):
+            self._doubts += 1
+            self._doubts_of[shape] = self._doubts_of.get(shape, 0) + 1
+            if max(self._doubts, self._doubts_of[shape]) < DOUBT:
+                return
+            self._forget(None if self._doubts == DOUBT else shape)
+        self._doubts = self._doubts_of[shape] = 0
+        if not self._sampled(shape, batch, context, seconds):
+            assert expected is not None, "what was measured has a price"
+            self._correct(shape, batch.bit_length(), math.log(seconds / expected))
+
+    def record_backlog(self, batch: int, passes: int, positions: int, seconds: float) -> None:
+        """Learns from what a drafter took for its backlog. positions: 0 where they are too few to tell what one
+        takes."""
+        for known, count in ((self._pass, passes), (self._position, positions)):
+            if count:
+                bucket = batch.bit_length()
+                known[bucket] = min((1 + 1 / OUTDATED) * known.get(bucket, math.inf), seconds / count)
+
+    def _believed(self, shape: TreeShape, batch: int) -> bool:
+        """Whether a step that takes far less than expected says that measurements are wrong. A machine may become
+        slower, but not much faster; and of plain steps even a guess is rather low."""
+        if self._samples.get((shape, batch), DOUBT) < DOUBT:
+            return False
+        return not shape.depth or self.known(shape, batch)
+
+    def _forget(self, shape: TreeShape | None) -> None:
+        """Forgets all of a shape, None: of all. What other shapes' steps agree with stays."""
+        if shape is None or not self._table.shapes() - {shape}:
+            self._table.forget(None)
+            for known in (self._samples, self._steps, self._speed, self._own, self._doubts_of):
+                known.clear()
+            return
+        self._table.forget(shape)
+        self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
+        self._own = {step: factor for step, factor in self._own.items() if step[0] != shape}
+
+    def _sampled(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
+        """Takes a step in operation for a measurement where there is none; returns whether it did. Of the first steps
+        the least counts, for they pay for caches and allocations."""
+        samples = self._samples.get((shape, batch), 0)
+        if samples == DOUBT or (not samples and self.known(shape, batch)):
+            return False
+        seconds /= self.factor(shape, batch)  # by which it will be multiplied
+        least = min([seconds, *self._table.at(shape, batch).values()])
+        self._table.measure(shape, batch, context, least, alone=True)
+        self._samples[shape, batch] = samples + 1
+        return True
+
+    def _correct(self, shape: TreeShape, bucket: int, error: float) -> None:
+        """error: logarithm of the seconds of a step beside what was expected. What stalls one step says little."""
+        now = self._steps[bucket] = self._steps.get(bucket, 0) + 1
+        own, ran = self._own.get((shape, bucket), (0.0, now - RECENT))
+        error = min(max(error, -math.log(DOUBT)), math.log(AGREE))
+        share = (now - ran) / (now - ran + RECENT)
+        limit = math.log(DOUBT)  # what is further off was measured wrong
+        self._own[shape, bucket] = min(max(own + share * error, -limit), limit), now
+        rate = (1 - share) * max(RATE, 1 / now)
+        self._speed[bucket] = self._speed.get(bucket, 0.0) + rate * error
+
+    # -- keeping it for the next start --------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all that is known of steps, for `from_json`."""
+        factors: list[tuple[list[int] | None, int, float]] = [(None, *speed) for speed in self._speed.items()]
+        factors += [(list(shape), bucket, own) for (shape, bucket), (own, _) in self._own.items()]
+        return {
+            "version": VERSION,
+            "stepwise": self.stepwise,
+            "measured": [[list(shape), *point] for shape, *point in self._table.points()],
+            "corrections": [[shape, bucket, math.exp(factor)] for shape, bucket, factor in factors],
+        }
+
+    @classmethod
+    def from_json(cls, content: Any, menu: Sequence[TreeShape], stepwise: bool) -> StepCost:
+        """Returns the costs that `to_json` gave, of the shapes of the menu. Raises ValueError for anything else.
+
+        Corrections are of another day: new samples soon count for more.
+        """
+        cost = cls(menu, stepwise)
+        try:
+            if content["version"] != VERSION or content["stepwise"] is not stepwise:
+                raise ValueError(f"expected version {VERSION}, stepwise {stepwise}")
+            for numbers, batch, context, seconds in content["measured"]:
+                if (shape := TreeShape(*map(_count, numbers))) in cost.menu:
+                    cost.measured(shape, _count(batch, 1), _count(context), _positive(seconds))
+            for numbers, bucket, factor in content["corrections"]:
+                if numbers is None:
+                    cost._speed[_count(bucket)] = math.log(_positive(factor))
+                elif (shape := TreeShape(*map(_count, numbers))) in cost.menu:
+                    cost._own[shape, _count(bucket)] = math.log(_positive(factor)), -RECENT
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not what `to_json` gives: {error!r}") from None
+        return cost
+
+    def look_again(self, other: StepCost, instead: bool = False) -> bool:
+        """Takes what another start has measured: of each step the least, for other programs only ever add to it; or
+        `instead` of what was known. Returns whether both have measured every shape, and the same. Where a cost is
+        another one now, what was learnt of the old ones in operation goes."""
+        pairs = []
+        for shape, batch, context, seconds in list(other.points()):
+            known = self._table.at(shape, batch).get(context)
+            self.measured(shape, batch, context, seconds if known is None or instead else min(known, seconds))
+            if known is not None:
+                pairs.append((shape, known / seconds))
+        if any(ratio > AGREE or (instead and ratio < 1 / AGREE) for _, ratio in pairs):
+            for learnt in (self._steps, self._speed, self._own):
+                learnt.clear()
+        alike = all(1 / AGREE < ratio < AGREE for _, ratio in pairs)
+        return alike and {shape for shape, _ in pairs} >= set(self.menu)
+
+    def points(self) -> Any:
+        """Yields all measurements: shape, batch size, context, seconds."""
+        return self._table.points()
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"expected a whole number from {least}, found {value!r}")
+    return value
+
+
+def _positive(value: Any) -> float:
+    if not isinstance(value, float | int) or not 0 < value < 1e6:
+        raise ValueError(f"expected a positive number, found {value!r}")
+    return float(value)

@@ -1,0 +1,149 @@
+"""Measured seconds of steps by tree shape, batch size and context, and what lies between and beyond measurements.
+
+The context of a step is the number of tokens in the KV of all its rows. Between batch sizes costs are interpolated. In
+the context they are a line, whose slope depends on the batch size. What was never measured is estimated from what was,
+and rather too high than too low.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from draftwing.core import PLAIN, TreeShape
+
+ROW_COST = 0.2  # of a plain step, for each row more that the target runs: a guess for shapes that never ran
+
+
+class Line(NamedTuple):
+    """Seconds of a step of one shape and batch size, by the context."""
+
+    empty: float
+    slope: float  # for each token
+
+
+class CostTable:
+    def __init__(self, stepwise: bool) -> None:
+        """stepwise: a batch costs what the next larger measured size does, as with graphs, which are padded; else costs
+        between two sizes lie on a line."""
+        self.stepwise = stepwise
+        self._measured: dict[TreeShape, dict[int, dict[int, float]]] = {}  # shape -> batch -> context -> seconds
+        self._lines: dict[tuple[TreeShape, int], Line] = {}  # what was asked for
+
+    def __contains__(self, shape: TreeShape) -> bool:
+        return shape in self._measured
+
+    def at(self, shape: TreeShape, batch: int) -> dict[int, float]:
+        """Returns what was measured of a shape and batch size: seconds by context."""
+        return self._measured.get(shape, {}).get(batch, {})
+
+    def measure(self, shape: TreeShape, batch: int, context: int, seconds: float, alone: bool = False) -> None:
+        """Takes a measurement in place of an earlier one. alone: and forgets those of other contexts."""
+        found = self._measured.setdefault(shape, {}).setdefault(batch, {})
+        if alone:
+            found.clear()
+        found[context] = seconds
+        self._lines.clear()
+
+    def forget(self, shape: TreeShape | None) -> None:
+        """Forgets what was measured of a shape; None: of all."""
+        if shape is None:
+            self._measured.clear()
+        else:
+            self._measured.pop(shape, None)
+        self._lines.clear()
+
+    def shapes(self) -> set[TreeShape]:
+        """Returns the shapes that were measured."""
+        return set(self._measured)
+
+    def points(self) -> Iterator[tuple[TreeShape, int, int, float]]:
+        """Yields all measurements: shape, batch size, context, seconds."""
+        for shape, sizes in self._measured.items():
+            for batch, found in sizes.items():
+                for context, seconds in found.items():
+                    yield shape, batch, context, seconds
+
+    def near(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether the shape was measured at a size that is less than twice or half as large."""
+        sizes = self._measured.get(shape)
+        return sizes is not None and any(batch <= 2 * size and size <= 2 * batch for size in sizes)
+
+    def line(self, shape: TreeShape, batch: int) -> Line | None:
+        """Returns the seconds of such steps by context; None if nothing at all was measured."""
+        found = self._lines.get((shape, batch))
+        if found is None and self._measured:
+            found = self._lines[shape, batch] = Line(self._empty(shape, batch), self._slope(shape, batch))
+        return found
+
+    def _empty(self, shape: TreeShape, batch: int) -> float:
+        """Seconds of a step without context."""
+        sizes = self._measured.get(shape)
+        if sizes is None:
+            return self._guess(shape, batch)
+        points = [(size, self._without_context(shape, size)) for size in sorted(sizes)]
+        at = bisect_left([size for size, _ in points], batch)
+        if at == len(points):
+            return self._beyond(points, shape, batch)
+        size, seconds = points[at]
+        if self.stepwise or size == batch or at == 0:
+            return seconds
+        below, less = points[at - 1]
+        return less + (seconds - less) * (batch - below) / (size - below)
+
+    def _without_context(self, shape: TreeShape, size: int) -> float:
+        """Seconds of a measured size."""
+        context, seconds = min(self._measured[shape][size].items())
+        return max(seconds - context * self._slope(shape, size), seconds / 2) if context else seconds
+
+    @staticmethod
+    def _beyond(points: list[tuple[int, float]], shape: TreeShape, batch: int) -> float:
+        """Seconds above the largest size: as steep as over the upper half of the sizes, or over all of them."""
+        last, seconds = points[-1]
+        steepness = ROW_COST * shape.queries * seconds / last if len(points) == 1 else 0.0
+        for size, less in points[:1] + [point for point in points if 2 * point[0] <= last][-1:]:
+            if size < last:
+                steepness = max(steepness, (seconds - less) / (last - size))
+        return seconds + steepness * (batch - last)
+
+    def _slope(self, shape: TreeShape, batch: int) -> float:
+        """Seconds for each token of the context: the shape's own, else that of plain steps, else another's."""
+        for one in (shape, PLAIN, *self._measured):
+            slopes = [(size, _steepness(found)) for size, found in sorted(self._measured.get(one, {}).items())
+                      if len(found) > 1]  # fmt: skip
+            if slopes:
+                break
+        else:
+            return 0.0
+        at = bisect_left([size for size, _ in slopes], batch)
+        if at == 0 or at == len(slopes):
+            return slopes[min(at, len(slopes) - 1)][1]
+        (below, less), (size, more) = slopes[at - 1], slopes[at]
+        return less + (more - less) * (batch - below) / (size - below)
+
+    def _guess(self, shape: TreeShape, batch: int) -> float:
+        """Seconds of a shape that was never measured, by what its rows may cost beside plain steps: not cheaper than
+        what is smaller, and not dearer than what is larger."""
+        known = [(other, self._empty(other, batch)) for other in self._measured]
+        plain = min(seconds / _relative(other, batch) for other, seconds in known)
+        if PLAIN in self._measured:
+            plain = self._empty(PLAIN, batch)
+        guess = plain * _relative(shape, batch)
+        size = shape.depth, shape.queries
+        least = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
+        most = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
+        return min([max([guess, *least]), *most])
+
+
+def _relative(shape: TreeShape, batch: int) -> float:
+    """A guess at a step's seconds beside those of a plain one."""
+    more = shape.queries - 1
+    return 1 + min(ROW_COST * more * batch, more)
+
+
+def _steepness(found: dict[int, float]) -> float:
+    """Least squares, of lines through the point of the least context; never downwards."""
+    (origin, base), *others = sorted(found.items())
+    return max(sum((context - origin) * (seconds - base) for context, seconds in others)
+               / sum((context - origin) ** 2 for context, _ in others), 0.0)  # fmt: skip

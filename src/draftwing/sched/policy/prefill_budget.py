@@ -1,0 +1,153 @@
+"""How long prefills take, and how much of one may stand between two steps of requests that are being answered.
+
+Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So a prefill beside them is
+short: a *part* takes `PART` times what it takes to read all weights for next to nothing, as the shortest step does, or
+the shortest prefill, for a step reads few of a mixture's experts; then it still uses the device well. Where many wait
+it may be longer; of a few long prompts it is shorter, for those who decode would pay for them at every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from heapq import nlargest
+
+import numpy as np
+
+from draftwing.core import Chunk
+from draftwing.sched.policy.cost import DOUBT, OUTDATED, RECENT
+
+PART = 3.0  # times what it takes to read all weights: as long may a prefill take beside requests that decode
+UNNOTICED_GAP = 0.012  # seconds: as long may it take in any case, which no reader notices
+LONG = 16.0  # times what it takes to read all weights: prompts that take longer are long
+CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
+UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
+CROWD = 8  # parts: as long may it take there, too; beside others one in so many of those who wait is done at once
+CONTEXT = 250.0  # tokens: contexts have to differ by more before they tell what a key costs
+PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
+
+
+class PrefillBudget:
+    """Seconds of a prefill: so many for each token and for each key that a token attends to, on top of those of the
+    shortest, which reads all weights, too."""
+
+    def __init__(self) -> None:
+        self._stalls: deque[float] = deque(maxlen=OUTDATED)  # seconds of the prefill right before each step, 0 without
+        self._waited = 0  # steps in a row for which prompts waited
+        self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of steps that decoded
+        self._usual, self._shortest = 0.0, math.inf  # seconds of such a step
+        # Sums over prefills, the newer the heavier: of products of (1, tokens, keys) / seconds, and of these alone.
+        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)
+        self._prefills = 0.0  # how many these are
+        self._start = self._token = self._key = 0.0  # seconds
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def record_step(self, seconds: float) -> None:
+        """Learns from a step of requests that decode."""
+        if seconds > 0:
+            self._steps.append(seconds)
+            self._usual = sorted(self._steps)[len(self._steps) // 2]
+            self._shortest = min((1 + 1 / (4 * OUTDATED)) * self._shortest, seconds)
+
+    def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Learns from a prefill of these chunks; what takes it far longer than expected is something else."""
+        assert chunks
+        if seconds <= 0:
+            return
+        if self._token:
+            seconds = min(seconds, DOUBT * self.seconds(chunks))
+        size = np.asarray((1.0, *_size(chunks))) / seconds
+        keep = 1 - 1 / RECENT
+        self._products = keep * self._products + np.outer(size, size)
+        self._sums = keep * self._sums + size
+        self._prefills = keep * self._prefills + 1
+        self._fit()
+
+    def _fit(self) -> None:
+        """Least squares of relative errors, with `PRIOR` prefills more that take as long as the shortest step and in
+        which keys are free."""
+        shortest = self._shortest if self._steps else 0.0
+        doubt = PRIOR * self._products.diagonal() / self._prefills * (1.0, 0.0, 1.0)
+        doubt[2] += CONTEXT**2 * self._products[1, 1]
+        start, _, key = np.linalg.solve(
+            self._products + np.diag(doubt), self._sums + doubt * (shortest, 0.0, 0.0)
+        ).tolist()  # fmt: skip
+        products, most = self._products[1].tolist(), float(self._sums[1])  # of tokens
+        self._start = min(max(start, 0.0), (1 - 1 / RECENT) * most / products[0])
+        most -= self._start * products[0]
+        self._key = min(max(key, 0.0), (1 - 1 / RECENT) * most / products[2])
+        self._token = (most - self._key * products[2]) / products[1]
+
+    def plan_step(self, prefilled: Sequence[Chunk], waiting: bool) -> None:
+        """Notes that a step of requests that decode is planned. prefilled: right before it.  waiting: whether a part of
+        a prompt waits for it."""
+        self._stalls.append(self.seconds(prefilled))
+        self._waited = self._waited + 1 if waiting else 0
+
+    def rest(self) -> None:
+        """Notes that nobody runs."""
+        self._waited = 0
+
+    # -- what it knows ------------------------------------------------------------------------------------------------
+
+    @property
+    def crowded_out(self) -> bool:
+        """Whether prompts wait all the time. Then every gap has a part of a prompt in it, and parts are as long as a
+        usual step allows, so that longer steps would make each gap longer by both."""
+        return self._waited > RECENT // 4
+
+    def latency_slack(self, prefilled: Sequence[Chunk]) -> float:
+        """Returns how many seconds longer than a plain one a step may take right after a prefill of these chunks: its
+        requests have waited for that, and wait with the step no longer than two in `RECENT` steps."""
+        stall = self.seconds(prefilled)
+        if self.crowded_out:
+            return 0.0
+        if not stall or not self._stalls:
+            return math.inf
+        allowed = nlargest(max(2 * len(self._stalls) // RECENT, 1), self._stalls)[-1]
+        return max(allowed - stall, 0.0)
+
+    def seconds(self, chunks: Sequence[Chunk]) -> float:
+        """Returns what a prefill of these chunks will take; 0 for none, and as long as nothing is known."""
+        tokens, keys = _size(chunks)
+        return self._start + tokens * self._token + keys * self._key if tokens and self._token else 0.0
+
+    def token_seconds(self, kv_tokens: int) -> float:
+        """Returns the seconds of a prompt's token that attends to so many others; 0 as long as nothing is known."""
+        return self._token + self._key * kv_tokens
+
+    def in_parts(self, tokens: int) -> bool:
+        """Returns whether a prompt is longer than a part."""
+        return tokens * self._token > self._part() - self._start
+
+    def _part(self) -> float:
+        """Seconds of a part."""
+        return max(PART * max(self._shortest, self._start), UNNOTICED_GAP)
+
+    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True) -> float:
+        """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
+        decoding: how many decode meanwhile. alike: whether all are one client's, with one priority; others do not wait
+        for a crowd. All of it as long as nothing is known."""
+        if not self._steps or not self._token:
+            return sum(waiting)
+        if not decoding:
+            return max(UNNOTICED_WAIT, CROWD * self._part()) - self._start
+        whole, part = max(self._shortest, self._start), self._part() - self._start
+        few = min(sum(one for one in waiting if one <= LONG * whole), part)
+        fit = [one for one in waiting if alike and one <= part]
+        crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
+        beside = max(self._usual - self._start, self._start)
+        longest = max(beside, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
+        rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
+        return longest + rest if 0 < rest < self._start / CROWD else longest
+
+
+def _size(chunks: Sequence[Chunk]) -> tuple[int, float]:
+    """Tokens, and the keys that they attend to."""
+    tokens, keys = 0, 0.0
+    for _, start, length, *_ in chunks:
+        tokens += length
+        keys += length * (start + length / 2)
+    return tokens, keys

@@ -1,0 +1,163 @@
+"""How long prefills take, and how long they may be beside requests that decode."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from draftwing.core import Chunk
+from draftwing.sched.policy.cost import RECENT
+from draftwing.sched.policy.prefill_budget import (
+    CROWD,
+    CROWD_GAP,
+    LONG,
+    PART,
+    UNNOTICED_GAP,
+    UNNOTICED_WAIT,
+    PrefillBudget,
+)
+
+SIZES = [60, 600, 200, 250, 500] * 20
+
+
+def part(tokens: int, start: int = 0) -> list[Chunk]:
+    return [Chunk(0, start, tokens, True)] if tokens else []
+
+
+def learnt(base: float, slope: float, sizes: list[int] = SIZES, noise: float = 0.0, step: float = 0.0) -> PrefillBudget:
+    """step: seconds of those that decode, where they are not the shortest prefill's."""
+    budget, rng = PrefillBudget(), random.Random(0)
+    for tokens in sizes:
+        budget.record_step((step or base) * (1 + noise * rng.random()))
+        budget.record(part(tokens), (base + slope * tokens) * (1 + noise * rng.uniform(-1, 1)))
+    return budget
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize(("base", "slope"), [(0.004, 2e-5), (0.0104, 2.2e-5), (0.006, 0.85e-3)])
+def test_times_lie_on_the_line_that_was_seen(base: float, slope: float, noise: float) -> None:
+    budget = learnt(base, slope, noise=noise)
+    for tokens in (64, 300, 1000):
+        assert budget.seconds(part(tokens)) == pytest.approx(base + slope * tokens, rel=0.02 + noise)
+    assert budget.seconds([]) == 0 == PrefillBudget().seconds(part(100))
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    budget = learnt(0.004, 2e-5)
+    for tokens in SIZES * 2:
+        budget.record_step(0.01)
+        budget.record(part(tokens), 0.01 + 5e-5 * tokens)
+    assert budget.seconds(part(400)) == pytest.approx(0.03, rel=0.1)
+
+
+def test_tokens_that_attend_to_many_others_take_longer() -> None:
+    """As on a CPU, where prompts of 6,000 tokens go on beside short ones."""
+    budget, rng, start = PrefillBudget(), random.Random(0), 0
+    for step in range(400):
+        length, at = (rng.randrange(5, 20), 0) if step % 8 == 0 else (16, start)
+        start = (start + 16 * bool(at)) % 6000 if step else 16
+        took = 0.008 + length * (0.85e-3 + 0.92e-6 * (at + length / 2)) * rng.uniform(0.8, 1.2)
+        budget.record_step(0.008)
+        budget.record(part(length, at), took)
+    assert budget.token_seconds(4000) == pytest.approx(0.85e-3 + 4000 * 0.92e-6, rel=0.2)
+    assert budget.seconds([*part(20), *part(8, 4000)]) == pytest.approx(0.008 + 0.017 + 0.036, rel=0.2)
+
+
+def test_what_contexts_cost_is_not_guessed_where_all_are_alike() -> None:
+    budget, rng = PrefillBudget(), random.Random(0)
+    for start in range(4000, 4800, 16):
+        budget.record_step(0.008)
+        budget.record(part(16, start), 0.008 + 16 * 0.0045 * rng.uniform(0.8, 1.2))
+        assert 0 < budget.token_seconds(0) <= budget.token_seconds(4400) < 1.3 * 0.0045
+
+
+def test_a_pause_of_the_machine_is_no_price() -> None:
+    budget = learnt(0.004, 2e-5)
+    budget.record(part(300), 100.0)
+    assert budget.token_seconds(0) < 2 * 2e-5
+
+
+@pytest.mark.parametrize(("base", "step"), [(0.01, 0.01), (0.008, 0.002), (0.002, 0.002)])
+def test_beside_those_who_decode_it_is_a_part(base: float, step: float) -> None:
+    """A step reads few of a mixture's experts, a prefill all of them; and of short steps a part is not too short."""
+    budget = learnt(base, 2e-5, step=step)
+    longest = max(PART * base, UNNOTICED_GAP)
+    assert budget.max_seconds([0.8 * longest] * 3, 3, False) == pytest.approx(longest - base, rel=0.15)
+    assert budget.in_parts(round(1.2 * longest / 2e-5)) and not budget.in_parts(round(0.5 * (longest - base) / 2e-5))
+
+
+def test_where_nobody_decodes_it_is_bounded() -> None:
+    assert learnt(0.01, 2e-5).max_seconds([9.0], 0) == pytest.approx(CROWD * PART * 0.01, rel=0.1)
+    assert learnt(0.001, 2e-5).max_seconds([9.0], 0) == pytest.approx(UNNOTICED_WAIT, rel=0.1)
+    assert PrefillBudget().max_seconds([2.0, 7.0], 1) == 9.0, "nothing is known"
+
+
+def test_of_long_prompts_it_is_shorter() -> None:
+    budget, base = learnt(0.01, 2e-5), 0.01
+    assert budget.max_seconds([1.1 * LONG * base], 1) == pytest.approx(base, rel=0.1)
+    assert budget.max_seconds([9.0] * 4, 1) == budget.max_seconds([9.0], 1)
+    assert budget.max_seconds([9.0, 1.5 * base], 1) == pytest.approx(1.5 * base, rel=0.1), "a short one beside it"
+    for _ in range(RECENT):
+        budget.record_step(0.04)  # usual steps of many requests
+    assert budget.max_seconds([9.0], 1) == pytest.approx(0.04 - base, rel=0.15)
+
+
+def test_long_contexts_do_not_make_prefills_long() -> None:
+    budget = PrefillBudget()
+    for start in [*range(0, 16000, 1000)] * 4:
+        budget.record_step(0.005)
+        budget.record(part(1000, start), 0.005 + 2e-5 * 1000 * (1 + start / 16000))
+    for context in (0, 8000, 15000):
+        tokens = budget.max_seconds([1.0], 1) / budget.token_seconds(context)
+        assert 2e-5 * tokens * (1 + context / 16000) < 0.012
+
+
+def test_where_many_wait_it_goes_in_large_parts() -> None:
+    budget = learnt(0.004, 2e-5)
+    each = max(PART * 0.004, UNNOTICED_GAP) - 0.004
+    assert budget.max_seconds([0.006] * 100, 1, False) == pytest.approx(0.6 / CROWD)
+    assert budget.max_seconds([1.0] * 100, 1) == pytest.approx(100 * each / CROWD, rel=0.1)
+    assert budget.max_seconds([0.006] * 40, 1) == pytest.approx(max(CROWD_GAP, 0.24 / CROWD)), "one client's crowd"
+    assert budget.max_seconds([0.006] * 10, 5 * CROWD) == pytest.approx(2 * each, rel=0.1)
+    assert budget.max_seconds([0.006] * 10, 1, False) == pytest.approx(each, rel=0.1), "others' streams go on"
+
+
+def test_after_a_prefill_a_step_is_no_longer_than_waits_are_in_any_case() -> None:
+    budget = learnt(0.004, 2e-5)
+    for step in range(300):
+        budget.plan_step(part(1000 if step % 8 == 0 else 0), False)  # more often than two in `RECENT`
+    assert budget.latency_slack([]) == float("inf")
+    assert budget.latency_slack(part(1000)) == 0
+    for _ in range(3):
+        assert budget.latency_slack(part(100)) == pytest.approx(2e-5 * 900, rel=0.05), "who asks changes nothing"
+    for _ in range(300):
+        budget.plan_step([], False)
+    assert budget.latency_slack(part(100)) == 0, "long waits have become rare"
+
+
+def test_there_is_no_slack_while_prompts_wait_all_the_time() -> None:
+    budget = learnt(0.004, 2e-5)
+    for number in range(RECENT):
+        assert budget.crowded_out == (number > RECENT // 4)
+        budget.plan_step(part(1000), waiting=True)
+    assert budget.latency_slack(part(100)) == 0 == budget.latency_slack([])
+    budget.plan_step(part(1000), waiting=False)
+    assert budget.latency_slack(part(100)) > 0
+    for _ in range(RECENT):
+        budget.plan_step([], waiting=True)
+    budget.rest()
+    assert not budget.crowded_out
+
+
+def test_gaps_beside_long_prompts_are_those_of_one_request_more() -> None:
+    """Small requests that decode beside one prompt of 6,000 tokens, on a CPU, against the same beside one more."""
+    from served import LongPrompts  # a simulation: `benchmarks/sim`
+
+    late = []
+    for small, heavy in ((5, 1), (6, 0)):
+        load = LongPrompts(small, heavy, 0.1)
+        load.run(15.0)
+        late.append(np.quantile(load.small, 0.99))
+    assert late[0] < 1.6 * late[1]

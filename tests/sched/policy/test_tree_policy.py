@@ -1,0 +1,477 @@
+"""What the policy chooses, on machines and texts that are made up: expected tokens per second are known here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from worlds import MACHINES, TREE, World
+
+from draftwing.core import (
+    LOOKUP_ALONE,
+    MARK_ONE,
+    MARK_SOURCE,
+    MARK_SURVIVAL,
+    MAX_CONFIDENCE,
+    PLAIN,
+    StepResult,
+    TreeShape,
+)
+from draftwing.sched.policy.acceptance import drafts_by_row
+from draftwing.sched.policy.cost import HOLD, StepCost
+from draftwing.sched.policy.menus import chain_menu, match_menu, tree_menu
+from draftwing.sched.policy.shape_policy import FixedShape, StepContext
+from draftwing.sched.policy.tree_policy import MARGIN, MAX_QUERIES, TreePolicy
+
+
+@pytest.mark.further(batch=64, hit=[0.05, 0.5])
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("batch", [1, 4, 16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hit", [0.05, 0.5, 0.95])
+def test_never_slower_than_none_and_near_the_best(machine: str, batch: int, hit: float) -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES[machine](menu)
+    policy = TreePolicy(menu, world.cost())
+    hits = [hit] * batch
+    world.run(policy, hits, 60)
+    rate, _ = world.run(policy, hits, 1000)
+    possible = [shape for shape in menu if batch * shape.queries <= MAX_QUERIES or not shape.depth]
+    assert rate > 0.985 * world.rate(PLAIN, hits)
+    assert rate > 0.97 * max(world.rate(shape, hits) for shape in possible)
+
+
+def settle(
+    make: Callable[[Sequence[TreeShape]], World],
+    before: Sequence[float],
+    after: Sequence[float],
+    lag: int,
+    steps: int = 400,
+) -> int:
+    """Steps until most of ten choices in a row are within 3% of the best, after the load has changed. steps: before."""
+    menu = tree_menu(TREE)
+    world = make(menu)
+    policy = TreePolicy(menu, world.cost())
+    world.run(policy, before, steps, lag)
+    _, chosen = world.run(policy, after, 200, lag)
+    best = max(world.rate(shape, after) for shape in menu if len(after) * shape.queries <= MAX_QUERIES)
+    good = [world.rate(shape, after) > 0.97 * best for shape in chosen]
+    return next(i for i in range(len(good) - 10) if sum(good[i : i + 10]) >= 8)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("machine", ["gpu", "small machine"])
+def test_a_change_is_followed(machine: str, lag: int) -> None:
+    make = MACHINES[machine]
+    assert settle(make, [0.8], [0.8] * 64, lag) <= 50
+    assert settle(make, [0.8] * 64, [0.8], lag) <= 50
+    for batch in (1, 8):
+        assert settle(make, [0.95] * batch, [0.1] * batch, lag) <= 50
+        assert settle(make, [0.1] * batch, [0.95] * batch, lag) <= (80 if batch == 1 else 50)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_one_row_on_a_small_machine_is_followed_whenever_it_changes(lag: int) -> None:
+    """Here the budget is for a try in some 60 steps: one that promises more is followed as soon as it may be."""
+    make = MACHINES["small machine"]
+    took = sorted(settle(make, [0.1], [0.95], lag, steps) for steps in range(350, 414, 4))
+    assert took[len(took) // 2] <= 50 and took[-1] <= 80
+
+
+def test_what_was_not_measured_is_tried_for_little() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["gpu"](menu)
+    prices = StepCost(menu, False)
+    prices.measured(PLAIN, 1, 0, world.seconds(PLAIN, 1))
+    policy = TreePolicy(menu, prices)
+    hits = [0.9] * 2
+    world.run(policy, hits, 400)
+    rate, _ = world.run(policy, hits, 200)
+    assert rate > 0.95 * max(world.rate(shape, hits) for shape in menu)
+
+
+def test_what_no_drafts_cost_is_found_out() -> None:
+    """Although drafting is chosen, because a guess from what levels cost here says that they cost much more."""
+    menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.95] * 2
+    world = World(menu, 2.0, 0.01, 4.0)
+    prices = StepCost(menu, False)
+    prices.measured(menu[0], 2, 0, world.seconds(menu[0], 2))
+    guess = prices.seconds(PLAIN, 2, 0)
+    assert guess is not None and guess > 1.8 * world.seconds(PLAIN, 2)
+    assert world.rate(menu[0], hits) > MARGIN * 2 / guess
+    policy = TreePolicy(menu, prices)
+    world.run(policy, hits, 200)
+    _, chosen = world.run(policy, hits, 200)
+    assert chosen.count(PLAIN) > 190
+
+
+@pytest.mark.parametrize(("machine", "hit", "by"), [("small machine", 0.05, 1.8), ("gpu", 0.8, 1.4)])
+def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, by: float) -> None:
+    """The best option, to draft nothing or something, looks dearer than it is, so that it would never run."""
+    menu = tree_menu(TREE)
+    world, hits = MACHINES[machine](menu), [hit] * 8
+    best = max(menu, key=lambda shape: world.rate(shape, hits))
+    assert (best == PLAIN) == (machine == "small machine")
+    prices = world.cost((8,))
+    prices.measured(best, 8, 0, by * world.seconds(best, 8))
+    policy = TreePolicy(menu, prices)
+    world.run(policy, hits, 2000)
+    rate, _ = world.run(policy, hits, 300)
+    assert rate > 0.97 * world.rate(best, hits)
+
+
+@pytest.mark.parametrize("by", [2.5, 5.0])
+@pytest.mark.parametrize("which", ["the best", "all trees"])
+def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: str) -> None:
+    """By tries that are so rare that they would not matter, were it true."""
+    menu, hits = tree_menu(TREE), [0.8] * 4
+    world = MACHINES["gpu"](menu)
+    best, prices = max(menu, key=lambda shape: world.rate(shape, hits)), world.cost()
+    for shape in (best,) if which == "the best" else menu[:-1]:
+        for size in (1, 4, 16, 64):
+            prices.measured(shape, size, 0, by * world.seconds(shape, size))
+    policy = TreePolicy(menu, prices)
+    world.run(policy, hits, round(8000 * by))
+    rate, _ = world.run(policy, hits, 1000)
+    assert rate > 0.97 * world.rate(best, hits)
+
+
+def test_what_never_pays_is_hardly_tried() -> None:
+    menu, hits = tree_menu(TREE), [0.8] * 4
+    world = World(menu, 4.0, 3.0, 20.0)
+    policy = TreePolicy(menu, world.cost())
+    rate, _ = world.run(policy, hits, 20_000)
+    assert rate > 0.98 * world.rate(PLAIN, hits)
+
+
+def test_what_never_pays_with_any_number_of_rows_is_hardly_tried() -> None:
+    """Tries with each number of rows do not add up."""
+    menu = (*tree_menu(TreeShape(7, 4, 16))[:-1], *tree_menu(TREE))
+    world = World(menu, 4.0, 0.2, 4.0)
+    policy, rows = TreePolicy(menu, world.cost((1, 2, 4, 8, 16, 32, 64))), (1, 2, 4, 8, 16, 32, 64)
+    took = ideal = 0.0
+    for turn in range(30):
+        for batch in rows:
+            hits = [0.8] * batch
+            rate, _ = world.run(policy, hits, 150)
+            if turn > 9:
+                took, ideal = took + batch * 150 / rate, ideal + 150 * world.seconds(PLAIN, batch)
+    assert ideal > 0.985 * took
+
+
+@pytest.mark.parametrize(("gain", "drafts"), [(1.02, False), (1.06, True)])
+def test_what_drafting_gains_less_than_the_host_loses(gain: float, drafts: bool) -> None:
+    """Drafts that are better by 2% are not worth the work of choosing them."""
+    menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.8] * 4
+
+    class Near(World):
+        def seconds(self, shape: TreeShape, batch: int) -> float:
+            return 1e-3 * self.tokens(shape, hits) / (gain if shape.depth else 1.0)
+
+    world = Near(menu, 0.0, 0.0, 0.0)
+    policy = TreePolicy(menu, world.cost((4,)))
+    _, chosen = world.run(policy, hits, 1000)
+    assert (chosen.count(PLAIN) < 500) == drafts
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_it_goes_on_drafting_within_50_steps_after_a_long_rest(batch: int, lag: int) -> None:
+    menu = chain_menu(TreeShape(4, 2, 8))
+    world = MACHINES["small machine"](menu)
+    policy = TreePolicy(menu, world.cost())
+    world.run(policy, [0.05] * batch, 1000, lag)
+    _, chosen = world.run(policy, [0.99] * batch, 100, lag)
+    best = max(world.rate(shape, [0.99] * batch) for shape in menu)
+    good = [world.rate(shape, [0.99] * batch) > 0.95 * best for shape in chosen]
+    assert sum(good[50:]) > 40
+
+
+def test_a_promise_of_more_ends_a_rest() -> None:
+    """Rows of a lookup that found nothing, and then something long."""
+    menu = match_menu(TreeShape(11, 10, 12))
+    world = World(menu, 4.0, 0.3, 0.0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    for _ in range(100):
+        for confidence, hit in ((20, 0.99), (1, 0.02)):
+            load = StepContext([confidence])
+            policy.record(menu[0], load, world.step(menu[0], [hit]))
+    for _ in range(100):
+        shape = policy.choose(StepContext([1]))
+        policy.record(shape, StepContext([1]), world.step(shape, [0.02]))
+    best = [menu[policy.decide(StepContext([confidence])).best] for confidence in (1, 20)]
+    assert best[0] == PLAIN != best[1]
+
+
+def test_to_begin_costs_a_step_or_two() -> None:
+    """The drafter has to catch up first: what brings hardly more is then not begun, and tried less often."""
+    menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.05] * 4
+    tries = []
+    for catching_up in (0.0, 0.004):
+        world = World(menu, 2.0, 0.5, 0.6)
+        policy = TreePolicy(menu, world.cost((4,)))
+        load, before, tried = StepContext([MAX_CONFIDENCE] * 4), PLAIN, 0
+        for _ in range(2000):
+            shape = policy.choose(load)
+            late = catching_up if shape.depth and before == PLAIN else 0.0
+            step = world.step(shape, hits)
+            policy.record(shape, load, replace(step, seconds=step.seconds + late, catching_up=late))
+            before, tried = shape, tried + (shape != PLAIN)
+        tries.append(tried)
+        price = policy.cost.seconds(menu[0], 4, 0)
+        assert price == pytest.approx(world.seconds(menu[0], 4), rel=0.1), "what it catches up with is no price"
+    assert tries[1] < 0.7 * tries[0]
+
+
+def test_drafts_that_prompts_interrupt_pay_for_each_time_that_they_begin() -> None:
+    """Behind each second step comes a prefill, and a step behind it has no time for drafts: the drafter catches up for
+    every step that drafts. Where nobody comes any more these are chosen again."""
+    menu, hits, a_pass = (TreeShape(1, 1, 2), PLAIN), [0.7] * 16, 0.004
+    world = MACHINES["gpu"](menu)
+    policy = TreePolicy(menu, world.cost((16,)))
+    load, rates = StepContext([MAX_CONFIDENCE] * 16), list[float]()
+    for hurry in (True, False):
+        tokens = seconds = 0.0
+        before = PLAIN
+        for number in range(800):
+            now = load._replace(latency_slack=0.0) if hurry and number % 2 else load
+            shape = policy.choose(now)
+            late = a_pass if shape.depth and before == PLAIN else 0.0
+            step = world.step(shape, hits)
+            policy.record(shape, now, replace(step, seconds=step.seconds + late, catching_up=late))
+            tokens, seconds, before = tokens + world.tokens(shape, hits), seconds + step.seconds + late, shape
+        rates.append(tokens / seconds / world.rate(PLAIN, hits))
+    assert rates[0] > 0.97 and rates[1] > 0.93 * world.rate(menu[0], hits) / world.rate(PLAIN, hits)
+
+
+def test_behind_a_prefill_drafts_begin_only_where_there_is_time_to_catch_up() -> None:
+    menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.9] * 16
+    world = MACHINES["gpu"](menu)
+    policy, load = TreePolicy(menu, world.cost((16,))), StepContext([MAX_CONFIDENCE] * 16)
+    late = replace(world.step(menu[0], hits), seconds=world.seconds(menu[0], 16) + 0.002, catching_up=0.002)
+    for _ in range(40):
+        policy.record(menu[0], load, late)
+    room = 1.1 * world.seconds(menu[0], 16) - world.seconds(PLAIN, 16)
+    assert policy.choose(load._replace(latency_slack=room)) == PLAIN
+    assert policy.choose(load._replace(latency_slack=room + 0.002)) == menu[0]
+    assert policy.choose(load._replace(latency_slack=room)) == menu[0], "it has caught up"
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_drafter_that_is_far_behind_is_tried_seldom_but_tried(rows: int) -> None:
+    """Each pass that it needs costs what one took: it is not drawn into drafts that bring nothing, and begins what
+    brings much."""
+    menu = (TreeShape(2, 1, 3), PLAIN)
+    world = World(menu, 15.0, 0.02, 0.1)
+    policy = TreePolicy(menu, world.cost((rows,)))
+    a_pass, share = 0.02, {}
+    for hit in (0.02, 0.98):
+        seconds = tokens = rest = 0
+        for _ in range(2000):
+            load = StepContext([MAX_CONFIDENCE] * rows, backlog_passes=1 + -(-rest * rows // 8192))
+            shape = policy.choose(load)
+            late = a_pass * load.backlog_passes if shape.depth and rest else 0.0
+            rest = 0 if shape.depth else min(rest + 1, 512)
+            step = world.step(shape, [hit] * rows)
+            policy.record(shape, load, replace(step, seconds=step.seconds + late, catching_up=late))
+            seconds, tokens = seconds + step.seconds + late, tokens + step.count.sum()
+        share[hit] = tokens / seconds / world.rate(PLAIN, [hit] * rows)
+    assert share[0.02] > 0.98 and share[0.98] > 1.2
+
+
+def test_requests_that_cannot_be_drafted_for() -> None:
+    menu = tree_menu(TREE)
+    policy = TreePolicy(menu, World(menu, 4.0, 0.01, 0.1).cost())
+    assert policy.choose(StepContext([0, 0, 0])) == PLAIN
+    # One of many: the batch would pay for it.
+    world = World(menu, 4.0, 0.5, 0.6)
+    policy = TreePolicy(menu, world.cost())
+    found = [policy.choose(StepContext([MAX_CONFIDENCE] + [0] * 63)) for _ in range(400)]
+    assert found.count(PLAIN) >= 397, "a try could find out nothing but prices"
+
+
+def test_confidences_tell_steps_apart() -> None:
+    menu = match_menu(TreeShape(11, 10, 12))
+    world = World(menu, 4.0, 0.3, 0.0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    for turn in range(300):
+        good = turn % 2 == 0
+        load = StepContext([20 if good else 3])
+        shape = policy.choose(load)
+        if shape.depth:
+            policy.record(shape, load, world.step(shape, [0.99 if good else 0.05]))
+    found: dict[int, list[TreeShape]] = {3: [], 20: []}
+    for turn in range(100):
+        confidence, hit = [(3, 0.05), (20, 0.99)][turn % 2]
+        shape = policy.choose(StepContext([confidence]))
+        policy.record(shape, StepContext([confidence]), world.step(shape, [hit]))
+        found[confidence].append(shape)
+    assert found[3].count(PLAIN) > 35 and found[20].count(PLAIN) == 0
+
+
+def test_what_a_lookup_finds_says_nothing_of_the_model() -> None:
+    """A pair whose lookup is always wrong where it has little to go by, and whose model is good."""
+    both, alone = TreeShape(4, 1, 5), TreeShape(8, 1, 9, by=LOOKUP_ALONE)
+    menu = (both, alone, PLAIN)
+    world = World(menu, 4.0, 0.1, 0.2)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=1)
+    load = StepContext([3])
+    for _ in range(40):
+        policy.record(alone, load, world.step(alone, [0.0]))
+    assert menu[policy.decide(load).best] == both
+    gain = {row["shape"]: row["gain"] for row in policy.explain(load)}
+    assert gain[alone] < 0.05 and gain[both] > 1
+
+
+def test_promises_that_are_not_kept_count_less() -> None:
+    """Estimates of single nodes that are too high, as those of a lookup were on text that it does not know."""
+    menu = match_menu(TREE)
+    world = World(menu, 4.0, 0.02, 0.0)
+    policy = TreePolicy(menu, world.cost(), least=1)
+    load = StepContext([MAX_CONFIDENCE] * 8)
+    for _ in range(60):
+        step = world.step(menu[0], [0.9] * 8)
+        policy.record(menu[0], load, replace(step, count=np.ones(8, np.int64)))
+    promised = {one["shape"]: one["gain"] for one in policy.explain(load)}
+    assert promised[menu[0]] < 0.2 * world.tokens(menu[0], [0.9] * 8)
+
+
+def test_a_step_after_a_prefill_is_hardly_longer_than_a_plain_one() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["gpu"](menu)
+    policy = TreePolicy(menu, world.cost())
+    world.run(policy, [0.95] * 16, 100)
+    plain, free = world.seconds(PLAIN, 16), policy.choose(StepContext([MAX_CONFIDENCE] * 16))
+    assert world.seconds(free, 16) > 1.3 * plain
+    for longer in (0.0, 0.001):
+        for _ in range(30):
+            shape = policy.choose(StepContext([MAX_CONFIDENCE] * 16, 0, longer))
+            assert world.seconds(shape, 16) < 1.05 * plain + longer
+
+
+def test_no_part_of_a_tree_where_trees_are_verified_whole() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["small machine"](menu)
+    policy = TreePolicy(menu, world.cost())
+    load = StepContext([MAX_CONFIDENCE] * 4, full_trees_only=True)
+    found = {policy.choose(load) for _ in range(100)}
+    assert found <= {shape for shape in menu if not shape.verified}
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: int) -> None:
+    """Depth 1 to 4, a node of each source and of both at each depth."""
+    both, alone = TreeShape(4, 4, 13), TreeShape(4, 4, 9, by=LOOKUP_ALONE)
+    depth = np.array([0, *(1 + n // 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
+    source = np.array([0, *(1 + n % 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
+    mark = depth + (source << MARK_SOURCE) + (int(0.5 * MARK_ONE) << MARK_SURVIVAL)
+    result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows), 0.005)
+    whole, looked_up = drafts_by_row(result, [both, alone])
+    assert whole == pytest.approx([6.0] * rows, abs=0.01) and looked_up == pytest.approx([4.0] * rows, abs=0.01)
+    policy = TreePolicy((both, alone, PLAIN), StepCost((both, alone, PLAIN), True), least=1)
+    for _ in range(200):
+        policy.record(both, StepContext([3] * rows), result)
+    told = {one["shape"]: one["gain"] for one in policy.explain(StepContext([3] * rows))}
+    assert told[alone] == pytest.approx(4.0 * rows, rel=0.02)
+
+
+def settled(machine: str, hit: float, rows: int = 8) -> tuple[World, TreePolicy, StepContext]:
+    """A policy that has seen such text for long."""
+    world = MACHINES[machine](tree_menu(TREE))
+    policy = TreePolicy(world.menu, world.cost())
+    world.run(policy, [hit] * rows, 300)
+    return world, policy, StepContext([MAX_CONFIDENCE] * rows)
+
+
+@pytest.mark.parametrize(("machine", "hit"), [("gpu", 0.9), ("small machine", 0.05)])
+def test_a_choice_is_kept_for_some_steps(machine: str, hit: float) -> None:
+    """To look costs the host time. Other rows, and a new request, end it."""
+    world, policy, context = settled(machine, hit)
+    looks, decide = list[StepContext](), policy.decide
+    policy.decide = lambda one: looks.append(one) or decide(one)  # type: ignore[method-assign, func-returns-value]
+    world.run(policy, [hit] * 8, 40 * HOLD)
+    assert 40 <= len(looks) < 60
+    for other in (context._replace(last_admission=1), context._replace(confidences=[MAX_CONFIDENCE] * 7)):
+        looks.clear()
+        policy.choose(context)
+        policy.choose(other)
+        assert other in looks
+
+
+@pytest.mark.parametrize(("machine", "hit"), [("gpu", 0.9), ("gpu", 0.5), ("small machine", 0.05)])
+def test_what_is_explained_is_what_runs(machine: str, hit: float) -> None:
+    """Whatever it is for: tries, slack, choices that are kept."""
+    world, policy, context = settled(machine, hit)
+    tries = 0
+    for step in range(400):
+        now = context._replace(latency_slack=[float("inf"), 0.0, 0.002][step % 3], last_admission=step // 9)
+        rows = policy.explain(now)
+        shape = policy.choose(now)
+        (chosen,) = (row for row in rows if row["chosen"])
+        assert chosen["shape"] == shape and not chosen["late"]
+        tries += chosen["tried"]
+        for row in rows:
+            if row["late"]:
+                assert 1e-3 * (row["price_ms"] - rows[-1]["price_ms"]) > now.latency_slack
+        policy.record(shape, now, world.step(shape, [hit] * 8))
+    assert tries > 0
+    assert [row["shape"] for row in policy.explain(StepContext([0])) if row["chosen"]] == [PLAIN]
+
+
+def test_who_asks_changes_nothing() -> None:
+    _, policy, context = settled("gpu", 0.5)
+    before = deepcopy(vars(policy))
+    for _ in range(3):
+        policy.explain(context), policy.decide(context), policy.saving(context), policy.seconds(8, 100)
+    after = vars(policy)
+    for name in before.keys() - {"cost", "_acceptance"}:
+        assert before[name] == after[name], name
+    for part in ("cost", "_acceptance"):
+        known, now = vars(before[part]), vars(after[part])
+        assert all(known[name] == now[name] for name in known.keys() - {"_table"})
+
+
+def test_exploring_has_one_budget() -> None:
+    """What options and prompts may lose together."""
+    world, policy, context = settled("small machine", 0.05)
+    lost = seconds = 0.0
+    for step in range(3000):
+        shape = policy.choose(context)
+        policy.record(shape, context, world.step(shape, [0.05] * 8))
+        took = world.seconds(shape, 8)
+        seconds += took
+        lost += took - world.tokens(shape, [0.05] * 8) / 8 * world.seconds(PLAIN, 8)
+        if step % 10 == 0 and policy.spend(0.005):
+            lost += 0.005
+    assert 0.004 * seconds < lost < 0.012 * seconds
+
+
+def test_a_prompt_that_costs_much_is_saved_up_for() -> None:
+    world, policy, context = settled("small machine", 0.05)
+    policy.cost = world.cost()
+    tried = 0
+    for _ in range(12_000):
+        policy.record(PLAIN, context, world.step(PLAIN, [0.05] * 8))
+        tried += policy.spend(0.2)
+    assert tried >= 2
+
+
+def test_a_fixed_shape_is_fixed() -> None:
+    policy = FixedShape(TREE)
+    assert policy.choose(StepContext([0, 3])) == TREE and policy.choose(StepContext([0, 0])) == PLAIN
+    assert [row["chosen"] for row in policy.explain(StepContext([1]))] == [True, False]
+
+
+def test_it_can_be_explained() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["gpu"](menu)
+    policy = TreePolicy(menu, world.cost())
+    world.run(policy, [0.9], 200)
+    rows = policy.explain(StepContext([MAX_CONFIDENCE]))
+    assert [row["shape"] for row in rows] == list(menu) and sum(row["chosen"] for row in rows) == 1
+    best = next(row for row in rows if row["chosen"])
+    assert best["rate"] == max(row["rate"] for row in rows)
+    assert best["rate"] == pytest.approx(world.rate(best["shape"], [0.9]), rel=0.1)
+    assert rows[-1]["gain"] == 0 and rows[-1]["price_ms"] == pytest.approx(4.012, rel=0.1)
