@@ -16,7 +16,7 @@ from heapq import nlargest
 import numpy as np
 
 from draftwing.core import Chunk
-from draftwing.sched.policy.cost import AGREE, DOUBT, OUTDATED, RECENT
+from draftwing.sched.policy.cost import DOUBT, OUTDATED, RECENT
 
 PART = 3.0  # times what it takes to read all weights: as long may a prefill take beside requests that decode
 UNNOTICED_GAP = 0.012  # seconds: as long may it take in any case, which no reader notices
@@ -138,7 +138,7 @@ class PrefillBudget:
         few = min(sum(one for one in waiting if one <= LONG * whole), part)
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
-        beside = max(AGREE * self._usual - self._start, self._start)  # who waits takes that for a usual step
+        beside = max(self._usual - self._start, self._start)
         longest = max(beside, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
