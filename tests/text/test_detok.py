@@ -140,7 +140,7 @@ def test_stop_strings(tokenizer: Tokenizer, stops: tuple[str, ...], keep: bool) 
         expected, hit = reference_cut(tokenizer.decode(ids), stops, keep)
         hits += hit is not None
 
-        scanner = StopStringScanner(tokenizer, stops)
+        scanner = StopStringScanner(IncrementalDetokenizer(tokenizer, stop=stops))
         count = next((n for n, token in enumerate(ids, 1) if scanner.push(token)), len(ids))
         ended = scanner.finish()
         assert ended == hit
@@ -159,7 +159,7 @@ def test_stop_strings(tokenizer: Tokenizer, stops: tuple[str, ...], keep: bool) 
 def test_the_stop_string_is_met_with_its_last_token(smollm2_path: Path) -> None:
     tokenizer = load_tokenizer(smollm2_path)
     ids = tokenizer.encode("one two stop right here")
-    scanner = StopStringScanner(tokenizer, ("p right",))
+    scanner = StopStringScanner(IncrementalDetokenizer(tokenizer, stop=("p right",)))
     assert [scanner.push(token) for token in ids] == [None, None, None, "p right", "p right"]
 
 

@@ -207,14 +207,8 @@ class StopStringScanner:
     """Finds where an answer with stop strings or expressions ends, for the scheduler: the detokenizer of the stream,
     fed token by token."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str],
-        skip_special_tokens: bool = True,
-        stop_regex: RegexScanner | None = None,
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, stop=stop, stop_regex=stop_regex)
+    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
+        self._detokenizer = detokenizer
 
     @classmethod
     def of(
@@ -229,7 +223,7 @@ class StopStringScanner:
         regex = (searches or Searches()).scanner(params.stop_regex, together)
         if not params.stop and regex is None:
             return None
-        return cls(tokenizer, params.stop, params.skip_special_tokens, regex)
+        return cls(IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.stop, stop_regex=regex))
 
     @property
     def failed(self) -> str | None:
