@@ -205,7 +205,8 @@ def test_what_was_used_is_told_without_a_wish(drafts: TestClient, client: TestCl
         ({"num_steps": 6}, "num_steps"), ({"topk": 5}, "topk"), ({"num_draft_tokens": 9}, "num_draft_tokens"),
         ({"num_steps": -1}, "num_steps"), ({"topk": 0}, "topk"), ({"num_draft_tokens": 0}, "num_draft_tokens"),
         ({"algorithm": "NGRAM"}, "algorithm"), ({"algorithm": "none", "num_steps": 3}, "num_steps"),
-        ({"num_steps": 1.5}, "num_steps"), ({"bogus": 1}, "bogus"),
+        ({"num_steps": 1.5}, "num_steps"), ({"bogus": 1}, "bogus"), ({"topk": True}, "topk"),
+        ({"algorithm": 5}, "algorithm"),
     ],
 )  # fmt: skip
 def test_speculation_that_is_refused(drafts: TestClient, drafting: FakeEngine, wish: Any, field: str) -> None:
