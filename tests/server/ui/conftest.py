@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,19 @@ def open_page(browser: Any) -> Iterator[Open]:
     with ExitStack() as stack:
         yield opened
     assert not problems
+
+
+@pytest.fixture
+def flawless() -> Callable[[Any], None]:
+    """Asserts that axe's rules find nothing wrong with a page: names, contrasts, what the keyboard reaches."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+    def check(page: Any) -> None:
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing stands out to the side"
+
+    return check
 
 
 @pytest.fixture
