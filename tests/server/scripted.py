@@ -132,6 +132,16 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def streamed(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    return events(client.post(path, json=body | {"stream": True}).text)
+
+
+def ok(client: TestClient, path: str, **body: Any) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 def written(*calls: tuple[str, dict[str, Any]]) -> str:
     """Calls of functions as Qwen's models write them."""
     return "\n".join(
