@@ -10,9 +10,11 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import tokenizers
 import uvicorn
 from fake_engine import FakeEngine, byte_tokenizer, local
@@ -114,6 +116,18 @@ def client_of(engine: FakeEngine, *watchers: Watcher, **more: Any) -> TestClient
     """A client of the application around an engine, which runs inside of `with`. more: of `TestClient`."""
     app = create_app(local(engine), engine.tokenizer, 5.0, watchers)
     return TestClient(app, raise_server_exceptions=False, **more)
+
+
+def openai_client(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def keys_file(folder: Path, keys: str) -> str:
+    """A file of API keys that nobody else may read."""
+    file = folder / "keys.toml"
+    file.write_text(keys)
+    file.chmod(0o600)
+    return str(file)
 
 
 @contextlib.asynccontextmanager
