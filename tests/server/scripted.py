@@ -9,12 +9,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 import tokenizers
 import uvicorn
 from fake_engine import FakeEngine, byte_tokenizer, local
@@ -25,6 +26,7 @@ from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.app import create_app
 from draftwing.server.telemetry.observer import Watcher
+from draftwing.server.worker_pools import WorkerPools
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
@@ -130,6 +132,19 @@ def keys_file(folder: Path, keys: str) -> str:
     return str(file)
 
 
+def watched_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> list[int]:
+    """The sizes that the pools are told of from now on. method: of `WorkerPools`."""
+    sizes: list[int] = []
+    original = getattr(WorkerPools, method)
+
+    def watched(pools: WorkerPools, size: int, work: Any) -> Any:
+        sizes.append(size)
+        return original(pools, size, work)
+
+    monkeypatch.setattr(WorkerPools, method, watched)
+    return sizes
+
+
 @contextlib.asynccontextmanager
 async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an application that runs on this event loop."""
@@ -137,6 +152,13 @@ async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     lifespan = app.router.lifespan_context(app)
     async with lifespan, httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=30) as client:
         yield client
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
 
 
 def events(text: str) -> list[dict[str, Any]]:

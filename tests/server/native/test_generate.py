@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fake_engine import EOS, FakeEngine
-from scripted import streamed
+from scripted import streamed, watched_sizes
 from starlette.testclient import TestClient
 
 from draftwing.server.native import rendering
-from draftwing.server.worker_pools import WorkerPools
 
 KEYS = {
     "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
@@ -72,14 +70,7 @@ def test_streams_tell_of_the_prompt_first_and_last(
     client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time else it would be as much as the prompt and all that is told of it, for one token."""
-    sizes: list[int] = []
-    render = WorkerPools.render
-
-    async def watched(pools: WorkerPools, size: int, work: Any) -> Any:
-        sizes.append(size)
-        return await render(pools, size, work)
-
-    monkeypatch.setattr(WorkerPools, "render", watched)
+    sizes = watched_sizes(monkeypatch, "render")
     engine.burst, engine.pause = 1, 0.05  # news that come before earlier ones are taken would be joined with them
     wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [1]}
     news = streamed(client, "/generate", text=["abcdefgh", "stuvw"], **wanted)
