@@ -188,7 +188,7 @@ async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
     before the body is looked at, where there is no room."""
     with ExitStack() as place:
         body = await read_body(request, model, place)
-        body.hold(place)
+        body.place.push(place)
         yield body
 
 
