@@ -90,6 +90,16 @@ class Vocab:
         assert ids[: len(newline)] == newline
         return ids[len(newline) :]
 
+    def accepts(self, state, text):
+        """Whether a text is a whole answer."""
+        state, tokens = state.fork(), self.encode(text)
+        return state.run(tokens) == len(tokens) and state.may_end
+
+    def accepts_bytes(self, state, text):
+        """As `accepts`, byte by byte, so that forced text may be cut anyhow."""
+        matcher, tokens = state.fork()._matcher, [self.bytes.index(bytes([byte])) for byte in text.encode()]
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
     def text(self, tokens):
         return b"".join(self.bytes[t] for t in tokens).decode()
 

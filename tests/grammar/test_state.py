@@ -34,12 +34,6 @@ def start(vocab, kind, text):
     return vocab.compiler.compile(Grammar(kind, text if isinstance(text, str) else json.dumps(text)))
 
 
-def accepts(vocab, state, text):
-    state = state.fork()
-    tokens = vocab.encode(text)
-    return state.run(tokens) == len(tokens) and state.may_end
-
-
 def walk(vocab, state, rng, confidences=(), limit=90):
     """A random legal answer; now and then, where it is legal, one of the words `confidences`. None if it did not
     end."""
@@ -135,7 +129,7 @@ def test_json_schema_instances(vocab, case):
     for test in case["tests"]:
         text = json.dumps(test["data"], ensure_ascii=False)
         if not test["valid"]:
-            assert not accepts(vocab, root, text), text
+            assert not vocab.accepts(root, text), text
             continue
         state = root.fork()
         for token in vocab.encode(text):
@@ -241,8 +235,8 @@ def test_rollback_and_fork_give_the_same_masks(vocab):
 def test_json_object_and_free_schemas(vocab):
     for text, schema in [("", "json_object"), ("true", "json_schema"), ("{}", "json_schema")]:
         state = start(vocab, schema, text)
-        assert accepts(vocab, state, '{"a": [1, null]}') and not accepts(vocab, state, '{"a": [1, null}')
-        assert accepts(vocab, state, "[1]") == (schema == "json_schema")
+        assert vocab.accepts(state, '{"a": [1, null]}') and not vocab.accepts(state, '{"a": [1, null}')
+        assert vocab.accepts(state, "[1]") == (schema == "json_schema")
 
 
 def test_whitespace_options(byte_vocab):
@@ -252,7 +246,7 @@ def test_whitespace_options(byte_vocab):
     for options in [{}, {"whitespace": ""}, {"whitespace": " ?"}]:
         compiler = GrammarCompiler(tokenizer, byte_vocab.size, stop, Translator(tokenizer, **options))
         state = compiler.compile(Grammar("json_schema", json.dumps(OBJECT)))
-        results.append([accepts(byte_vocab, state, text) for text in texts])
+        results.append([byte_vocab.accepts(state, text) for text in texts])
     assert results == [[True, True, True], [True, False, False], [True, True, False]]
 
 
@@ -289,7 +283,7 @@ def test_long_chains_of_references_do_no_harm(byte_vocab):
     chain = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(3500)}
     schema = {"$defs": {**chain, "a3500": {"type": "null"}}, "$ref": "#/$defs/a0"}
     state = start(byte_vocab, "json_schema", schema)
-    assert accepts(byte_vocab, state, '{"x": {"x": {}}}')
+    assert byte_vocab.accepts(state, '{"x": {"x": {}}}')
 
 
 def test_a_language_without_strings_is_refused(vocab):

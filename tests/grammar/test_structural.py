@@ -61,12 +61,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def accepts(vocab, tag, text):
-    state = vocab.compiler.compile(Grammar("structural_tag", json.dumps(tag)))
-    tokens = vocab.encode(text)
-    return state.run(tokens) == len(tokens) and state.may_end
-
-
 @pytest.mark.parametrize("tag, good, bad", CASES, ids=range(len(CASES)))
 def test_what_is_accepted(byte_vocab, tag, good, bad):
     tokens = {chr(b): byte_vocab.bytes.index(bytes([b])) for b in range(128)}
@@ -86,7 +80,8 @@ def test_what_is_accepted(byte_vocab, tag, good, bad):
 def test_special_tokens_are_tokens(vocab):
     tag = form("triggered_tags", triggers=["<|call|>"], tags=[CALL])
     call = vocab.tokenizer.backend.token_to_id("<|call|>")
-    state = vocab.compiler.compile(Grammar("structural_tag", json.dumps(tag)))
+    root = vocab.compiler.compile(Grammar("structural_tag", json.dumps(tag)))
+    state = root.fork()
     for part in [b"text ", call, b'f{"x": 3}', call, b" more"]:
         if isinstance(part, int):
             assert state.advance(part)
@@ -98,8 +93,8 @@ def test_special_tokens_are_tokens(vocab):
             part = part[len(vocab.bytes[token]) :]
     assert state.may_end
     for text, whole in [("text", True), ("text <|call|>", False)]:
-        assert accepts(vocab, tag, text) == whole
-    state = vocab.compiler.compile(Grammar("structural_tag", json.dumps(tag)))
+        assert vocab.accepts(root, text) == whole
+    state = root.fork()
     assert call in vocab.bits(state.mask())
     # Spelled out it is plain text, not the token.
     spelled = [vocab.bytes.index(bytes([b])) for b in b"<|call|>x"]

@@ -31,27 +31,9 @@ def test_fields_become_values() -> None:
     assert params.bad_words == ("no",) and params.stop_regex == ("a+",) and params.repetition_penalty == 2.0
     assert params.logits_processor == LogitsProcessorSpec("p", "{}") and params.frequency_penalty == 0.0
     assert params.edited and params.guided and not params.filtered
+    assert SamplingParams.read({"json_schema": False, "min_new_tokens": 0}).grammar == Grammar("json_schema", "false")
     plain = SamplingParams.read({})
     assert plain == SamplingParams() and not plain.edited and not plain.guided
-
-
-@pytest.mark.parametrize(
-    ("fields", "grammar"),
-    [
-        ({"json_schema": {"b": [1]}}, Grammar("json_schema", '{"b": [1]}')),
-        ({"json_schema": "{}"}, Grammar("json_schema", "{}")),
-        ({"json_schema": False}, Grammar("json_schema", "false")),
-        ({"regex": "a"}, Grammar("regex", "a")),
-        ({"ebnf": "r ::= x"}, Grammar("ebnf", "r ::= x")),
-        ({"structural_tag": {"format": {}}}, Grammar("structural_tag", '{"format": {}}')),
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
-        ({"regex": "a", "json_schema": None, "min_new_tokens": 0}, Grammar("regex", "a")),
-    ],
-)
-def test_grammars(fields: dict[str, Any], grammar: Grammar | None) -> None:
-    params = SamplingParams.read(fields)
-    assert params.grammar == grammar
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from fake_engine import FakeEngine
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 PAUSE = 0.03  # seconds that a step of the stand-in takes, so that there is something to see
 Open = Callable[..., Any]
+Run = Callable[..., Any]  # a script of the page's, by Node.js
 
 
 class BusyEngine(FakeEngine):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from fake_engine import FakeEngine
-from scripted import ScriptedEngine, client_of, serving
+from scripted import ScriptedEngine, client_of, openai_client, serving
 from starlette.testclient import TestClient
 
 
@@ -44,4 +44,4 @@ def url(scripted: ScriptedEngine) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def api(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    return openai_client(url)

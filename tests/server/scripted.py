@@ -9,10 +9,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
+import pytest
 import tokenizers
 import uvicorn
 from fake_engine import FakeEngine, byte_tokenizer, local
@@ -23,6 +26,7 @@ from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.app import create_app
 from draftwing.server.telemetry.observer import Watcher
+from draftwing.server.worker_pools import WorkerPools
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
@@ -116,6 +120,31 @@ def client_of(engine: FakeEngine, *watchers: Watcher, **more: Any) -> TestClient
     return TestClient(app, raise_server_exceptions=False, **more)
 
 
+def openai_client(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def keys_file(folder: Path, keys: str) -> str:
+    """A file of API keys that nobody else may read."""
+    file = folder / "keys.toml"
+    file.write_text(keys)
+    file.chmod(0o600)
+    return str(file)
+
+
+def watched_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> list[int]:
+    """The sizes that the pools are told of from now on. method: of `WorkerPools`."""
+    sizes: list[int] = []
+    original = getattr(WorkerPools, method)
+
+    def watched(pools: WorkerPools, size: int, work: Any) -> Any:
+        sizes.append(size)
+        return original(pools, size, work)
+
+    monkeypatch.setattr(WorkerPools, method, watched)
+    return sizes
+
+
 @contextlib.asynccontextmanager
 async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an application that runs on this event loop."""
@@ -125,11 +154,28 @@ async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
 def events(text: str) -> list[dict[str, Any]]:
     """The data of every event of a stream that ends with [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def streamed(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    return events(client.post(path, json=body | {"stream": True}).text)
+
+
+def ok(client: TestClient, path: str, **body: Any) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def written(*calls: tuple[str, dict[str, Any]]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine, local
-from scripted import asking
+from scripted import asking, keys_file
 
 from draftwing.config.options import Options
 from draftwing.core import Output
@@ -63,10 +63,7 @@ class Silent(FakeEngine):
 
 
 def options(folder: Path, **more: Any) -> Options:
-    file = folder / "keys.toml"
-    file.write_text(KEYS)
-    file.chmod(0o600)
-    return Options(random_seed=7, api_key_file=str(file), **more)
+    return Options(random_seed=7, api_key_file=keys_file(folder, KEYS), **more)
 
 
 def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:

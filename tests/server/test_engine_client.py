@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from fake_engine import FakeEngine, local, logprob, traced
-from scripted import serving
+from scripted import serving, wait_until
 
 from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
@@ -21,13 +20,6 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.engine_client import AsyncEngine, Stream
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 @pytest.fixture

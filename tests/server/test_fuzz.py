@@ -8,14 +8,13 @@ makes that many requests; the test makes a few hundred.
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine, drafting_options
-from scripted import serving
+from scripted import serving, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -86,10 +85,7 @@ def check(requests: int) -> Counter[tuple[str, int]]:
         statuses = fuzz(url, requests)
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "abc"})
         assert answer.json()["choices"][0]["text"] == "abc"
-        end = time.monotonic() + 10
-        while not engine.idle() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert engine.idle()
+        wait_until(engine.idle)
     return statuses
 
 

@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import watched_sizes
 from starlette.testclient import TestClient
 
 from draftwing.server import http, json_encoding, worker_pools
@@ -127,17 +128,12 @@ def test_characters_count_where_messages_are_read(
     path: str, stream: bool, client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However few tokens they are made of: a token may be a hundred of them."""
-    sizes, read, render, push = list[int](), list[int](), worker_pools.WorkerPools.render, MessageReader.push
-
-    async def spy(self: worker_pools.WorkerPools, size: int, work: Any) -> Any:
-        sizes.append(size)
-        return await render(self, size, work)
+    sizes, read, push = watched_sizes(monkeypatch, "render"), list[int](), MessageReader.push
 
     def reads(self: MessageReader, text: str, final: bool, ids: Any) -> Any:
         read.append(len(text))
         return push(self, text, final, ids)
 
-    monkeypatch.setattr(worker_pools.WorkerPools, "render", spy)
     monkeypatch.setattr(MessageReader, "push", reads)
     monkeypatch.setattr(Answer, "entries", 0)
     said = (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from scripted import launched
+from scripted import launched, wait_until
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -77,11 +76,8 @@ def test_64_clients_that_go_away_leave_no_slot_behind(url: str) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(scenario())
-    end = time.monotonic() + 10
-    while (now := state())["num_running_reqs"] + now["num_waiting_reqs"] and time.monotonic() < end:
-        time.sleep(0.02)
-    memory = now["memory_usage"]
-    assert now["num_running_reqs"] == now["num_waiting_reqs"] == 0
+    wait_until(lambda: (now := state())["num_running_reqs"] == now["num_waiting_reqs"] == 0)
+    memory = state()["memory_usage"]
     assert memory["free_tokens"] + memory["cached_tokens"] == memory["token_capacity"] == POOL
     assert httpx.post(f"{url}/flush_cache?timeout=5").status_code == 200
     assert state()["memory_usage"]["free_tokens"] == POOL

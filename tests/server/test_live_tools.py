@@ -42,8 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def test_openais_chat(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+def test_openais_chat(api: openai.OpenAI) -> None:
     tools: list[Any] = [
         {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
         {"type": "function", "function": {"name": "flag", "parameters": {"properties": {"on": {"type": "boolean"}}}}},
@@ -55,20 +54,20 @@ def test_openais_chat(url: str) -> None:
             "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 300, "seed": 7,
             "extra_body": extra,
         }  # fmt: skip
-        choice = client.chat.completions.create(**body).choices[0]
+        choice = api.chat.completions.create(**body).choices[0]
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         assert choice.message.tool_calls is not None
         (call,) = choice.message.tool_calls
         assert call.type == "function" and call.function.name == "weather"
         jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-        with client.chat.completions.stream(**body) as stream:
+        with api.chat.completions.stream(**body) as stream:
             streamed = stream.get_final_completion().choices[0].message.tool_calls
         assert streamed is not None and streamed[0].function.arguments == call.function.arguments
         found.append(call.function.arguments)
         # What follows in the conversation.
         result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
         messages: Any = [*HI, choice.message.to_dict(), result]
-        client.chat.completions.create(model="m", messages=messages, tools=tools, max_tokens=5)
+        api.chat.completions.create(model="m", messages=messages, tools=tools, max_tokens=5)
     assert found[0] == found[1]
 
 
@@ -85,8 +84,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("syntax", FORMATS)
-def test_custom_tools_hold_to_their_format(url: str, syntax: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+def test_custom_tools_hold_to_their_format(api: openai.OpenAI, syntax: str) -> None:
     definition, right = FORMATS[syntax]
     form = {"type": "grammar", "syntax": syntax, "definition": definition}
     choice: Any = {"type": "custom", "name": "edit"}
@@ -96,9 +94,9 @@ def test_custom_tools_hold_to_their_format(url: str, syntax: str) -> None:
             "model": "m", "input": "hi", "tools": [{"type": "custom", "name": "edit", "format": form}],
             "tool_choice": choice, "max_output_tokens": 300, "extra_body": {"seed": 7, **extra},
         }  # fmt: skip
-        (call,) = client.responses.create(**body).output
+        (call,) = api.responses.create(**body).output
         assert call.type == "custom_tool_call" and re.fullmatch(right, call.input), call.input
-        with client.responses.stream(**body) as stream:
+        with api.responses.stream(**body) as stream:
             (same,) = stream.get_final_response().output
         found += [call.input, same.input]
     assert len(set(found)) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, FakeEngine, drafting_options
-from scripted import client_of, events
+from scripted import client_of, ok, streamed
 from starlette.testclient import TestClient
 
 from draftwing.requests import stop_regex
@@ -24,12 +24,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 def base(path: str, text: str = "abc") -> dict[str, Any]:
     return {"prompt": text} if path == COMPLETION else {"messages": [{"role": "user", "content": text}]}
-
-
-def ok(client: TestClient, path: str, **body: Any) -> Any:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 @pytest.fixture
@@ -128,7 +122,7 @@ def test_echo(client: TestClient, engine: FakeEngine) -> None:
     data = ok(client, COMPLETION, prompt=["abc", "dé"], echo=True, n=2)
     assert [choice["text"] for choice in data["choices"]] == ["abcabc"] * 2 + ["dédé"] * 2
     assert ok(client, COMPLETION, prompt=ids, echo=True)["choices"][0]["text"] == "dédé"
-    chunks = events(client.post(COMPLETION, json={"prompt": "abcdef", "echo": True, "stream": True}).text)
+    chunks = streamed(client, COMPLETION, prompt="abcdef", echo=True)
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert texts[0].startswith("abcdef") and "".join(texts) == "abcdefabcdef"
 
@@ -180,7 +174,7 @@ def test_speculation_per_request(
             "accepted_prediction_tokens": 0 if off else 3,
             "rejected_prediction_tokens": 0 if off else 4,
         }
-        stream = events(drafts.post(path, json=base(path) | {"speculative": wish, "stream": True}).text)
+        stream = streamed(drafts, path, **base(path), speculative=wish)
         assert all(chunk["speculative"] == told for chunk in stream)
     assert ok(drafts, "/generate", text="a", speculative=wish)["meta_info"]["speculative"] == told
     assert {request.limits for request in drafting.requests} == {limits}
@@ -205,7 +199,8 @@ def test_what_was_used_is_told_without_a_wish(drafts: TestClient, client: TestCl
         ({"num_steps": 6}, "num_steps"), ({"topk": 5}, "topk"), ({"num_draft_tokens": 9}, "num_draft_tokens"),
         ({"num_steps": -1}, "num_steps"), ({"topk": 0}, "topk"), ({"num_draft_tokens": 0}, "num_draft_tokens"),
         ({"algorithm": "NGRAM"}, "algorithm"), ({"algorithm": "none", "num_steps": 3}, "num_steps"),
-        ({"num_steps": 1.5}, "num_steps"), ({"bogus": 1}, "bogus"),
+        ({"num_steps": 1.5}, "num_steps"), ({"bogus": 1}, "bogus"), ({"topk": True}, "topk"),
+        ({"algorithm": 5}, "algorithm"),
     ],
 )  # fmt: skip
 def test_speculation_that_is_refused(drafts: TestClient, drafting: FakeEngine, wish: Any, field: str) -> None:

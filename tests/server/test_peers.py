@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jinja2
 import pytest
 from fake_engine import CONTEXT, EOS, FakeEngine
+from scripted import ok, streamed
 from starlette.testclient import TestClient
 
 from draftwing.requests.grammar_field import Grammar
@@ -25,12 +25,6 @@ def client(served: tuple[FakeEngine, TestClient]) -> TestClient:
 
 def body_of(path: str) -> dict[str, Any]:
     return ({"messages": HI} if path == CHAT else {"prompt": "hi"}) | {"max_tokens": 8}
-
-
-def ok(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    response = client.post(path, json=fields)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -221,8 +215,7 @@ def test_token_ids_in_responses(client: TestClient, served: tuple[FakeEngine, Te
     body = body_of(path) | {"return_token_ids": True, "temperature": 0}
     choice = ok(client, path, **body)["choices"][0]
     assert choice["prompt_token_ids"] == served[0].requests[-1].prompt_ids and choice["token_ids"]
-    events = client.post(path, json=body | {"stream": True}).text.split("\n\n")
-    found = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if "{" in event]
+    found = [event["choices"][0] for event in streamed(client, path, **body)]
     assert found[0]["prompt_token_ids"] == choice["prompt_token_ids"]
     assert [token for event in found for token in event["token_ids"]] == choice["token_ids"]
     assert "token_ids" not in ok(client, path, **body_of(path))["choices"][0]

@@ -71,7 +71,8 @@ def test_server_info_by_both_names(client: TestClient, engine: FakeEngine) -> No
     wanted = {"launch_command", "max_total_num_tokens", "startup_time", "internal_states", "version", "dtype",
               "speculative_algorithm", "speculative_num_steps", "mem_fraction_static", "random_seed"}  # fmt: skip
     assert wanted <= info.keys() and info["random_seed"] == 7 and info["dtype"] == "float32"
-    assert info["port"] == 30000 and info["context_length"] == CONTEXT and info["weight_bytes"] == {"Q8_0": 34}
+    assert info["port"] == 30000 and info["weight_bytes"] == {"Q8_0": 34}
+    assert info["context_length"] == CONTEXT and info["max_total_num_tokens"] == 4 * CONTEXT
     assert info["floor"] == {"memory_gb_s": 17e-6, "read_ms": 2.0, "plain_step_ms": 8.0, "share": 0.25}
     (state,) = info["internal_states"]
     assert info["speculative"]["explain"]["summary"] == "nothing is drafted"

@@ -240,8 +240,11 @@ def test_neutral_values_and_bookkeeping_are_accepted(client: TestClient, path: s
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {}, "bogus": 1}}),
         ("response_format", {"type": "structural_tag"}), ("custom_logit_processor", "unknown"),
         ("custom_logit_processor", ""), ("custom_params", {"a": 1}), ("speculative", "on"), ("speculative", 5),
-        ("speculative", {"bogus": 1}), ("prediction", {"type": "tokens"}), ("prediction", {"type": "content"}),
-        ("prediction", {"type": "content", "content": [{"type": "image"}]}),
+        ("speculative", True), ("speculative", {"bogus": 1}), ("prediction", {"type": "tokens"}),
+        ("prediction", {"type": "content"}),
+        ("prediction", {"type": "content", "content": [{"type": "image"}]}), ("prediction", {}), ("prediction", "ab"),
+        ("prediction", {"type": "content", "content": ["a"]}),
+        ("prediction", {"type": "content", "content": "a", "more": 1}),
     ],
 )  # fmt: skip
 def test_mistyped_and_out_of_range(client: TestClient, path: str, name: str, value: Any) -> None:

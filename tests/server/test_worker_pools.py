@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from scripted import client_of
+from scripted import client_of, watched_sizes
 
 from draftwing.config.api_keys import ApiKey
 from draftwing.server import worker_pools
@@ -211,14 +211,7 @@ def test_work_whose_client_left_keeps_its_place_until_it_ends() -> None:
 
 
 def test_expressions_are_long_work_unless_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    run = WorkerPools.run
-
-    async def watched(pools: WorkerPools, size: int, work: Any) -> Any:
-        sizes.append(size)
-        return await run(pools, size, work)
-
-    monkeypatch.setattr(WorkerPools, "run", watched)
+    sizes = watched_sizes(monkeypatch, "run")
     engine = FakeEngine()
     with client_of(engine) as client:
         for expressions in (["a{3}"], [f"{i}" + "(ab|cd){0,8}" + "y" * 100 for i in range(16)]):

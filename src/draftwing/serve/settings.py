@@ -50,15 +50,8 @@ class Scaling:
             raise ConfigError(
                 f"max_replicas must be at least min_replicas, {self.min_replicas}; found {self.max_replicas}"
             )
-        return {
-            "autoscaling_config": {
-                "min_replicas": self.min_replicas,
-                "max_replicas": self.max_replicas,
-                "target_ongoing_requests": self.target_ongoing_requests,
-                "upscale_delay_s": self.upscale_delay_s,
-                "downscale_delay_s": self.downscale_delay_s,
-            }
-        }
+        asked = ("min_replicas", "max_replicas", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s")
+        return {"autoscaling_config": {name: getattr(self, name) for name in asked}}
 
 
 def read_args(args: Mapping[str, Any]) -> tuple[Options, Scaling]:

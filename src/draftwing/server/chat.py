@@ -245,18 +245,15 @@ class Chats:
         style = MessageStyle(
             separate=chat.separate_reasoning, stream_reasoning=chat.stream_reasoning, parallel=chat.parallel
         )
+        names = tuple(function.name for function in chat.functions) if chat.offers else ()
         if self.harmony:
-            found = tuple(function.name for function in chat.functions) if chat.offers else ()
             start: Start = "closed" if chat.continued else "free"
-            return dataclasses.replace(style, harmony=True, start=start, names=found)
+            return dataclasses.replace(style, harmony=True, start=start, names=names)
         if self.reasoning is not None:
             continued = chat.messages[-1]["content"] if chat.continued else None
             start = start_of(self.reasoning, text, continued)
             style = dataclasses.replace(style, reasoning=self.reasoning, start=start)
-        if chat.offers:
-            found = tuple(function.name for function in chat.functions)
-            style = dataclasses.replace(style, tools=self.tools, names=found)
-        return style
+        return dataclasses.replace(style, tools=self.tools, names=names) if chat.offers else style
 
     def _constrained(
         self, chat: Chat, params: SamplingParams, style: MessageStyle, names: Mapping[str, str]

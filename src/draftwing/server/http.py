@@ -41,27 +41,17 @@ _MAX_IGNORED = 4096  # characters of the header that names fields without effect
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
 _MAX_ERRORS = 1000  # each takes time and memory
 
-# The names that Anthropic's clients know.
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    403: "permission_error",
-    405: "invalid_request_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-}
+# The names that OpenAI's clients know, and Anthropic's.
 _TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "BadRequestError",
-    415: "BadRequestError",
-    429: "RateLimitError",
-    503: "ServiceUnavailableError",
+    400: ("BadRequestError", "invalid_request_error"),
+    401: ("AuthenticationError", "authentication_error"),
+    403: ("PermissionDeniedError", "permission_error"),
+    404: ("NotFoundError", "not_found_error"),
+    405: ("MethodNotAllowedError", "invalid_request_error"),
+    413: ("BadRequestError", "request_too_large"),
+    415: ("BadRequestError", "invalid_request_error"),
+    429: ("RateLimitError", "rate_limit_error"),
+    503: ("ServiceUnavailableError", "api_error"),
 }
 
 
@@ -69,15 +59,15 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
     """The documented shape: Anthropic's under /v1/messages; elsewhere under /v1 OpenAI's, nested, and beside it the
     same flat, as SGLang has it; for native endpoints the nested message alone, for Ollama's the flat one."""
     kind = dialect(path)
+    name, anthropic_name = _TYPES.get(status, ("InternalServerError", "api_error"))
     if kind == "anthropic":
-        about: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+        about: dict[str, Any] = {"type": anthropic_name, "message": message}
         known = {"details": {"error_code": code}} if code and code.startswith("thread_") else {}
         return {"type": "error", "error": about | known}
     if kind == "native":
         return {"error": {"message": message}}
     if kind == "ollama":
         return {"error": message}
-    name = _TYPES.get(status, "InternalServerError")
     about = {"message": message, "type": name, "param": param, "code": code or status}
     return {"error": about, "object": "error", **about}
 
@@ -198,7 +188,7 @@ async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
     before the body is looked at, where there is no room."""
     with ExitStack() as place:
         body = await read_body(request, model, place)
-        body.hold(place)
+        body.place.push(place)
         yield body
 
 

@@ -22,7 +22,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
-    PrivateAttr,
     ValidationInfo,
     WithJsonSchema,
 )
@@ -276,20 +275,15 @@ class GenerationBody(Body):
     priority: Priority | None = None
     cache_salt: str | None = None
 
-    _place: ExitStack = PrivateAttr(default_factory=ExitStack)
-
     @functools.cached_property
     def ignored(self) -> tuple[str, ...]:
         """See `ignored_fields`; found once, where the body is read, for it may be large."""
         return ignored_fields(self)
 
-    @property
+    @functools.cached_property
     def place(self) -> ExitStack:
-        """Among what waits; it is closed when the answers have places of their own."""
-        return self._place
-
-    def hold(self, place: ExitStack) -> None:
-        self._place = place
+        """Its place among what waits; closed when the answers have places of their own."""
+        return ExitStack()
 
     @classmethod
     @functools.cache

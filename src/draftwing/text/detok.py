@@ -112,14 +112,6 @@ class IncrementalDetokenizer:
         self._certain = 0  # characters of text that no later token can change
         self._sent = 0  # how many of them were given out
         self._recent = ""  # the last certain characters: those not given out, and those that a stop may reach back to
-        self._parts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """Returns everything given out so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
 
     @property
     def failed(self) -> str | None:
@@ -130,17 +122,12 @@ class IncrementalDetokenizer:
         """Takes the next tokens and returns the text that became certain; `final` says that no token follows."""
         if self.stopped is not None:
             return ""
-        if self._regex is None and self.starts is None:
-            new = "".join([self._source.push(token) for token in ids])
-            if final:
-                new += self._source.flush()
-            if self._stop and (new or final):
-                new = self._scan(new, final)
-        else:
-            new = self._push_each(ids, final)
-        if new:
-            self._parts.append(new)
-        return new
+        if self._regex is not None or self.starts is not None:
+            return self._push_each(ids, final)
+        new = "".join([self._source.push(token) for token in ids])
+        if final:
+            new += self._source.flush()
+        return self._scan(new, final) if self._stop and (new or final) else new
 
     def end_at(self, matched: str | None) -> str:
         """Returns the rest of the text, where the search here `failed`: up to the stop that the scheduler found, or all
@@ -151,8 +138,6 @@ class IncrementalDetokenizer:
         end = len(self._recent) if matched is None or at < 0 else at + len(matched) * self._no_stop_trim
         rest = self._recent[len(self._recent) - (self._certain - self._sent) : end]
         self._sent += len(rest)
-        if rest:
-            self._parts.append(rest)
         return rest
 
     def _push_each(self, ids: Iterable[int], final: bool) -> str:
@@ -222,14 +207,8 @@ class StopStringScanner:
     """Finds where an answer with stop strings or expressions ends, for the scheduler: the detokenizer of the stream,
     fed token by token."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str],
-        skip_special_tokens: bool = True,
-        stop_regex: RegexScanner | None = None,
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, stop=stop, stop_regex=stop_regex)
+    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
+        self._detokenizer = detokenizer
 
     @classmethod
     def of(
@@ -244,7 +223,7 @@ class StopStringScanner:
         regex = (searches or Searches()).scanner(params.stop_regex, together)
         if not params.stop and regex is None:
             return None
-        return cls(tokenizer, params.stop, params.skip_special_tokens, regex)
+        return cls(IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.stop, stop_regex=regex))
 
     @property
     def failed(self) -> str | None:

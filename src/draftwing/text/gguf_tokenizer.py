@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 from typing import Any
 
 import tokenizers
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from draftwing.errors import CheckpointError
@@ -20,18 +20,6 @@ from draftwing.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 Metadata = Mapping[str, Any]
-
-
-class TokenType(IntEnum):
-    """Values of `tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
 
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

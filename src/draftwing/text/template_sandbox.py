@@ -29,7 +29,7 @@ MEMORY = 2**30  # bytes of address space
 MAX_CHARACTERS = 2**24  # of a text
 
 # How an answer begins; its text follows.
-TEXT, SYNTAX, REFUSAL, LIMIT = b"t", b"s", b"r", b"l"
+TEXT, REFUSAL, LIMIT = b"t", b"r", b"l"
 _MAX_MESSAGE = 2000  # characters of an error, whose text is the template's
 
 
@@ -65,17 +65,13 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
@@ -99,7 +95,7 @@ class Renderer:
                 self._compiled[job.source] = self._environment.from_string(job.source)
             text = "" if job.variables is None else self._compiled[job.source].render(job.variables)
         except jinja2.TemplateSyntaxError as error:
-            return SYNTAX, f"the chat template has a syntax error in line {error.lineno}: {error.message}"
+            return REFUSAL, f"the chat template has a syntax error in line {error.lineno}: {error.message}"
         except RecursionError:
             what = "the chat template is" if job.variables is None else "the messages are"
             return REFUSAL, f"{what} nested too deeply for the chat template's language"

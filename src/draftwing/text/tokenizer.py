@@ -93,32 +93,22 @@ class Tokenizer:
         return None if template is None else template.source
 
     def render_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
     ) -> str:
         """Returns the prompt text of a conversation. Raises RequestError without a template or when it refuses the
-        messages."""
+        messages. kwargs: as of `ChatTemplate.render`."""
         template = self._tool_template if tools and self._tool_template is not None else self._template
         if template is None:
             raise RequestError(
                 "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions",
                 "messages",
             )
-        return template.render(messages, add_generation_prompt, tools, **kwargs)
+        return template.render(messages, tools=tools, **kwargs)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
         """Returns the ids of the rendered conversation. The template writes all special tokens, BOS included, so none
-        is added."""
-        return self.encode(self.render_chat(messages, add_generation_prompt, tools, **kwargs), add_special_tokens=False)
+        is added. kwargs: as of `render_chat`."""
+        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
 
 
 def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Tokenizer:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 from fastapi.routing import APIRoute
-from scripted import client_of
+from scripted import client_of, keys_file
 from starlette.testclient import TestClient
 
 from draftwing.config.api_keys import ApiKey
@@ -48,10 +48,7 @@ def serving(**options: Any) -> Iterator[tuple[TestClient, FakeEngine]]:
 
 @pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, FakeEngine]]:
-    path = tmp_path / "keys.toml"
-    path.write_text(KEYS)
-    path.chmod(0o600)
-    with serving(api_key_file=str(path)) as found:
+    with serving(api_key_file=keys_file(tmp_path, KEYS)) as found:
         yield found
 
 

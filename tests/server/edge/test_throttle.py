@@ -11,7 +11,7 @@ from draftwing.config.api_keys import ApiKey
 from draftwing.server.edge import throttle
 from draftwing.server.edge.body_limit import SMALL
 from draftwing.server.edge.keys import client
-from draftwing.server.edge.throttle import RefusalThrottle, ResponseThrottle
+from draftwing.server.edge.throttle import ResponseThrottle, Throttle
 
 Asked = tuple[ResponseThrottle, list[float], list[Any]]  # with what was slept, and what was sent
 
@@ -53,7 +53,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_client_is_refused_so_often_in_a_second() -> None:
     now = [0.0]
-    refusals = RefusalThrottle(lambda: now[0])
+    refusals = Throttle(64, 8, 0.5, lambda: now[0])
     waits = [refusals.wait("a") for _ in range(8 + 33)]
     assert waits == [0.0] * 8 + [i / 64 for i in range(33)]
     assert refusals.wait("a") is None and refusals.wait("a") is None, "so many wait already"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from fake_engine import CONTEXT, EOS, FakeEngine
+from fake_engine import EOS, FakeEngine
+from scripted import streamed, watched_sizes
 from starlette.testclient import TestClient
 
 from draftwing.server.native import rendering
-from draftwing.server.worker_pools import WorkerPools
 
 KEYS = {
     "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
@@ -49,15 +47,9 @@ def test_batch_of_one_and_n_give_lists(client: TestClient) -> None:
     assert len(client.post("/generate", json={"text": "abc", "sampling_params": {"n": 2}}).json()) == 2
 
 
-def chunks(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = [x.removeprefix("data: ") for x in client.post("/generate", json=body).text.split("\n\n") if x]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def test_stream_is_cumulative(client: TestClient, engine: FakeEngine) -> None:
     prompt = "abcdefgh" * 20
-    news = chunks(client, {"text": prompt, "stream": True, "rid": "mine", "sampling_params": {"max_new_tokens": 500}})
+    news = streamed(client, "/generate", text=prompt, rid="mine", sampling_params={"max_new_tokens": 500})
     texts = [chunk["text"] for chunk in news]
     assert texts[-1] == prompt and len(texts) > 2
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
@@ -68,7 +60,7 @@ def test_stream_is_cumulative(client: TestClient, engine: FakeEngine) -> None:
 
 
 def test_streamed_batch_has_indices(client: TestClient) -> None:
-    news = chunks(client, {"text": ["abcd", "efgh"], "stream": True})
+    news = streamed(client, "/generate", text=["abcd", "efgh"])
     last = {c["index"]: c for c in news}
     assert {i: c["text"] for i, c in last.items()} == {0: "abcd", 1: "efgh"}
     assert all(c["meta_info"]["finish_reason"]["type"] == "stop" for c in last.values())
@@ -78,17 +70,10 @@ def test_streams_tell_of_the_prompt_first_and_last(
     client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time else it would be as much as the prompt and all that is told of it, for one token."""
-    sizes: list[int] = []
-    render = WorkerPools.render
-
-    async def watched(pools: WorkerPools, size: int, work: Any) -> Any:
-        sizes.append(size)
-        return await render(pools, size, work)
-
-    monkeypatch.setattr(WorkerPools, "render", watched)
+    sizes = watched_sizes(monkeypatch, "render")
     engine.burst, engine.pause = 1, 0.05  # news that come before earlier ones are taken would be joined with them
     wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [1]}
-    news = chunks(client, {"text": ["abcdefgh", "stuvw"], "stream": True} | wanted)
+    news = streamed(client, "/generate", text=["abcdefgh", "stuvw"], **wanted)
     for index in (0, 1):
         told = [chunk["meta_info"] for chunk in news if chunk["index"] == index]
         assert len(told) > 2
@@ -108,7 +93,7 @@ def test_many_log_probabilities_are_not_repeated_by_each_event(
     monkeypatch.setattr(rendering, "REPEATED", 40)
     engine.burst, engine.pause = 1, 0.01
     wanted = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1]}
-    told = [one["meta_info"] for one in chunks(client, {"text": "abcd" * 20, "stream": True} | wanted)]
+    told = [one["meta_info"] for one in streamed(client, "/generate", text="abcd" * 20, **wanted)]
     names = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
     for one in told:
         counts = {len(one[name]) if name in one else None for name in names}
@@ -141,15 +126,3 @@ def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine
         data = client.post("/generate", json={"text": "abcd", "sampling_params": sampling}).json()
         assert data["text"] == text and data["output_ids"] == engine.tokenizer.encode("abc")
         assert data["meta_info"]["finish_reason"] == {"type": "stop", "matched": c[0]}
-
-
-def test_health_and_infos(client: TestClient, engine: FakeEngine) -> None:
-    health = client.get("/health")
-    assert health.status_code == 200 and health.content == b""
-    info = client.get("/server_info").json()
-    assert info["port"] == 30000 and info["speculative_algorithm"] == "none" and info["random_seed"] == 7
-    assert info["max_total_num_tokens"] == 4 * CONTEXT and info["context_length"] == CONTEXT
-    assert info["weight_bytes"] == {"Q8_0": 34}
-    assert info["floor"] == {"memory_gb_s": 17e-6, "read_ms": 2.0, "plain_step_ms": 8.0, "share": 0.25}
-    assert client.get("/model_info").json()["served_model_name"] == "echo"
-    assert client.get("/openapi.json").json()["paths"]["/generate"]["post"]["requestBody"]

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import WITHOUT_TOOLS, ScriptedEngine, serving
+from scripted import WITHOUT_TOOLS, ScriptedEngine, openai_client, serving
 
 from draftwing.text import rendering
 
@@ -26,10 +26,6 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 BLOCK = "<think>\nthe city\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def joined(chunks: Any) -> list[dict[str, Any]]:
@@ -202,7 +198,7 @@ def test_markers_that_are_special_tokens_are_seen() -> None:
         '[TOOL_CALLS][{"name": "now", "arguments": {}}]', tools="mistral", special=("[TOOL_CALLS]",)
     )
     with serving(scripted) as url:
-        api = client_of(url)
+        api = openai_client(url)
         body: Any = {"model": "m", "messages": HI}
         message = api.chat.completions.create(**body, tools=TOOLS).choices[0].message
         assert message.tool_calls is not None and len(message.tool_calls[0].id) == 9 and message.content is None
@@ -268,12 +264,12 @@ def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
 def test_servers_that_cannot() -> None:
     with serving(ScriptedEngine(f"{BLOCK}{CALL}")) as url:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-            client_of(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
-        choice = client_of(url).chat.completions.create(model="m", messages=HI).choices[0]
+            openai_client(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
+        choice = openai_client(url).chat.completions.create(model="m", messages=HI).choices[0]
         assert choice.message.content == f"{BLOCK}{CALL}"
         assert httpx.get(f"{url}/model_info").json()["tool_call_parser"] is None
     with serving(ScriptedEngine("x", "deepseek-r1", "hermes", WITHOUT_TOOLS)) as url:
         with pytest.raises(openai.BadRequestError, match=r"knows no tools.*--chat-template FILE"):
-            client_of(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
+            openai_client(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
         info = httpx.get(f"{url}/model_info").json()
         assert (info["reasoning_parser"], info["tool_call_parser"]) == ("deepseek-r1", "hermes")

@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import scripted
 from fake_engine import EOS, FakeEngine
+from scripted import ok, streamed
 from starlette.testclient import TestClient
-from test_parameters import ok
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "é😀 one two"}]
 ECHO = "user:é😀 one two\n"
-
-
-def events(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
-    return scripted.events(client.post(path, json=body | {"stream": True}).text)
 
 
 def value(token: int) -> float:
@@ -38,7 +33,7 @@ def test_chat(client: TestClient, engine: FakeEngine) -> None:
 
 def test_chat_stream_gives_each_token_with_its_text(client: TestClient) -> None:
     whole = ok(client, CHAT, messages=MESSAGES, logprobs=True)["choices"][0]
-    chunks = [chunk["choices"][0] for chunk in events(client, CHAT, messages=MESSAGES, logprobs=True)]
+    chunks = [chunk["choices"][0] for chunk in streamed(client, CHAT, messages=MESSAGES, logprobs=True)]
     told: list[Any] = []
     text = ""
     for chunk in chunks:
@@ -57,10 +52,10 @@ def test_what_a_stop_cuts_has_no_log_probability(client: TestClient, stop: str, 
     text = "one two" if keep else "one "
     choice = ok(client, COMPLETION, **body)["choices"][0]
     assert choice["text"] == text and "".join(choice["logprobs"]["tokens"]) == text
-    chunks = [chunk["choices"][0] for chunk in events(client, COMPLETION, **body)]
+    chunks = [chunk["choices"][0] for chunk in streamed(client, COMPLETION, **body)]
     assert "".join(chunk["text"] for chunk in chunks) == text
-    streamed = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["tokens"]]
-    assert "".join(streamed) == text
+    tokens = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["tokens"]]
+    assert "".join(tokens) == text
 
 
 def test_a_shown_stop_token_counts(client: TestClient) -> None:
@@ -92,7 +87,7 @@ def test_echo_has_those_of_the_prompt(client: TestClient, engine: FakeEngine) ->
         assert data["token_logprobs"] == [None, *map(value, ids[1:]), *map(value, ids)]
         assert data["top_logprobs"][0] is None and data["text_offset"] == [0, 1, 1, 2, 3, 4, 4, 5]
     joined: dict[str, list[Any]] = {}
-    for chunk in events(client, COMPLETION, prompt="aéb", logprobs=1, echo=True):
+    for chunk in streamed(client, COMPLETION, prompt="aéb", logprobs=1, echo=True):
         for name, column in (chunk["choices"][0]["logprobs"] or {}).items():
             joined.setdefault(name, []).extend(column)
     assert joined == whole[0]["logprobs"]

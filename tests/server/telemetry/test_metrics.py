@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine, local
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics
-from scripted import client_of
+from scripted import client_of, wait_until
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
@@ -144,9 +143,7 @@ def test_an_abort() -> None:
     endless = {"text": "abc", "rid": "mine", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
     with client_of(engine) as client, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.post, "/generate", json=endless)
-        end = time.monotonic() + 20
-        while scrape(client)("vllm:generation_tokens_total") == 0 and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: scrape(client)("vllm:generation_tokens_total") > 0)
         client.post("/abort_request", json={"rid": "mine"})
         assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
         page = scrape(client)
@@ -163,9 +160,7 @@ def test_a_dead_engine(engine: FakeEngine) -> None:
         for one in (engine, successor):
             one.crash = RuntimeError("boom")
             client.post("/generate", json={"text": "abc"})
-            end = time.monotonic() + 20
-            while scrape(client)("draftwing:engine_up") != (one is engine) and time.monotonic() < end:
-                time.sleep(0.01)
+            wait_until(lambda alive=one is engine: scrape(client)("draftwing:engine_up") == alive)
         page = scrape(client)
     assert page("draftwing:engine_up") == 0 and "sglang:num_running_reqs" not in page.families
     assert page("vllm:request_success_total", finished_reason="stop") == 1

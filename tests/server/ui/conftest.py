@@ -1,18 +1,21 @@
-"""A browser, a page that makes no error, and a server around a stand-in engine."""
+"""A browser, a page that makes no error, a server around a stand-in engine, and Node.js for the scripts alone."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import PAUSE, WIDE, BusyEngine, Open
+from browsing import PAUSE, WIDE, BusyEngine, Open, Run
 from fake_engine import FakeEngine
 from scripted import serving
 
+import draftwing
 from draftwing.config.options import Options
 
 
@@ -58,6 +61,19 @@ def open_page(browser: Any) -> Iterator[Open]:
 
 
 @pytest.fixture
+def flawless() -> Callable[[Any], None]:
+    """Asserts that axe's rules find nothing wrong with a page: names, contrasts, what the keyboard reaches."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+    def check(page: Any) -> None:
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing stands out to the side"
+
+    return check
+
+
+@pytest.fixture
 def engine() -> FakeEngine:
     shape: dict[str, Any] = dict(
         speculative_algorithm="EAGLE3+NGRAM",
@@ -73,3 +89,27 @@ def engine() -> FakeEngine:
 def url(engine: FakeEngine) -> Iterator[str]:
     with serving(engine) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a script by Node.js with `data`, which may import the page's; returns what it hands to `give`."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node.js is not installed")
+    folder = tmp_path_factory.mktemp("scripts")
+    shutil.copytree(Path(draftwing.__file__).parent / "server" / "ui" / "assets", folder, dirs_exist_ok=True)
+    shutil.copy(Path(__file__).parent / "dom_stub.mjs", folder)
+    (folder / "package.json").write_text('{"type": "module"}')
+
+    def ran(script: str, data: Any) -> Any:
+        head = 'import "./dom_stub.mjs";\nimport { readFileSync, writeFileSync } from "node:fs";\n'
+        head += 'const data = JSON.parse(readFileSync("in.json", "utf8"));\n'
+        head += 'const give = (value) => writeFileSync("out.json", JSON.stringify(value ?? null));\n'
+        (folder / "main.mjs").write_text(head + script, encoding="utf8")
+        (folder / "in.json").write_text(json.dumps(data), encoding="utf8")
+        done = subprocess.run([node, "main.mjs"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads((folder / "out.json").read_text(encoding="utf8"))
+
+    return ran

@@ -5,7 +5,7 @@ Needs `pip install draftwing[browser]` and Chromium: the system's, or `playwrigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +118,6 @@ def test_the_keyboard_alone(url: str, open_page: Open) -> None:
     page.keyboard.press("Escape")
     wait_for_end(page, 10)
     assert "stopped" in page.locator(".figures").text_content()
-    reached = set()
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
-        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline != "none" or page.evaluate("document.activeElement.id") in ("question", ""), reached
-    assert {"question", "send", "new", "settings-toggle", "drafts-toggle", "Engine", "Copy"} <= reached
-    unnamed = page.evaluate(
-        "[...document.querySelectorAll('button, input, textarea')].filter((one) => one.checkVisibility()"
-        " && !one.textContent.trim() && !one.ariaLabel && !one.labels?.length).length"
-    )
-    assert unnamed == 0, "every control has a name"
 
 
 def test_settings_reach_the_engine(url: str, open_page: Open, engine: FakeEngine) -> None:
@@ -204,24 +192,18 @@ def test_a_server_with_a_key(open_page: Open) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_axe_finds_nothing(url: str, open_page: Open, size: Any, scheme: str) -> None:
+def test_axe_finds_nothing(url: str, open_page: Open, flawless: Callable[[Any], None], size: Any, scheme: str) -> None:
     """Names, contrasts, what the keyboard reaches: axe's rules, in each view."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     # axe is a script of another's, which the page itself would not let in.
     page = open_page(url, size, color_scheme=scheme, reduced_motion="reduce", bypass_csp=True)
-
-    def check() -> None:
-        found = axe.Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
-
-    check()
+    flawless(page)
     page.locator("#settings-toggle").click()
     ask(page, "A `word`, [a link](https://example.com/), and more")
     wait_for_end(page)
-    check()
+    flawless(page)
     page.get_by_role("link", name="Engine").click()
     page.wait_for_selector(".card tr[data-chosen]")
-    check()
+    flawless(page)
 
 
 HOSTILE = (

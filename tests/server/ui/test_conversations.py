@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import Run
 
-import draftwing
-
-ASSETS = Path(draftwing.__file__).parent / "server" / "ui" / "assets"
-Run = Callable[..., Any]
 Fields = dict[str, Any]
 
 PRELUDE = """
 import { Conversation, toKeep, wordsOf } from "./branches.js";
 import { fileName, fromJson, toJson, toMarkdown } from "./transfer.js";
-import { readFileSync } from "node:fs";
-const given = JSON.parse(readFileSync(0, "utf8"));
 const said = (one) => one.messages.map(({ content }) => content);
 const answer = (content) => ({ answers: [{ content, reasoning: "", drafts: true }] });
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's modules, where Node.js takes them for modules."""
-    path = tmp_path_factory.mktemp("page")
-    for name in ("branches.js", "transfer.js"):
-        shutil.copy(ASSETS / name, path)
-    (path / "package.json").write_text('{"type": "module"}')
-    return path
-
-
 @pytest.fixture
-def run(folder: Path) -> Run:
-    """Runs a script with `given`; returns what it logs, as JSON."""
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("Node.js is not installed")
-
-    def runs(script: str, given: Any = None) -> Any:
-        (folder / "script.js").write_text(PRELUDE + script, encoding="utf8")
-        done = subprocess.run(
-            [node, "script.js"], cwd=folder, input=json.dumps(given), capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return runs
+def run(run: Run) -> Run:
+    """Runs a script that knows the names above."""
+    return lambda script, data=None: run(PRELUDE + script, data)
 
 
 def test_versions(run: Run) -> None:
@@ -72,7 +40,7 @@ def test_versions(run: Run) -> None:
       shown.push(said(one));
       const versions = [one.versions(b).length, one.versions(edited).length];
       const before = one.before(one.messages[2]).map(({ content }) => content);
-      console.log(JSON.stringify({ shown, versions, before, title: one.title, nodes: one.nodes.length }));
+      give({ shown, versions, before, title: one.title, nodes: one.nodes.length });
     """)
     assert found["shown"] == [
         ["first question", "b"],
@@ -118,11 +86,11 @@ def test_merging_two_tabs(run: Run, seed: int) -> None:
         one.merge(Conversation.from(b));
         return toKeep(one);
       };
-      const [a, b] = given;
+      const [a, b] = data;
       const kept = JSON.stringify(merged(a, b));
       const twice = JSON.stringify(merged(merged(a, b), b));
       if (kept !== twice) throw new Error("merging again changed it");
-      console.log(JSON.stringify([merged(a, b), merged(b, a)]));
+      give([merged(a, b), merged(b, a)]);
     """,
         copies,
     )
@@ -147,10 +115,10 @@ OLD = {
 def test_what_was_kept_before_there_were_versions(run: Run) -> None:
     found = run(
         """
-      const [one, again] = [5, 7].map((now) => Conversation.from(given, now));
+      const [one, again] = [5, 7].map((now) => Conversation.from(data, now));
       const title = one.title;
       one.merge(again);
-      console.log(JSON.stringify([title, one.system, said(one), one.nodes.length, one.messages[1].answers.length]));
+      give([title, one.system, said(one), one.nodes.length, one.messages[1].answers.length]);
     """,
         OLD,
     )
@@ -167,7 +135,7 @@ def test_what_is_no_conversation(run: Run) -> None:
             {"role": "assistant", "answers": []}, {"role": "assistant", "answers": [{}]}, {"id": ""},
         )),
     ]  # fmt: skip
-    assert run("console.log(JSON.stringify(given.map((one) => Conversation.from(one) === null)))", [*wrong, whole]) == [
+    assert run("give(data.map((one) => Conversation.from(one) === null))", [*wrong, whole]) == [
         *[True] * len(wrong),
         False,
     ]
@@ -179,7 +147,7 @@ def test_what_runs_is_kept_as_stopped(run: Run) -> None:
       const asked = one.add(null, "user", "q");
       const running = { content: "so far", reasoning: "", running: true, trace: { steps: [1] } };
       one.add(asked, "assistant", "so far", { answers: [running] });
-      console.log(JSON.stringify([toKeep(one).nodes[1].answers, Boolean(running.trace && running.running)]));
+      give([toKeep(one).nodes[1].answers, Boolean(running.trace && running.running)]);
     """)
     assert found == [[{"content": "so far", "reasoning": "", "finish": "stopped"}], True]
 
@@ -192,7 +160,7 @@ def test_search(run: Run) -> None:
       one.add(null, "user", "another version");
       const look = (text) => one.find(wordsOf(text));
       const sought = ["COOKING", "egg boil", "A LA COQUE", "version", "egg fish", "cooking minutes"];
-      console.log(JSON.stringify(sought.map(look)));
+      give(sought.map(look));
     """)
     assert found[0] == "" and found[1] == "…w long do I boil an egg?"
     assert "Seven minutes, à la coque." in found[2] and found[2].startswith("…"), "in other versions, without accents"
@@ -215,7 +183,7 @@ def test_export_and_import(run: Run) -> None:
       const wrong = ["{", "{}", "[]", "null", '{"conversations": [7]}', '{"version": 2}'].map((text) => {
         try { return fromJson(text); } catch (error) { return error.message; }
       });
-      console.log(JSON.stringify([same, toMarkdown(one), [chat.system, said(chat)], wrong, fileName("a/b: ñ?", "md")]));
+      give([same, toMarkdown(one), [chat.system, said(chat)], wrong, fileName("a/b: ñ?", "md")]);
     """)
     same, markdown, chat, wrong, name = found
     assert same and chat == ["s", ["q", "a"]] and name == "a-b-ñ.md"

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-import draftwing
-
-FOLDER = Path(draftwing.__file__).parent / "server" / "ui" / "assets"
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="Node.js is not installed")
-Run = Callable[[str, Any], Any]
+from browsing import Run
 
 DOCUMENT = """# Title
 
@@ -79,28 +69,6 @@ PIECES = [
     "\\]",
     "[a]: b",
 ]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Runs a script with `data`, which may import the page's; returns what it hands to `give`."""
-    folder = tmp_path_factory.mktemp("scripts")
-    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
-    shutil.copy(Path(__file__).parent / "dom_stub.mjs", folder)
-    (folder / "package.json").write_text('{"type": "module"}')
-
-    def ran(script: str, data: Any) -> Any:
-        head = 'import "./dom_stub.mjs";\nimport { readFileSync, writeFileSync } from "node:fs";\n'
-        head += 'const data = JSON.parse(readFileSync("in.json", "utf8"));\n'
-        head += 'const give = (value) => writeFileSync("out.json", JSON.stringify(value ?? null));\n'
-        (folder / "main.mjs").write_text(head + script, encoding="utf8")
-        (folder / "in.json").write_text(json.dumps(data), encoding="utf8")
-        assert NODE is not None
-        done = subprocess.run([NODE, "main.mjs"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads((folder / "out.json").read_text(encoding="utf8"))
-
-    yield ran
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -38,13 +38,6 @@ class Throttle:
         return max(due - now, 0.0)
 
 
-class RefusalThrottle(Throttle):
-    """When a client may be refused once more."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(A_SECOND, AT_ONCE, MAX_SECONDS, clock)
-
-
 class ResponseThrottle:
     """Sends responses of status 4xx and 503 to a client, by the name of its key, no faster than so many a second, and
     begins requests that need no key, of all clients together, no faster than so many.
@@ -68,7 +61,7 @@ class ResponseThrottle:
     ) -> None:
         """free: whether a path needs no key in any case.  sleep: returns after so many seconds."""
         self._app, self._free, self._sleep = app, free, sleep
-        self._refusals = RefusalThrottle(clock)
+        self._refusals = Throttle(A_SECOND, AT_ONCE, MAX_SECONDS, clock)
         self._others = Throttle(FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS, clock)
         self._held = 0
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
-from draftwing.engine.process.link import EngineDead
 from draftwing.server.admission_quota import QueueFull
 from draftwing.server.engine_client import AsyncEngine
 
@@ -18,12 +16,12 @@ class Flushing:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._waiting: set[asyncio.Future[bool]] = set()
+        self._waiting = 0
         self._trying: asyncio.Task[bool] | None = None
         self._running: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._waiting
 
     async def flush(self, seconds: float) -> bool:
         """Whether the cache was flushed within so many seconds; 0: now or not. Raises QueueFull where too many wait,
@@ -36,16 +34,17 @@ class Flushing:
             raise QueueFull(
                 f"{MAX_WAITING} clients, the most there may be, wait for the cache to be flushed", own=False
             )
-        flushed = asyncio.get_running_loop().create_future()
-        self._waiting.add(flushed)
-        self._running = self._running or asyncio.ensure_future(self._run())
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._run())
+        self._waiting += 1
         try:
             async with asyncio.timeout(seconds):
-                return await flushed
+                await asyncio.shield(self._running)
+            return True
         except TimeoutError:
             return False
         finally:
-            self._waiting.discard(flushed)
+            self._waiting -= 1
             if not self._waiting and self._running is not None:
                 self._running.cancel()
                 self._running = None
@@ -57,13 +56,5 @@ class Flushing:
         return await asyncio.shield(self._trying)
 
     async def _run(self) -> None:
-        error: EngineDead | None = None
-        try:
-            while not await self._try():
-                await asyncio.sleep(PAUSE_SECONDS)
-        except EngineDead as dead:
-            error = dead
-        self._running = None
-        for flushed in self._waiting:
-            with contextlib.suppress(asyncio.InvalidStateError):  # its time is up, or it leaves
-                flushed.set_result(True) if error is None else flushed.set_exception(error)
+        while not await self._try():
+            await asyncio.sleep(PAUSE_SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 from draftwing.text.token_text import TokenTexts
+
+Content = Callable[..., dict[str, Any]]  # makes what a line of the endpoint holds
 
 
 def head(model: str) -> dict[str, Any]:
@@ -36,10 +38,10 @@ class OllamaAnswer:
     """The response to /api/chat or /api/generate. Calls are given out when they are complete."""
 
     def __init__(
-        self, generation: Generation, reader: MessageReader, model: str, texts: TokenTexts, chat: bool
+        self, generation: Generation, reader: MessageReader, model: str, texts: TokenTexts, content: Content
     ) -> None:
         self.generation, self._reader, self._model, self._texts = generation, reader, model, texts
-        self._content = chat_content if chat else text_content
+        self._content = content
         self._answer: Answer = generation.answers[0]
         self._given = 0  # calls
 

@@ -23,7 +23,7 @@ from draftwing.server.http import (
     with_ignored_header,
 )
 from draftwing.server.json_encoding import encode
-from draftwing.server.ollama.rendering import OllamaAnswer, chat_content, head, text_content
+from draftwing.server.ollama.rendering import Content, OllamaAnswer, chat_content, head, text_content
 from draftwing.server.ollama.schema import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
 from draftwing.server.parsers.message import MessageStyle
 from draftwing.server.schema import Body, Name, ignored_fields
@@ -48,27 +48,22 @@ def add_ollama_routes(app: FastAPI, service: Service, chats: Chats) -> None:
 def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/api/chat", openapi_extra=schema(OllamaChatRequest))
     async def chat(request: Request) -> Response:
-        async with read_generation(request, OllamaChatRequest) as body:
-            if not body.messages:
-                return _loaded(body, service, chat_content())
-            generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
-            answer = OllamaAnswer(
-                generation, chats.reader(style), service.name_for(body.model), service.texts, chat=True
-            )
-        return await respond(request, answer, body.stream is not False)
+        return await answered(request, OllamaChatRequest, chat_content)
 
     @app.post("/api/generate", openapi_extra=schema(OllamaGenerateRequest))
     async def generate(request: Request) -> Response:
-        async with read_generation(request, OllamaGenerateRequest) as body:
-            if not body.prompt:
-                return _loaded(body, service, text_content())
-            if body.raw:
+        return await answered(request, OllamaGenerateRequest, text_content)
+
+    async def answered(request: Request, model: type[OllamaBody], content: Content) -> Response:
+        async with read_generation(request, model) as body:
+            if not getattr(body, body.source):
+                return _loaded(body, service, content())
+            if isinstance(body, OllamaGenerateRequest) and body.raw:
                 generation, style = await unless_disconnected(request, _complete(service, body)), MessageStyle()
             else:
                 generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
-            answer = OllamaAnswer(
-                generation, chats.reader(style), service.name_for(body.model), service.texts, chat=False
-            )
+            name = service.name_for(body.model)
+            answer = OllamaAnswer(generation, chats.reader(style), name, service.texts, content)
         return await respond(request, answer, body.stream is not False)
 
 

@@ -15,8 +15,8 @@ from draftwing.server.parsers.grammars import Function
 _BEGIN = '{"input":"'
 _KEY = range(2, 8)  # places in it before which no blank may stand
 _HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # of a character, the first
-_ESCAPE = re.compile(rf"{_HALF}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
-_PARTIAL = re.compile(rf"(?:{_HALF})?\\(?:u[0-9a-fA-F]{{0,3}})?|{_HALF}")
+_PARTIAL = rf"(?:(?:{_HALF})?\\(?:u[0-9a-fA-F]{{0,3}})?|{_HALF})\Z"  # an escape that the next piece may change
+_WHOLE = re.compile(rf'(?:[^"\\]++|(?!{_PARTIAL})\\.)*+', re.DOTALL)
 _CALLED = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
@@ -61,24 +61,13 @@ class InputReader:
         if self._state != "text":
             return arguments if self._state == "raw" else ""
         text = self._rest + arguments
-        self._rest = ""
-        out, at = list[str](), 0
-        while at < len(text):
-            stop = next((i for i in range(at, len(text)) if text[i] in '"\\'), len(text))
-            out.append(text[at:stop])
-            at = stop
-            if text.startswith('"', at):
-                self._state = "end"
-                break
-            if at < len(text):
-                if _PARTIAL.fullmatch(text, at) is not None:
-                    self._rest = text[at:]
-                    break
-                escape = _ESCAPE.match(text, at)
-                assert escape is not None
-                out.append(_character(escape.group()))
-                at = escape.end()
-        return "".join(out)
+        whole = _WHOLE.match(text)
+        assert whole is not None
+        self._rest = text[whole.end() :]
+        if self._rest.startswith('"'):
+            self._state = "end"
+        found: str = json.loads(f'"{whole.group()}"', strict=False)
+        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character is none
 
     def _begin(self, arguments: str) -> str:
         """Takes a piece of the beginning. Returns what of it, or of all until now, is for the state that follows."""
@@ -97,8 +86,3 @@ class InputReader:
     def finish(self) -> str:
         """Returns the text that was held back: of arguments that are none."""
         return "".join(self._held) if self._state == "begin" else ""
-
-
-def _character(escape: str) -> str:
-    text: str = json.loads(f'"{escape}"')
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character is none

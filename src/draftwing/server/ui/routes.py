@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import cached_property
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,10 +26,10 @@ from draftwing.server.ui.viewers import MAX_OF_A_KEY, MAX_VIEWERS, Viewers
 ASSETS = "/ui/assets/"
 _INDEX = "index.html"
 _TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 # Nothing but what this server sends, no script or style inside of a page, nobody's frame.
 POLICY = (
@@ -67,19 +66,9 @@ def is_file(path: str) -> bool:
 
 def load_assets() -> dict[str, Asset]:
     """The page's files by their path below `assets`."""
-    return {
-        path: Asset(file.read_bytes(), kind) for path, file, kind in _served(files("draftwing.server.ui") / "assets")
-    }
-
-
-def _served(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable, str]]:
-    """Path, file and type of each file in a folder whose type is served."""
-    for file in folder.iterdir():
-        kind = _TYPES.get(file.name.rpartition(".")[2])
-        if file.is_dir():
-            yield from _served(file, f"{above}{file.name}/")
-        elif kind is not None:
-            yield above + file.name, file, kind
+    folder = Path(__file__).with_name("assets")
+    served = [file for file in folder.rglob("*") if file.suffix in _TYPES]
+    return {file.relative_to(folder).as_posix(): Asset(file.read_bytes(), _TYPES[file.suffix]) for file in served}
 
 
 def add_ui_routes(app: FastAPI, service: Service, chats: Chats) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine, serving
+from scripted import ScriptedEngine, keys_file, openai_client, serving
 
 from draftwing.server.edge import body_limit
 
@@ -32,13 +32,9 @@ def served(scripted: ScriptedEngine, **options: Any) -> Iterator[str]:
         yield url
 
 
-def client_of(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-
-
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
-    return client_of(url)
+    return openai_client(url)
 
 
 def ask(client: openai.OpenAI, stream: bool, **body: Any) -> Any:
@@ -133,18 +129,15 @@ def test_nothing_is_kept_without_store(client: openai.OpenAI, scripted: Scripted
 
 def test_a_server_that_keeps_nothing() -> None:
     with served(ScriptedEngine("Hello."), response_store_size=0) as url:
-        sent = client_of(url).responses.create(model="m", input="hi", store=True)
+        sent = openai_client(url).responses.create(model="m", input="hi", store=True)
         assert sent.store is False
         with pytest.raises(openai.NotFoundError):
-            client_of(url).responses.retrieve(sent.id)
+            openai_client(url).responses.retrieve(sent.id)
 
 
 def test_keys_do_not_see_each_others(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(KEYS)
-    path.chmod(0o600)
-    with served(ScriptedEngine("Hello."), api_key_file=str(path)) as url:
-        alice, bob = client_of(url, "sk-alice"), client_of(url, "sk-bob")
+    with served(ScriptedEngine("Hello."), api_key_file=keys_file(tmp_path, KEYS)) as url:
+        alice, bob = openai_client(url, "sk-alice"), openai_client(url, "sk-bob")
         sent = alice.responses.create(model="m", input="hi")
         for stranger in (
             lambda: bob.responses.retrieve(sent.id),
@@ -223,7 +216,7 @@ def test_queries_are_checked(client: openai.OpenAI, scripted: ScriptedEngine, ur
 
 def test_a_conversation_is_no_longer_than_a_body_may_be() -> None:
     with served(ScriptedEngine("Hello."), max_body_size=2000) as url:
-        client, instructions = client_of(url), "x" * 500  # which are not of the conversation
+        client, instructions = openai_client(url), "x" * 500  # which are not of the conversation
         ids: list[str | None] = [None]
         with pytest.raises(openai.BadRequestError, match="--max-body-size") as error:
             for _ in range(7):
@@ -239,7 +232,7 @@ def test_what_comes_from_the_store_counts_as_the_body_that_it_is_instead_of(monk
     monkeypatch.setattr(body_limit, "SMALL", 10)
     monkeypatch.setattr(body_limit, "ALL_BODIES", 1)
     with served(ScriptedEngine("Hello."), max_body_size=1000) as url:
-        client = client_of(url)
+        client = openai_client(url)
         sent = client.responses.create(model="m", input="x" * 100)
         assert client.responses.create(model="m", input="y", previous_response_id=sent.id).output_text == "Hello."
         for ask in (
