@@ -352,7 +352,14 @@ def test_honest_bodies_in_small_chunks_are_taken(server: Attacked) -> None:
     assert answer.status_code == 400 and "context" in answer.text
 
 
+FIRST = (  # of each kind: bodies before and after an answer, endless heads, many requests, many connections
+    "chunks of a byte, without a key", "a body after a 401", "headers", "requests that do not wait", "401",
+    "connections that ask for /health and leave",
+)  # fmt: skip
+
+
 @pytest.mark.timing
+@pytest.mark.further(name=[name for name in ATTACKS if name not in FIRST])
 @pytest.mark.parametrize("name", [*ATTACKS])
 def test_others_are_served_while_many_attack(guarded: Attacked, name: str) -> None:
     """64 connections without a key. `tools/attacks.py` measures what is felt of them on an idle machine; here others
@@ -371,13 +378,13 @@ def test_thousands_who_wait_for_a_flush_and_leave_cost_little() -> None:
         with server.connect(60) as running:
             running.sendall(head("/generate", f"content-length: {len(body)}") + body)
             time.sleep(0.3)
-            for _ in range(3000):
+            for _ in range(1500):
                 with server.connect() as sock:
                     sock.sendall(b"POST /flush_cache?timeout=3600 HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
-            time.sleep(1)
+            time.sleep(0.5)
             before = server.seconds
-            time.sleep(2)
-            assert server.seconds - before < 0.6, "of 2 s, with an answer that runs"
+            time.sleep(1)
+            assert server.seconds - before < 0.3, "of 1 s, with an answer that runs"
             assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
 
 
