@@ -75,6 +75,7 @@ def book_of(h, requests, expected):
     return h.make_book([prompt for prompt, *_ in requests], SimpleNamespace(tokens=expected))
 
 
+@pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_without_drafts(harness, case, lag):
     model, requests, expected = case
@@ -122,6 +123,7 @@ def test_preemption_small_chunks_and_changing_shapes(harness, case, lag):
     assert rig.sched.retractions >= 2 and rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness="blocks")
 def test_beside_edits_filters_grammars_and_processors(harness, case):
     """What else a request asks for holds where the model decides, and forbids the marker nowhere."""
     h, (model, requests, _) = harness, case

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=COPIES, lag=0),
     pytest.mark.further(harness=COPIES, drafter="ngram"),
-    pytest.mark.further(harness=COPIES, shape=CHAIN),
+    pytest.mark.further(harness=COPIES, shape=[CHAIN, BUSHY]),
 ]
 
 
@@ -87,7 +87,7 @@ def test_oracle_drafts(harness, case, shape, lag):
         assert rig.stats.moved > 50, "no later child was accepted"
 
 
-@pytest.mark.further(drafter="ngram", lag=0)
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
 def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
@@ -104,6 +104,7 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
     assert seen.sum() > new_calibration(seen.device).seen.sum() + 20  # more than the first guesses
 
 
+@pytest.mark.further(drafter="suffix", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 def test_matched_drafts(harness, repetitive, drafter, lag):
@@ -112,6 +113,7 @@ def test_matched_drafts(harness, repetitive, drafter, lag):
 
 
 @pytest.mark.further(harness=COPIES, drafter="suffix")
+@pytest.mark.further(drafter=["ngram", "oracle"], lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_changing_shapes(harness, case, drafter, lag):
@@ -159,6 +161,7 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
 
 
 @pytest.mark.further(chunk=[2, 17])
+@pytest.mark.further(chunk=1, lag=0)
 @pytest.mark.further(harness="ranks", chunk=1)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17])
 @pytest.mark.parametrize("lag", [0, 1])
@@ -204,7 +207,8 @@ def test_preemption(harness, case, drafter, lag):
         assert rig.sched.stale_results > 0, "no step was in flight for a retracted request"
 
 
-@pytest.mark.further(harness=COPIES, shape=PLAIN)
+@pytest.mark.further(harness=COPIES)
+@pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, shape, lag):

@@ -34,6 +34,8 @@ def case(harness, one_thread, request):
     return model, prompts, params, expected, harness.make_book(prompts, expected)
 
 
+@pytest.mark.further(lag=0, chunk=64)
+@pytest.mark.further(lag=0, shape=PLAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])
 @pytest.mark.parametrize("chunk", [5, 64])
