@@ -46,9 +46,9 @@ def test_the_log_before_a_bug_is_kept_with_whole_traces(monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "clients"), [("1", "3"), pytest.param("3", "8", marks=pytest.mark.exhaustive)])
 def test_a_short_soak(tmp_path: Path, minutes: str, clients: str) -> None:
-    """With every fault: slots and rows come back, descriptors and threads stay (memory is judged from three minutes on),
-    streams end, the log has no traceback, a sample of answers is that of a fresh server. Three clients leave most of a
-    core to other tests."""
+    """With every fault: slots and rows come back, descriptors and threads stay (of three minutes memory, too), streams
+    end, the log has no traceback, a sample of answers is that of a fresh server. Three clients leave most of a core to
+    other tests."""
     folder = write_checkpoint(tmp_path / "tiny")
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
