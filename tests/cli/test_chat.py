@@ -98,6 +98,7 @@ def question(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+@pytest.mark.slow
 def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     pytest.importorskip("readline")
     log, history = tmp_path / "log", tmp_path / "cache" / "history"

@@ -21,6 +21,7 @@ CUDA = pytest.param(
 )
 BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=["blocks", "ranks"], lag=0),
 ]

@@ -87,6 +87,7 @@ def test_oracle_drafts(harness, case, shape, lag):
         assert rig.stats.moved > 50, "no later child was accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
@@ -297,6 +298,7 @@ def _turn(rig, answers):
             answers.final[out.uid] = out
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="cpu", lag=0)
 @pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize("lag", [0, 1])

@@ -11,7 +11,10 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import onednn
 
 KERNELS = load_extension()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built"),
+]
 TREE = TreeShape(4, 3, 11)
 
 

@@ -108,6 +108,7 @@ def cases(harness):
     return model, every, expected, h.make_book(prompts, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks", shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -353,6 +354,7 @@ def only(ids, prompt, text, after):
     return processor
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 @pytest.mark.parametrize("shape", [PLAIN, TREE])
 @pytest.mark.parametrize("seeded", [False, True])

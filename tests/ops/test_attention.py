@@ -288,6 +288,7 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
     return all(torch.equal(x, y[:1].expand_as(x)) for some in found for x, y in zip(some, found[0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.further(backend="torch", shape=[(4, 2, 128), (4, 4, 16), (5, 1, 40)])
 @pytest.mark.further(backend="torch", shape=(9, 3, 64), dtype=torch.float32)
 @pytest.mark.further(shape=[(9, 3, 64), (4, 4, 16)], dtype=torch.float32)

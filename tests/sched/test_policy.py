@@ -43,6 +43,7 @@ from draftwing.sched.prices import PricedSteps, Prices
 from draftwing.sched.req import Req
 
 
+@pytest.mark.slow
 @pytest.mark.further(batch=64, hit=[0.05, 0.5])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("batch", [1, 4, 16, pytest.param(64, marks=pytest.mark.slow)])
@@ -177,6 +178,7 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     assert rate > 0.97 * world.rate(best, hits)
 
 
+@pytest.mark.slow
 @pytest.mark.further(which="the best")
 @pytest.mark.further(by=2.5)
 @pytest.mark.parametrize("by", [2.5, 5.0])
@@ -203,6 +205,7 @@ def test_what_never_pays_is_hardly_tried() -> None:
     assert rate > 0.98 * world.rate(PLAIN, hits)
 
 
+@pytest.mark.slow
 def test_what_never_pays_with_any_number_of_rows_is_hardly_tried() -> None:
     """Tries with each number of rows do not add up."""
     menu = (*tree_menu(TreeShape(7, 4, 16))[:-1], *tree_menu(TREE))

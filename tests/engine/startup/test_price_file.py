@@ -27,6 +27,8 @@ from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.prices import Prices
 
+pytestmark = pytest.mark.slow
+
 MENU = (TreeShape(3, 1, 4), PLAIN)
 
 
