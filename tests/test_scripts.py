@@ -45,6 +45,7 @@ def test_shell_scripts_can_be_read() -> None:
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+@pytest.mark.further(name=["load_change", "never_slower", "open_loop"])
 @pytest.mark.parametrize("name", RUNS)
 def test_it_runs(name: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run = script(ROOT / "benchmarks" / f"{name}.py")

@@ -16,6 +16,8 @@ from draftwing.ops.attention import Batch, ChunkSpan
 BLOCKS = pytest.param("blocks", marks=pytest.mark.slow)  # layers in one call each, where they can be
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.further(harness="blocks", case="mixed"),
+    pytest.mark.further(harness="windows", case="recurrent"),
     pytest.mark.parametrize("harness", ["cpu", "windows", BLOCKS], indirect=True, scope="session"),
 ]
 

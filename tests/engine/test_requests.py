@@ -137,6 +137,7 @@ def test_random_requests_under_preemption_and_small_chunks(harness, cases):
         )
 
 
+@pytest.mark.further(harness="ranks")
 def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     model, every, expected, book = cases
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=0)
@@ -151,7 +152,7 @@ def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     assert max(deepest[i] for i in range(0, 24, 4)) == 4 and max(deepest[i] for i in range(2, 24, 4)) == 2
 
 
-@pytest.mark.further(harness="ranks", drafter=None)
+@pytest.mark.further(harness="ranks")
 @pytest.mark.parametrize("drafter", [None, "oracle"])
 def test_predicted_outputs(harness, cases, drafter):
     model, every, expected, book = cases

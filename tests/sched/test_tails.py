@@ -99,6 +99,7 @@ def measured(drafts: bool, rate: float, mix: Sequence[int] = MIX) -> tuple[float
     return tuple(1e3 * float(np.quantile(*one)) for one in ((gaps, 0.99), (paces, 0.5), (paces, 0.99)))  # type: ignore[return-value]
 
 
+@pytest.mark.further(rate=[12, 45])
 @pytest.mark.parametrize(("rate", "mix"), [(12, MIX), (30, MIX), (45, MIX), (60, (100,))])
 def test_gaps_are_not_longer_than_without_drafts(rate: float, mix: Sequence[int]) -> None:
     plain, drafted = measured(False, rate, mix), measured(True, rate, mix)
