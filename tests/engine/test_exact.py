@@ -44,7 +44,7 @@ def mixed_params(h, count, tokens=40):
 def case(harness, one_thread):
     """Model, prompts, parameters and the answers of plain decoding, one request at a time."""
     model = harness.tiny_model()
-    prompts = harness.prompts_for(12)
+    prompts = harness.prompts_for(8)
     params = mixed_params(harness, len(prompts))
     expected = harness.plain_answers(model, prompts, params)
     assert all(len(expected.tokens[str(i)]) == 40 for i in range(len(prompts)))
@@ -265,7 +265,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
         for _ in range(draw(3)):
             if todo:
                 j = todo.pop()
-                rig.submit(str(j), prompts[j % 12], params[j % 12], priority=draw(2))
+                rig.submit(str(j), prompts[j % 8], params[j % 8], priority=draw(2))
         if draw(12) == 0:
             uid = str(draw(36))
             if rig.sched._by_uid.get(uid):
@@ -283,7 +283,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
         if uid in aborted:
             assert out.finish_reason["type"] == "abort"
         else:
-            assert answers.tokens[uid] == expected.tokens[str(int(uid) % 12)]
+            assert answers.tokens[uid] == expected.tokens[str(int(uid) % 8)]
     assert len(answers.final) == 36 and aborted and rig.sched.retractions > 0 and rig.accept_length > 1.5
     assert int(rig.drafter.wrong_kv) == 0
     assert rig.sched.flush_cache() and rig.sched.kv.pool.available == 150

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,7 +289,7 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
         return found
 
     learning_rate, settings = FitConfig.learning_rate, config("EAGLE3", steps=0, minutes=0.5, warmup=0.1, **SELDOM)
-    monkeypatch.setattr("draftwing.train.fit.time.perf_counter", clock)
+    monkeypatch.setattr("draftwing.train.fit.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(FitConfig, "learning_rate", rate)
     for name, stop, begin in (("whole", 0, 501), ("killed", 60, 501), ("slow at first", 0, 490)):
         seconds = iter(range(begin, 10**6))
@@ -323,7 +324,7 @@ def test_a_clock_that_few_steps_fit_into(target, tmp_path, monkeypatch, step, ki
                 raise KeyboardInterrupt
         return learning_rate(self, at, total, hidden)
 
-    monkeypatch.setattr("draftwing.train.fit.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("draftwing.train.fit.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(FitConfig, "learning_rate", rate)
     often = SELDOM if step < 1 else SELDOM | {"save_every": 1}
     settings = config("EAGLE3", steps=0, minutes=0.5, log_every=20, **often)
