@@ -105,6 +105,7 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
     assert seen.sum() > new_calibration(seen.device).seen.sum() + 20  # more than the first guesses
 
 
+@pytest.mark.slow
 @pytest.mark.further(drafter="suffix", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
@@ -208,6 +209,7 @@ def test_preemption(harness, case, drafter, lag):
         assert rig.sched.stale_results > 0, "no step was in flight for a retracted request"
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness=COPIES)
 @pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])

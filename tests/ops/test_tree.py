@@ -167,6 +167,7 @@ def rows_of(rng: random.Random, batch: int) -> list[int]:
     return rows[:-2] + [ROWS] * 2 if batch > 3 else rows
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="triton", nodes=[2, 3, 4, 8, 64])
 @pytest.mark.parametrize("nodes, depth_max", SHAPES)
 def test_inputs_and_commit(ops: TorchOps, nodes: int, depth_max: int) -> None:

@@ -78,6 +78,7 @@ def settle(
     return next(i for i in range(len(good) - 10) if sum(good[i : i + 10]) >= 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("machine", ["gpu", "small machine"])
 def test_a_change_is_followed_within_50_steps(machine: str, lag: int) -> None:

@@ -83,6 +83,7 @@ def called(arguments: str) -> object:
     return plain["tool_calls"][0]["function"]["arguments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["[]", "{}", '{"":0}', '""', "null", "1", '"[",[]', "[[]]"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("before", ["", '"b":"\\ud83d\\ude00",', '"b":"\\\\",'])
