@@ -43,7 +43,7 @@ def hasty() -> Iterator[Attacked]:
         yield one
 
 
-def works(server: Attacked, seconds: float = 5.0) -> None:
+def works(server: Attacked, seconds: float = 30.0) -> None:
     """A chat is answered."""
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=seconds)
     assert answer.status_code == 200, answer.text
@@ -147,10 +147,10 @@ def wrong_bodies() -> Iterator[tuple[str, str, bytes]]:
 
 @pytest.mark.parametrize(("path", "body"), [one[1:] for one in wrong_bodies()], ids=[one[0] for one in wrong_bodies()])
 def test_a_large_wrong_body_costs_little(server: Attacked, path: str, body: bytes) -> None:
-    began = time.monotonic()
+    before = server.seconds
     answer = httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
     assert answer.status_code == 400 and len(answer.content) < 2000, answer.text[:300]
-    assert time.monotonic() - began < 10
+    assert server.seconds - before < 5
     works(server)
 
 
