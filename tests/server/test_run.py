@@ -113,8 +113,16 @@ def test_a_server_under_nohup_stays(model: Path) -> None:
         assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As Python has it; it is ignored where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_whatever_runs(number: int) -> None:
+def test_a_signal_ends_whatever_runs(ctrl_c: None, number: int) -> None:
     """Python 3.11 makes a RuntimeError of what is raised in `__set_name__`; a library may raise its own error after it
     caught everything."""
 
