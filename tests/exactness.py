@@ -29,13 +29,14 @@ class Exactness:
     slots = 120  # too few for all requests
 
     @pytest.mark.further(harness="ranks", shape=[CHAIN, TREE])
+    @pytest.mark.further(harness=["windows", "blocks"], shape=CHAIN)
     @pytest.mark.parametrize("shape", [CHAIN, TREE, DEEP], ids=["chain", "tree", "deep"])
     def test_disturbed_drafts(self, harness, case, shape):
         rig = answer(harness, case, shapes=(shape,), miss=2)
         assert rig.accept_length > 1.5
         assert shape == CHAIN or rig.stats.moved > 18, "no later child was accepted"
 
-    @pytest.mark.further(harness="ranks", chunk=1)
+    @pytest.mark.further(harness=["ranks", "windows", "blocks"], chunk=1)
     @pytest.mark.further(case=["gpt-oss", "gemma"], chunk=1)
     @pytest.mark.parametrize("chunk", [1, 5])
     def test_prefill_chunks_and_the_best_nodes_of_a_batch(self, harness, case, chunk):

@@ -62,6 +62,7 @@ def test_structured_output(smollm2_path: Path) -> None:
     assert all(set(country) == {"name", "continent", "islands"} for country in found)
 
 
+@pytest.mark.slow
 def test_compare_speculation(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert script(EXAMPLES / "compare_speculation.py").main(model)
     assert "tokens per second" in capsys.readouterr().out

@@ -80,13 +80,17 @@ class Server:
 
     async def ready(self, client: httpx.AsyncClient, seconds: float = 300.0) -> None:
         end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(httpx.HTTPError):
-                if (await client.get("/health", timeout=5)).status_code == 200:
-                    self.fill_disk()
-                    return
+        while time.monotonic() < end and not self.ended:
+            if await self.healthy(client):
+                self.fill_disk()
+                return
             await asyncio.sleep(0.2)
         raise SystemExit(f"the server is not ready:\n{self.text()[-3000:]}")
+
+    async def healthy(self, client: httpx.AsyncClient) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return (await client.get("/health", timeout=5)).status_code == 200
+        return False
 
     def fill_disk(self) -> None:
         """No file grows any more in the server, its engine and engines to come. Before, a GPU's kernels are kept."""
@@ -154,16 +158,15 @@ class Size:
         return None
 
 
-async def faults(server: Server, seed: int, end: float, out: Outcome) -> None:
-    """Three of each kind in turn, and fewer where there is little time; not so many that the server gives up."""
+async def faults(server: Server, client: httpx.AsyncClient, seed: int, end: float, out: Outcome) -> None:
+    """One of each kind, each to an engine that serves; by `end` where engines start soon."""
     generator, began = random.Random(seed), time.monotonic()
-    for i in range(len(EVENTS)):
+    for kind in EVENTS:
         await asyncio.sleep(max((end - began) / (len(EVENTS) + 1) * generator.uniform(0.8, 1.0), 1.0))
-        pid, kind = server.engine, EVENTS[i]
-        if server.ended:
+        while not server.ended and not await server.healthy(client):
+            await asyncio.sleep(0.2)
+        if (pid := server.engine) is None:
             return
-        if pid is None or time.monotonic() > end:
-            continue
         out.counts[f"engine {kind}"] += 1
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
@@ -258,7 +261,7 @@ async def soak(args: argparse.Namespace) -> Outcome:
             clients = [make_client(args.seed * 1000 + i) for i in range(args.clients)]
             watching = asyncio.ensure_future(sizes(server, end, out))
             broken = began + seconds / (6 if seconds >= WARM else 3)
-            breaking = faults(server, args.seed, broken, out) if args.faults else asyncio.sleep(0)
+            breaking = faults(server, client, args.seed, broken, out) if args.faults else asyncio.sleep(0)
             await asyncio.gather(*clients, breaking)
             found = await watching
             if server.ended:

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import select
+import signal
 import stat
 import subprocess
 import sys
@@ -63,6 +64,7 @@ class Terminal:
         def own_terminal() -> None:  # Ctrl-C is for the session whose terminal it is
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored where the tests run in the background
 
         self.process = subprocess.Popen(
             argv, stdin=end, stdout=end, stderr=end, preexec_fn=own_terminal, env={**os.environ, "TERM": "xterm"}
@@ -71,8 +73,9 @@ class Terminal:
 
     def read_until(self, word: str) -> str:
         """What it writes, up to `word`."""
-        text = ""
+        text, end = "", time.monotonic() + 60
         while not text.endswith(word):
+            assert time.monotonic() < end, f"{word!r} does not come in {text[-100:]!r}"
             assert select.select([self._fd], [], [], 60)[0], f"nothing comes after {text!r}"
             text += os.read(self._fd, 1).decode()
         return text
@@ -95,6 +98,7 @@ def question(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+@pytest.mark.slow
 def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     pytest.importorskip("readline")
     log, history = tmp_path / "log", tmp_path / "cache" / "history"

@@ -68,6 +68,7 @@ def test_a_sweep_has_a_map_for_each_batch_size() -> None:
     assert {"155", "152", "948", "950"} <= set(words)
 
 
+@pytest.mark.slow
 def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, picture = write_checkpoint(tmp_path / "tiny"), tmp_path / "out.svg"
     argv = ["bench", "--model", str(model), "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000", "--json"]

@@ -38,9 +38,10 @@ ASKED = [
     'Repeat this JSON exactly:\n{"a": [1, 2, 3], "b": {"c": "d"}}', "Why is the sky blue?", "Count to twenty.",
 ]  # fmt: skip
 CONVERSATIONS = [[{"role": "user", "content": text}] for text in ASKED]
+TOKENS = 20  # of each answer
 PARAMS = [
-    SamplingParams(temperature=0.0, max_new_tokens=32) if i % 2 else
-    SamplingParams(temperature=0.7, top_p=0.9, sampling_seed=i, max_new_tokens=32)
+    SamplingParams(temperature=0.0, max_new_tokens=TOKENS) if i % 2 else
+    SamplingParams(temperature=0.7, top_p=0.9, sampling_seed=i, max_new_tokens=TOKENS)
     for i in range(len(ASKED))
 ]  # fmt: skip
 

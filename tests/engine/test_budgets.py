@@ -21,6 +21,7 @@ CUDA = pytest.param(
 )
 BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=["blocks", "ranks"], lag=0),
 ]
@@ -75,6 +76,8 @@ def book_of(h, requests, expected):
     return h.make_book([prompt for prompt, *_ in requests], SimpleNamespace(tokens=expected))
 
 
+@pytest.mark.further(harness="blocks")
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_without_drafts(harness, case, lag):
     model, requests, expected = case
@@ -110,6 +113,7 @@ def test_with_a_draft_model(harness, case, lag):
     assert rig.accept_length > 1.8
 
 
+@pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_preemption_small_chunks_and_changing_shapes(harness, case, lag):
     model, requests, expected = case
@@ -122,6 +126,7 @@ def test_preemption_small_chunks_and_changing_shapes(harness, case, lag):
     assert rig.sched.retractions >= 2 and rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness=["blocks", "ranks"])
 def test_beside_edits_filters_grammars_and_processors(harness, case):
     """What else a request asks for holds where the model decides, and forbids the marker nowhere."""
     h, (model, requests, _) = harness, case

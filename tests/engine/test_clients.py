@@ -73,6 +73,7 @@ def of_the_secret(told: Told) -> set[str]:
     return {text for text in told.drafted if text.startswith(BEFORE + SECRET[:4])}
 
 
+@pytest.mark.slow
 def test_clients_share_nothing(engine: Engine) -> None:
     first = ask(engine, None, client="alice")  # it does not repeat itself: only a memory of it can draft it
     again = ask(engine, None, client="alice")

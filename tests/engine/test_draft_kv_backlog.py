@@ -26,6 +26,8 @@ from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 
+pytestmark = pytest.mark.slow
+
 TREE = TreeShape(3, 2, 5)
 WIDTH = 6
 

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=COPIES, lag=0),
     pytest.mark.further(harness=COPIES, drafter="ngram"),
-    pytest.mark.further(harness=COPIES, shape=CHAIN),
+    pytest.mark.further(harness=COPIES, shape=[CHAIN, BUSHY]),
 ]
 
 
@@ -44,7 +44,7 @@ def mixed_params(h, count, tokens=40):
 def case(harness, one_thread):
     """Model, prompts, parameters and the answers of plain decoding, one request at a time."""
     model = harness.tiny_model()
-    prompts = harness.prompts_for(12)
+    prompts = harness.prompts_for(8)
     params = mixed_params(harness, len(prompts))
     expected = harness.plain_answers(model, prompts, params)
     assert all(len(expected.tokens[str(i)]) == 40 for i in range(len(prompts)))
@@ -87,7 +87,8 @@ def test_oracle_drafts(harness, case, shape, lag):
         assert rig.stats.moved > 50, "no later child was accepted"
 
 
-@pytest.mark.further(drafter="ngram", lag=0)
+@pytest.mark.slow
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
 def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
@@ -104,6 +105,8 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
     assert seen.sum() > new_calibration(seen.device).seen.sum() + 20  # more than the first guesses
 
 
+@pytest.mark.slow
+@pytest.mark.further(drafter="suffix", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 def test_matched_drafts(harness, repetitive, drafter, lag):
@@ -112,6 +115,7 @@ def test_matched_drafts(harness, repetitive, drafter, lag):
 
 
 @pytest.mark.further(harness=COPIES, drafter="suffix")
+@pytest.mark.further(drafter=["ngram", "oracle"], lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_changing_shapes(harness, case, drafter, lag):
@@ -159,6 +163,7 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
 
 
 @pytest.mark.further(chunk=[2, 17])
+@pytest.mark.further(chunk=1, lag=0)
 @pytest.mark.further(harness="ranks", chunk=1)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17])
 @pytest.mark.parametrize("lag", [0, 1])
@@ -204,7 +209,9 @@ def test_preemption(harness, case, drafter, lag):
         assert rig.sched.stale_results > 0, "no step was in flight for a retracted request"
 
 
-@pytest.mark.further(harness=COPIES, shape=PLAIN)
+@pytest.mark.slow
+@pytest.mark.further(harness=COPIES)
+@pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, shape, lag):
@@ -260,7 +267,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
         for _ in range(draw(3)):
             if todo:
                 j = todo.pop()
-                rig.submit(str(j), prompts[j % 12], params[j % 12], priority=draw(2))
+                rig.submit(str(j), prompts[j % 8], params[j % 8], priority=draw(2))
         if draw(12) == 0:
             uid = str(draw(36))
             if rig.sched._by_uid.get(uid):
@@ -278,7 +285,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
         if uid in aborted:
             assert out.finish_reason["type"] == "abort"
         else:
-            assert answers.tokens[uid] == expected.tokens[str(int(uid) % 12)]
+            assert answers.tokens[uid] == expected.tokens[str(int(uid) % 8)]
     assert len(answers.final) == 36 and aborted and rig.sched.retractions > 0 and rig.accept_length > 1.5
     assert int(rig.drafter.wrong_kv) == 0
     assert rig.sched.flush_cache() and rig.sched.kv.pool.available == 150
@@ -293,6 +300,7 @@ def _turn(rig, answers):
             answers.final[out.uid] = out
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="cpu", lag=0)
 @pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize("lag", [0, 1])

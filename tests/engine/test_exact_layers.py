@@ -14,7 +14,12 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import Batch, ChunkSpan
 
 BLOCKS = pytest.param("blocks", marks=pytest.mark.slow)  # layers in one call each, where they can be
-pytestmark = pytest.mark.parametrize("harness", ["cpu", "windows", BLOCKS], indirect=True, scope="session")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.further(harness="blocks", case="mixed"),
+    pytest.mark.further(harness="windows", case="recurrent"),
+    pytest.mark.parametrize("harness", ["cpu", "windows", BLOCKS], indirect=True, scope="session"),
+]
 
 
 @pytest.fixture(scope="session", params=list(KINDS))

@@ -25,7 +25,10 @@ EXPERTS = {
     "clamped": ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=1.5),
 }
 
-pytestmark = pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="module")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="module"),
+]
 
 
 @pytest.fixture(scope="module", params=EXPERTS)

@@ -71,7 +71,7 @@ def case(request, harness, tmp_path_factory):
     return Case(request.param, tmp_path_factory.mktemp(request.param), harness.device, harness)
 
 
-@pytest.mark.further(case=["EAGLE", "NEXTN"], shape=CHAIN)
+@pytest.mark.further(case=["EAGLE", "NEXTN"])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_speculation_changes_no_token(case, shape, lag):
@@ -84,7 +84,7 @@ def test_speculation_changes_no_token(case, shape, lag):
         assert rig.stats.moved > 10, "no later child was accepted"
 
 
-@pytest.mark.further(case=["EAGLE", "NEXTN"])
+@pytest.mark.further(case=["EAGLE", "NEXTN", "DFLASH"])
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_with_chunks_preemption_and_prefix_hits(case, lag):
@@ -116,7 +116,7 @@ class Turns(ShapePolicy):
         pass
 
 
-@pytest.mark.further(case=["EAGLE", "NEXTN"])
+@pytest.mark.further(case=["EAGLE", "NEXTN", "DFLASH"])
 @pytest.mark.further(lag=0)
 @pytest.mark.further(lookup=NGramDrafter, case=OTHERS)
 @pytest.mark.parametrize("lookup", [NGramDrafter, SuffixDrafter])
@@ -130,8 +130,8 @@ def test_a_pair_changes_no_token(case, lag, lookup):
     assert by_source[1] > 10 and by_source[2] > 10 and by_source[3] > 10, "of each alone, and of both"
 
 
-@pytest.mark.further(case=["EAGLE", "NEXTN"])
-@pytest.mark.further(case=OTHERS, shape=CHAIN)
+@pytest.mark.further(case=["EAGLE", "NEXTN", "DFLASH"])
+@pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_from_graphs(case, shape):
     """Batches of 5 and less in graphs of 1, 2, 4 and 6; first all rows are greedy, then some are not."""
@@ -180,8 +180,8 @@ def test_a_continued_conversation_loses_no_cached_token_and_a_divergence_at_most
     assert cached["spec"] == [len(whole) - lookahead, cut - lookahead]
 
 
-@pytest.mark.further(case=["EAGLE", "NEXTN"])
-@pytest.mark.further(case=OTHERS, shape=CHAIN)
+@pytest.mark.further(case=["EAGLE", "NEXTN", "DFLASH"])
+@pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_with_grammars_and_penalties(case, shape):
     def submit(rig):

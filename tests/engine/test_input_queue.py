@@ -80,6 +80,7 @@ class Turning:
         return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("drafter", ["none", "NGRAM"])
 @pytest.mark.parametrize("turns", [0, 1, 3, 7])

@@ -11,7 +11,10 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import onednn
 
 KERNELS = load_extension()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built"),
+]
 TREE = TreeShape(4, 3, 11)
 
 
@@ -34,6 +37,8 @@ def case(harness, one_thread, request):
     return model, prompts, params, expected, harness.make_book(prompts, expected)
 
 
+@pytest.mark.further(lag=0, chunk=64)
+@pytest.mark.further(lag=0, shape=PLAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])
 @pytest.mark.parametrize("chunk", [5, 64])

@@ -103,6 +103,8 @@ PARAMS = {
 @pytest.mark.further(drafter=[*FURTHER, "suffix", "STANDALONE", "NEXTN 3"], sampling="greedy")
 @pytest.mark.further(drafter=["suffix", *FURTHER, "STANDALONE", "NEXTN 3"], sampling="mixed")
 @pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=PLAIN)
+@pytest.mark.further(drafter=["EAGLE3", "DFLASH"], shape=SHAPES[1])
+@pytest.mark.further(drafter=["DSPARK", "DFLASH"], sampling=["greedy", "mixed"])
 @pytest.mark.parametrize(
     ("drafter", "shape", "sampling"),
     [

@@ -48,6 +48,7 @@ def texts() -> dict[tuple[Any, ...], Any]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.further(dtype=torch.float32, temperature=0.8)
 @pytest.mark.further(dtype=torch.bfloat16, temperature=0.0)
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN])

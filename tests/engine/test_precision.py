@@ -127,7 +127,7 @@ ENGINE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_texts_and_log_probabilities_do_not_depend_on_the_batch(tmp_path: Path, dtype: str) -> None:
     """Of a model whose sums are long enough for their order to matter: drafts, other requests, parts of prompts."""
     folder = write_checkpoint(tmp_path / "tiny", hidden=512, heads=8, size=64)

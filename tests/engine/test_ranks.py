@@ -82,6 +82,7 @@ def case(request: pytest.FixtureRequest, harness: Any, tmp_path_factory: pytest.
     return Case(request.param, tmp_path_factory.mktemp("ranks"), harness)
 
 
+@pytest.mark.further(case=["STANDALONE", "NEXTN 3 layers", "EAGLE3+NGRAM"])
 def test_speculation_changes_no_token(case: Case) -> None:
     case.answer(lag=1)
 

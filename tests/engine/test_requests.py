@@ -108,6 +108,7 @@ def cases(harness):
     return model, every, expected, h.make_book(prompts, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks", shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -136,6 +137,7 @@ def test_random_requests_under_preemption_and_small_chunks(harness, cases):
         )
 
 
+@pytest.mark.further(harness="ranks")
 def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     model, every, expected, book = cases
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=0)
@@ -150,7 +152,7 @@ def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     assert max(deepest[i] for i in range(0, 24, 4)) == 4 and max(deepest[i] for i in range(2, 24, 4)) == 2
 
 
-@pytest.mark.further(harness="ranks", drafter=None)
+@pytest.mark.further(harness="ranks")
 @pytest.mark.parametrize("drafter", [None, "oracle"])
 def test_predicted_outputs(harness, cases, drafter):
     model, every, expected, book = cases
@@ -353,6 +355,7 @@ def only(ids, prompt, text, after):
     return processor
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 @pytest.mark.parametrize("shape", [PLAIN, TREE])
 @pytest.mark.parametrize("seeded", [False, True])

@@ -142,6 +142,7 @@ def test_prefill_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
     torch.testing.assert_close(model.norm(aux_hidden[:, 64:128]), hidden)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
     reference, model = pair

@@ -37,7 +37,7 @@ CONTEXTS = [
     (scaled(32768, type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),  # Qwen2.5's
     (yarn(40960, 32768, 2.5), 81920),
     (scaled(40960, rope_type="yarn", factor=2.0), 81920),  # the original is what is there
-    (yarn(262144, 262144, key="rope_parameters"), 1 << 20),
+    (yarn(32768, 32768, key="rope_parameters"), 1 << 17),
     # The number was raised already, or is more than the factor makes.
     (yarn(131072, 4096, 32.0), 131072),
     (yarn(40960, 32768, 1.0), 40960),

@@ -121,6 +121,7 @@ def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
 
 @pytest.mark.further(nodes=[2, 100])
 @pytest.mark.further(backend="torch", shape=SHAPES[4:])
+@pytest.mark.further(dtype=torch.float32, shape=SHAPES[1:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("nodes", "rows"), [(1, 1), (1, 16), (2, 5), (7, 5), (12, 6), (64, 5), (100, 1)])
@@ -287,8 +288,10 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
     return all(torch.equal(x, y[:1].expand_as(x)) for some in found for x, y in zip(some, found[0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.further(backend="torch", shape=[(4, 2, 128), (4, 4, 16), (5, 1, 40)])
 @pytest.mark.further(backend="torch", shape=(9, 3, 64), dtype=torch.float32)
+@pytest.mark.further(shape=[(9, 3, 64), (4, 4, 16)], dtype=torch.float32)
 @pytest.mark.parametrize(
     "backend",
     [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", marks=needs_kernels)],

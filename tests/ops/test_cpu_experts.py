@@ -49,7 +49,7 @@ CASES = {
     "half": Case(dtype=torch.bfloat16),
     "gpt-oss": Case(32, 4, 288, 288, ("MXFP4", "MXFP4", "MXFP4"), True, True, 7.0),
     "gpt-oss, half": Case(32, 4, 288, 288, ("MXFP4", "MXFP4", "MXFP4"), True, True, 7.0, torch.bfloat16),
-    "Qwen3": Case(128, 8, 512, 256, ("Q4_K", "Q4_K", "Q4_K")),
+    "Qwen3": Case(128, 8, 256, 256, ("Q4_K", "Q4_K", "Q4_K")),
     "two kinds": Case(kinds=("Q4_K", "Q8_0", "MXFP4"), biases=True),
     "one expert": Case(count=1, top_k=1),
     "odd number": Case(count=21, top_k=5),
@@ -127,10 +127,13 @@ def in_8_bits(row: Array) -> Array:
     return np.asarray(np.rint(parts / scale) * scale).reshape(-1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.fixture(scope="module", params=CASES)
+def mixture(ops: CpuOps, request: pytest.FixtureRequest) -> Mixture:
+    return Mixture(ops, CASES[request.param])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_mixtures(ops: CpuOps, name: str, rows: int) -> None:
-    mixture = Mixture(ops, CASES[name])
+def test_mixtures(ops: CpuOps, mixture: Mixture, rows: int) -> None:
     x = mixture.some(rows, mixture.case.hidden)
     residual = mixture.some(rows, mixture.case.hidden) if rows > 1 else None
     found, exact = mixture.made(ops)(x, residual, None), mixture.exact(x, residual)
@@ -147,11 +150,11 @@ def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, n
     x, residual = mixture.some(rows, mixture.case.hidden), mixture.some(rows, mixture.case.hidden)
     whole = mixture.made(ops)(x, residual, None)
     try:
-        for threads in (1, 2, 3, 7):
+        for threads in (1, 2, 7):
             torch.set_num_threads(threads)
             again = mixture.made(ops)
             for size in (1, 2, 8, 9, 33, rows):
-                pairs = list(zip(x.split(size), residual.split(size), strict=True))[:60]
+                pairs = list(zip(x.split(size), residual.split(size), strict=True))[:12]
                 assert torch.equal(torch.cat([again(*pair, None) for pair in pairs]), whole[: size * len(pairs)])
     finally:
         torch.set_num_threads(before)

@@ -153,6 +153,7 @@ def attend_to(pool: KVPool, batch: Batch) -> Attend:
     return NativeAttention(pool, KERNELS).bind(batch, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "changes",

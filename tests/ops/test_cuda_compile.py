@@ -35,6 +35,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not has_compiler(), reason="needs NVRTC: pip install nvidia-cuda-nvrtc"),
     pytest.mark.further(capability=OLDER),
+    pytest.mark.further(capability=HOPPER, dtype=torch.float16),
+    pytest.mark.further(capability=(12, 0)),
     pytest.mark.further(width=WIDTHS[1:]),
     pytest.mark.further(layout=EXPERTS[1:]),
 ]

@@ -35,15 +35,17 @@ WIDTHS = {  # of what is packed, and its groups of rows and columns
 LAYOUTS = [Layout(), Layout(MX, 4), *WIDTHS]
 # Of gemm_stream.cu: fewer chunks than warps; one for some and two for others, in an odd number, too.
 STREAMS = [
-    (Layout(chunks=3), 1), (Layout(chunks=20), 2), (Layout(MX, 4, chunks=21), 1), (Layout(MX, 4, chunks=16), 2),
-    (Layout(FP8, 1, chunks=18), 1), (Layout(FP8, 0, chunks=4), 4), (Layout(INT4, 1, chunks=20), 2),
-    (Layout(INT4, 2, True, chunks=18), 1), (Layout(INT4, 4, chunks=18), 1), (Layout(INT8, 0, chunks=17), 1),
+    (Layout(chunks=3), 1), (Layout(MX, 4, chunks=21), 1), (Layout(FP8, 0, chunks=4), 4),
+    (Layout(INT4, 2, True, chunks=18), 1), (Layout(chunks=20), 2), (Layout(MX, 4, chunks=16), 2),
+    (Layout(FP8, 1, chunks=18), 1), (Layout(INT4, 1, chunks=20), 2), (Layout(INT4, 4, chunks=18), 1),
+    (Layout(INT8, 0, chunks=17), 1),
 ]  # fmt: skip
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.further(layout=[layout for layout in WIDTHS if layout != Layout(FP8, 0)]),
     pytest.mark.further(rows=5, depth=192),
+    pytest.mark.further(stream=STREAMS[4:]),
 ]
 
 

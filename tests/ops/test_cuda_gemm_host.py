@@ -93,6 +93,7 @@ def cancelling(rows: int, features: int, depth: int) -> tuple[Tensor, Tensor]:
     return x, w
 
 
+@pytest.mark.further(kind=[kind for kind in KINDS if kind != "plain"], depth=[64, 704])
 @pytest.mark.parametrize("depth", [64, 704, 1152])  # one chunk, two for some shares, two or three for all
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_smallest_tile(run: Host, kind: str, depth: int) -> None:

@@ -104,6 +104,7 @@ def test_the_log_says_that_it_is_missing_unless_that_is_wanted(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_a_process_runs_the_set_that_is_named(fresh: pytest.MonkeyPatch) -> None:
     code = "import torch; from draftwing.ops import make_ops; print(make_ops(torch.device('cpu')).title)"
     environ = {**os.environ, "DRAFTWING_CPU_ISA": "plain"}

@@ -142,6 +142,7 @@ def live(pair: Pair, seed: int, steps: int, vocab: int, limit: int, copies: floa
     return drafts / steps
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="triton", high=[1, 5, 7, 12])
 @pytest.mark.parametrize("low, high", WINDOWS)
 def test_lives_agree(ops: TorchOps, few: int, small_chunks: None, low: int, high: int) -> None:
@@ -201,6 +202,7 @@ def histories(rng: random.Random, rows: int, longest: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="triton", high=[1, 5, 7])
 @pytest.mark.parametrize("low, high", WINDOWS)
 @pytest.mark.parametrize("longest", [14, 99, 400])

@@ -159,6 +159,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.further(name=["cold", "hot"])
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies(sample: Callable[..., Tensor], name: str) -> None:
     temperature, top_k, top_p, min_p = CASES[name]

@@ -212,6 +212,7 @@ def live(world: World, few: int, seed: int, vocab: int, limit: int, copies: floa
     return drafts / steps
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops=["torch", "triton"], longest=[1, 24, 32])
 @pytest.mark.parametrize(("longest", "least"), [(24, 0.02), (32, 0.2), (3, 0.001), (1, 0.05)])
 def test_lives(ops: TorchOps, few: int, longest: int, least: float) -> None:

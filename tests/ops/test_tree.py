@@ -167,11 +167,12 @@ def rows_of(rng: random.Random, batch: int) -> list[int]:
     return rows[:-2] + [ROWS] * 2 if batch > 3 else rows
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="triton", nodes=[2, 3, 4, 8, 64])
 @pytest.mark.parametrize("nodes, depth_max", SHAPES)
 def test_inputs_and_commit(ops: TorchOps, nodes: int, depth_max: int) -> None:
     rng, accepted = random.Random(nodes), 0
-    for turn in range(12 if ops.name == "triton" else 60):
+    for turn in range(12 if ops.name == "triton" else 36):
         batch = 1 + turn % 6
         kind = {"chain": turn % 4 == 3, "lively": [0.9, 0.85, 0.3, 1.0][turn % 4]}
         trees = [RandomTree(rng, nodes, depth_max, 20 if nodes < 40 else 400, **kind) for _ in range(batch)]

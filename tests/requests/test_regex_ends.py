@@ -35,6 +35,7 @@ def expression(rng: random.Random, depth: int = 2) -> str:
     return found + (f"|{expression(rng, depth - 1)}" if depth and rng.random() < 0.2 else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_what_ends_an_answer_does_not_depend_on_where_its_pieces_end(seed: int) -> None:
     rng = random.Random(seed)

@@ -290,7 +290,7 @@ def test_beside_requests_that_decode_prefills_are_short():
 
 def test_timeout_ends_waiting_and_running_requests(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("draftwing.sched.scheduler.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("draftwing.sched.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
     sched = make(rows=1)
     sched.submit(req("runs", deadline=101.0))
     sched.submit(req("waits", deadline=101.0))
@@ -306,7 +306,7 @@ def test_timeout_ends_waiting_and_running_requests(monkeypatch):
 
 def test_a_deadline_is_of_one_request_and_forgotten_with_it(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("draftwing.sched.scheduler.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("draftwing.sched.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
     sched = make(rows=1)
     for _ in range(1000):
         sched.submit(req("again", deadline=101.0))

@@ -44,7 +44,7 @@ def hasty() -> Iterator[Attacked]:
         yield one
 
 
-def works(server: Attacked, seconds: float = 5.0) -> None:
+def works(server: Attacked, seconds: float = 30.0) -> None:
     """A chat is answered."""
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=seconds)
     assert answer.status_code == 200, answer.text
@@ -148,10 +148,10 @@ def wrong_bodies() -> Iterator[tuple[str, str, bytes]]:
 
 @pytest.mark.parametrize(("path", "body"), [one[1:] for one in wrong_bodies()], ids=[one[0] for one in wrong_bodies()])
 def test_a_large_wrong_body_costs_little(server: Attacked, path: str, body: bytes) -> None:
-    began = time.monotonic()
+    before = server.seconds
     answer = httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
     assert answer.status_code == 400 and len(answer.content) < 2000, answer.text[:300]
-    assert time.monotonic() - began < 10
+    assert server.seconds - before < 5
     works(server)
 
 
@@ -348,7 +348,14 @@ def test_honest_bodies_in_small_chunks_are_taken(server: Attacked) -> None:
     assert answer.status_code == 400 and "context" in answer.text
 
 
+FIRST = (  # of each kind: bodies before and after an answer, endless heads, many requests, many connections
+    "chunks of a byte, without a key", "a body after a 401", "headers", "requests that do not wait", "401",
+    "connections that ask for /health and leave",
+)  # fmt: skip
+
+
 @pytest.mark.timing
+@pytest.mark.further(name=[name for name in ATTACKS if name not in FIRST])
 @pytest.mark.parametrize("name", [*ATTACKS])
 def test_others_are_served_while_many_attack(guarded: Attacked, name: str) -> None:
     """64 connections without a key. `tools/attacks.py` measures what is felt of them on an idle machine; here others
@@ -367,13 +374,13 @@ def test_thousands_who_wait_for_a_flush_and_leave_cost_little() -> None:
         with server.connect(60) as running:
             running.sendall(head("/generate", f"content-length: {len(body)}") + body)
             time.sleep(0.3)
-            for _ in range(3000):
+            for _ in range(1500):
                 with server.connect() as sock:
                     sock.sendall(b"POST /flush_cache?timeout=3600 HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
-            time.sleep(1)
+            time.sleep(0.5)
             before = server.seconds
-            time.sleep(2)
-            assert server.seconds - before < 0.6, "of 2 s, with an answer that runs"
+            time.sleep(1)
+            assert server.seconds - before < 0.3, "of 1 s, with an answer that runs"
             assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
 
 
@@ -410,14 +417,13 @@ def test_an_endless_template_holds_up_nobody() -> None:
             return httpx.post(server.url + path, json=endless, timeout=60)
 
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            waiting = [pool.submit(ask, path) for path in ("/v1/chat/completions", "/tokenize")]
+            waiting = pool.submit(ask, "/v1/chat/completions")
             answered = 0
-            while not all(one.done() for one in waiting):
+            while not waiting.done():
                 assert httpx.post(f"{server.url}/generate", json={"text": "ab"}, timeout=60).status_code == 200
                 answered += 1
-            assert answered > 2, "they waited for the templates"
-            for one in waiting:
-                assert one.result().status_code == 400 and "longer than 2 s" in one.result().text
+            assert answered > 2, "they waited for the template"
+            assert waiting.result().status_code == 400 and "longer than 2 s" in waiting.result().text
             works(server)
             last = pool.submit(ask, "/v1/chat/completions")
             time.sleep(0.3)

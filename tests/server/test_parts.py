@@ -68,11 +68,11 @@ def checked(body: bytes) -> None:
 @pytest.mark.timing
 def test_what_is_no_json_takes_little_time() -> None:
     generator = random.Random(5)
-    size = 2**22
+    size = 2**20
     bodies = [b'"' * size, b"\\" * size, b'\\"' * (size // 2), b"[" * size, b'"",' * (size // 3), b'"' + b"[" * size]
     bodies += [bytes(generator.choices(b'"\\[{:,', k=size)) for _ in range(2)]
     for body in bodies:
-        assert least_seconds(lambda body=body: checked(body)) < 0.3  # type: ignore[misc]
+        assert least_seconds(lambda body=body: checked(body)) < 0.1  # type: ignore[misc]
 
 
 def called(arguments: str) -> object:
@@ -83,6 +83,7 @@ def called(arguments: str) -> object:
     return plain["tool_calls"][0]["function"]["arguments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["[]", "{}", '{"":0}', '""', "null", "1", '"[",[]', "[[]]"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("before", ["", '"b":"\\ud83d\\ude00",', '"b":"\\\\",'])

@@ -128,6 +128,8 @@ def test_it_reads_no_data(example: Any) -> None:
             assert all(part.shape == (3, 4) for part in draft[:3])
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive  # as the server takes it
 def test_by_name_with_bench(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

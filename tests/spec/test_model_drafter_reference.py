@@ -433,7 +433,7 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
         assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 1 - rig.drafter.lookahead
     assert rig.accept_length > 1.15 and rig.stats.full < rig.stats.rows, "accepts and rejections must mix"
     assert shape.topk == 1 or rig.stats.moved > 3
-    check_some(case, rig, 9)
+    check_some(case, rig, 6)
 
 
 @pytest.mark.further(chunk=1, name=["eagle2 llama", "mtp", "standalone"])

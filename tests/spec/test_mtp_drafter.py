@@ -32,6 +32,7 @@ def without_data(module, mode):
             setattr(part, name, torch.nn.Parameter(mode.from_tensor(tensor.detach()), requires_grad=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noisy_rows", [0, 1])
 @pytest.mark.parametrize("shape", [TreeShape(5, 1, 6), TreeShape(4, 3, 9), TreeShape(1, 2, 3)], ids=str)
 def test_a_step_needs_no_data(shape, noisy_rows, tmp_path):

@@ -86,12 +86,15 @@ def test_variables_and_functions() -> None:
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template refuses"),
         ("{{ messages.append(1) }}", "chat template refuses"),
         ("{% for i in range(10**9) %}{% endfor %}", "chat template refuses"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 2 s"),
+        pytest.param(
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 2 s",
+            marks=pytest.mark.exhaustive,  # see tests/server/test_attacks.py
+        ),
         ("{{ messages[0].content * 10**10 }}", "more than 1024 MiB"),
         ("{{ messages[0].content * 10**7 * 2 }}", "more than 16777216 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_a_template_are_the_requests(source: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as error:
         ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -448,6 +449,22 @@ def test_processes_share_the_prompts(
     assert sorted(parts[0] + parts[1]) == sorted((short_run / "responses.jsonl").read_text().splitlines())
 
 
+def test_torchrun_starts_the_processes(
+    bench: Bench, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And where one of them fails, so does the run."""
+    started: list[list[str]] = []
+    failed = SimpleNamespace(returncode=1)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or failed)
+    args = bench.args("none started", "--data", str(run), "--gpus", "2", stage="fit")
+    assert "fit with 2 processes failed" in refused(args, capsys)
+    ((python, *words),) = started
+    assert python == sys.executable
+    assert words[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert words[4:] == ["-m", "draftwing", "train", "fit", "--out", str(bench.folder / "none started")]
+
+
+@pytest.mark.exhaustive  # test_resume.py trains with two
 def test_two_processes_train_together(bench: Bench, run: Path) -> None:
     """By torchrun, whose processes know what to do from the folder alone; they are as one that takes turns."""
     more = ("--data", str(run), "--steps", "3", "--lr", "1e-4")

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +271,9 @@ def test_epochs_are_counted_in_steps(target, tmp_path):
     assert report.steps == round(batches[0] + 0.5 * batches[1])
 
 
+SELDOM = {"save_every": 20, "eval_every": 10**6}  # which take most of the time of steps so short
+
+
 def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
     """It ends in time with the lowest rate, also where it is slow at first; killed, it has the rest of its time."""
     seconds, seen = iter(range(1, 10**6)), []
@@ -284,8 +288,8 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return found
 
-    learning_rate, settings = FitConfig.learning_rate, config("EAGLE3", steps=0, minutes=0.5, warmup=0.1)
-    monkeypatch.setattr("draftwing.train.fit.time.perf_counter", clock)
+    learning_rate, settings = FitConfig.learning_rate, config("EAGLE3", steps=0, minutes=0.5, warmup=0.1, **SELDOM)
+    monkeypatch.setattr("draftwing.train.fit.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(FitConfig, "learning_rate", rate)
     for name, stop, begin in (("whole", 0, 501), ("killed", 60, 501), ("slow at first", 0, 490)):
         seconds = iter(range(begin, 10**6))
@@ -320,9 +324,10 @@ def test_a_clock_that_few_steps_fit_into(target, tmp_path, monkeypatch, step, ki
                 raise KeyboardInterrupt
         return learning_rate(self, at, total, hidden)
 
-    monkeypatch.setattr("draftwing.train.fit.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("draftwing.train.fit.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(FitConfig, "learning_rate", rate)
-    settings = config("EAGLE3", steps=0, minutes=0.5, log_every=20, save_every=1, eval_every=10**6)
+    often = SELDOM if step < 1 else SELDOM | {"save_every": 1}
+    settings = config("EAGLE3", steps=0, minutes=0.5, log_every=20, **often)
     if stop:
         with pytest.raises(KeyboardInterrupt):
             run(target, tmp_path, settings)

@@ -15,6 +15,8 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes
 from draftwing.requests.request import LogprobParams
 
+pytestmark = pytest.mark.slow
+
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 
 

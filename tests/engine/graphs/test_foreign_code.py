@@ -22,6 +22,8 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.ngram_drafter import NGramDrafter
 
+pytestmark = pytest.mark.slow
+
 needs_kernels = pytest.mark.skipif(load_extension() is None, reason="the C kernels were not built")
 BLOCKS = ENGINE | {"dtype": "auto", "quantization": "q8_0"}  # all of a small step is calls of the kernels
 PARAMS = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}

@@ -56,7 +56,7 @@ def test_the_text_is_the_same(harness, model, monkeypatch, exact):
     assert counts[0] > 3 and counts[1] == 0
 
 
-@pytest.mark.parametrize("kind", ["mixed", "shared"])
+@pytest.mark.parametrize("kind", ["shared", pytest.param("mixed", marks=pytest.mark.exhaustive)])
 def test_layers_of_several_shapes_have_tiles_of_their_own(harness, monkeypatch, kind):
     model = harness.model_of(config_of(KINDS[kind], harness.CONTEXT))
     prompts = harness.prompts_for(3)

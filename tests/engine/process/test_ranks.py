@@ -229,7 +229,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("says_why", [True, False])
+@pytest.mark.parametrize("says_why", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_ends_while_one_before_it_loads_is_the_one_that_is_named(
     says_why: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

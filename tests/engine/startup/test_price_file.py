@@ -27,6 +27,8 @@ from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy.cost import StepCost
 
+pytestmark = pytest.mark.slow
+
 MENU = (TreeShape(3, 1, 4), PLAIN)
 
 
@@ -192,9 +194,9 @@ def test_prices_that_two_starts_agree_on_are_measured_no_more(machine: Machine, 
     "load",
     [
         lambda shape: 1 + 4 * (shape.depth > 0),  # something else ran while trees were measured
-        lambda shape: 3.0,
+        pytest.param(lambda shape: 3.0, marks=pytest.mark.exhaustive),
         lambda shape: 6.0 if shape == PLAIN else 1.0,
-        lambda shape: 1 + shape.nodes,
+        pytest.param(lambda shape: 1 + shape.nodes, marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_a_busy_machine_has_added_goes(machine: Machine, model: str, load: Callable[[TreeShape], float]) -> None:
@@ -221,8 +223,7 @@ def test_a_busy_second_look_changes_nothing_and_settles_nothing(machine: Machine
     assert start(machine, model)[1] > 0 and start(machine, model)[1] == 0
 
 
-@pytest.mark.parametrize("waits", [0.5, 0.01])
-@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize(("waits", "noise"), [(0.5, 0.0), (0.01, 1.0)])
 def test_a_machine_that_stays_busy_is_not_measured_for_ever(
     machine: Machine, model: str, waits: float, noise: float
 ) -> None:
@@ -235,8 +236,7 @@ def test_a_machine_that_stays_busy_is_not_measured_for_ever(
         assert all(seconds <= least.get(point, seconds) for point, seconds in found.items())
         least = found
         runs.append(count)
-    measured = 2 if waits < 0.1 and not noise else MAX_STARTS
-    assert all(runs[:measured]) and not any(runs[measured:])
+    assert all(runs[:MAX_STARTS]) and not any(runs[MAX_STARTS:])
 
 
 def test_what_was_taken_off_too_much_comes_back(machine: Machine, model: str) -> None:

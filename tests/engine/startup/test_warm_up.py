@@ -13,6 +13,8 @@ from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.startup import warm_up as warming
 from draftwing.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
 PROMPT, GREEDY = "the cat sat on the cat sat on the", {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
 

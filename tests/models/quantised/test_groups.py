@@ -135,6 +135,7 @@ def drafts(folder: Path, shape: tuple[int, int, int] | None) -> dict[str, Any]:
 TREE, CHAIN = (3, 4, 12), (3, 1, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("fp8 block", None), ("awq", TREE), ("--quantization w4a16", None), ("--quantization fp8", CHAIN)],

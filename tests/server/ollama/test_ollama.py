@@ -134,7 +134,7 @@ def test_results_of_many_calls_are_found_in_linear_time() -> None:
         assert len(body.chat().messages) == count + 1
         return least_seconds(body.chat)
 
-    few, many = seconds(2_000), seconds(16_000)
+    few, many = seconds(1_000), seconds(8_000)
     assert many < 25 * few, f"{few} s, then {many} s of eight times as many"
 
 

@@ -231,6 +231,7 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> 
     assert data["object"] == "error" and data["param"].startswith(named) and named in data["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
     def ask(url: str, effort: str, path: str = "chat/completions") -> httpx.Headers:

@@ -164,6 +164,7 @@ def test_a_text_that_grows_becomes_what_it_is_at_once(run: Run) -> None:
             assert grown == at_once, parts
 
 
+@pytest.mark.slow
 def test_a_long_text_that_grows_is_not_made_again_and_again(run: Run) -> None:
     """2,000 lines in 150 parts: elements that were made, against those of the text at once."""
     table = "| a | b |\n|---|---|\n" + "| 1 | `2` |\n" * 2000

@@ -8,6 +8,8 @@ import json
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from draftwing.server.openai.responses.store import ResponseStore, Stored
 
 MB = 2**20
@@ -120,6 +122,7 @@ def test_an_id_that_is_given_twice() -> None:
     assert len(store) == 1 and store.bytes == made("a", 50).size and store.conversation("", "a") is None
 
 
+@pytest.mark.slow
 def test_the_bound_is_one_of_memory() -> None:
     store, most = ResponseStore(8 * MB), 0
     gc.collect()
