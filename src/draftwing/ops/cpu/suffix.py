@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.tree import addresses, ints
 from draftwing.ops.drafts import LEVELS
-from draftwing.ops.reference.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex, SuffixOps
+from draftwing.ops.reference.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex
 from draftwing.ops.types import Draft, RowTensors
 
 _CONSTANTS = BACK, len(LENGTHS), LENGTHS[-1], LEVELS, LOOKUP, SCORE_BITS, WAYS
@@ -26,7 +27,11 @@ assert _CONSTANTS == (3, 11, 32, 16, 2, 12, 8), "as in ops/cpu/csrc/suffix.c"
 class CpuSuffixIndex(SuffixIndex):
     """The trie in C."""
 
-    raw: Any = None  # the extension module
+    raw: Any
+
+    def __init__(self, rows: int, device: torch.device, *more: Any, **settings: Any) -> None:
+        super().__init__(rows, device, *more, **settings)
+        self.raw = load_extension()
 
     def _constants(self, device: torch.device) -> None:
         super()._constants(device)
@@ -81,14 +86,3 @@ class CpuSuffixIndex(SuffixIndex):
             tokens.data_ptr(), tokens.shape[1], self.owner.data_ptr(), self.length.data_ptr(), len(self.lengths),
             self.table.data_ptr(), self.buckets, self.rows,
         )  # fmt: skip
-
-
-class CpuSuffixOps(SuffixOps):
-    """Overrides the index."""
-
-    raw: Any
-
-    def suffix_index(self, rows: int, **settings: float | None) -> SuffixIndex:
-        index = CpuSuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]
-        index.raw = self.raw
-        return index
