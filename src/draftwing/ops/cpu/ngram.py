@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.tree import addresses, ints
+from draftwing.ops.cpu.tree import addresses, empty_draft
 from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex
 from draftwing.ops.reference.ngram_memory import CANDIDATES
 from draftwing.ops.types import Draft, RowTensors
@@ -57,8 +57,7 @@ class CpuNGramIndex(NGramIndex):
     def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, weight = rows.contiguous(), table.last.contiguous(), self.tree.weight
         batch = rows.shape[0]
-        alive = torch.empty(batch, nodes, dtype=torch.bool)
-        draft = Draft(ints(batch, nodes), ints(batch, nodes), alive, ints(batch, nodes))
+        draft = empty_draft(batch, nodes)
         self.raw.ngram_build(
             rows.data_ptr(), batch, *addresses((self.candidates, self.match, last, weight)), weight.shape[0],
             self.branch_length, depth, nodes, *addresses(draft),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.tree import addresses, ints
+from draftwing.ops.cpu.tree import addresses, empty_draft
 from draftwing.ops.drafts import LEVELS
 from draftwing.ops.reference.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex
 from draftwing.ops.types import Draft, RowTensors
@@ -71,8 +71,7 @@ class CpuSuffixIndex(SuffixIndex):
     def emit(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, batch = rows.contiguous(), table.last.contiguous(), rows.shape[0]
         self._grow_rows(table, rows)
-        alive = torch.empty(batch, nodes, dtype=torch.bool)
-        draft = Draft(ints(batch, nodes), ints(batch, nodes), alive, ints(batch, nodes))
+        draft = empty_draft(batch, nodes)
         self.raw.suffix_emit(
             rows.data_ptr(), batch, self.grown.data_ptr(), self.rows + 1, self.nodes, last.data_ptr(), depth, nodes,
             *addresses(draft),
