@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from plain_attention import brute_force
 from torch import Tensor
 
 attention = pytest.importorskip("draftwing.ops.triton.attention")
@@ -43,7 +44,7 @@ class Case:
         for b in range(batch):
             for node in range(nodes):
                 slots = self.table[self.rows[b], self.positions(b, node)]
-                out.append(brute(self.q[b * nodes + node], self.kv[slots]))
+                out.append(brute_force(self.q[b * nodes + node], *self.kv[slots].unbind(2)))
         return torch.stack(out)
 
     def alone(self, b: int, node: int) -> Case:
@@ -72,16 +73,6 @@ class Case:
         )  # fmt: skip
         assert not workspace.take("tickets", 1, torch.int32).any(), "tickets are left behind"
         return out
-
-
-def brute(q: Tensor, kv: Tensor) -> Tensor:
-    """q [heads, dim], kv [keys, kv_heads, 2, dim] -> [heads * dim] float64"""
-    q, kv = q.double(), kv.double()
-    out = []
-    for head in range(q.shape[0]):
-        k, v = kv[:, head // (q.shape[0] // kv.shape[1])].unbind(1)
-        out.append(torch.softmax(k @ q[head] * q.shape[1] ** -0.5, 0) @ v)
-    return torch.cat(out)
 
 
 def make_case(

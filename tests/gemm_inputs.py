@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from draftwing.ops.cuda.gemm import KINDS, Shape
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.types import QuantizedRows
 
@@ -24,6 +26,41 @@ def compiled(folder: Path, source: str, *flags: str) -> ctypes.CDLL:
     command = ["g++", *options, *flags, f'-DSOURCE="{folder / "gemm.inc"}"', str(host), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
+
+
+def without_ptx(source: str) -> str:
+    """What kernels with weights in groups are compiled from, less what gemm_host.cpp has in its place."""
+    _, begin, source = source.partition("enum { PLAIN")
+    before, _, rest = source.partition("#if TYPE_BF16")
+    return begin + before + rest[rest.index("// Weights as these are") :]
+
+
+def stored_kernels(shapes: Mapping[str, Shape]) -> str:
+    """By kind and tile: those of gemm.cu, as stored_*."""
+    lines = []
+    for name, shape in shapes.items():
+        cut = f"stored_{name}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}"
+        lines.append(f"KERNEL({cut}, {KINDS[name.partition('_')[0]]})\n")
+    return "".join(lines)
+
+
+def launch(
+    library: ctypes.CDLL, name: str, cut: tuple[int, int, int], tensors: tuple[Tensor | None, ...],
+    sizes: tuple[int, ...], early: int,
+) -> None:  # fmt: skip
+    """cut: threads, cluster, bytes of shared memory."""
+    kernel = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+    assert library.run(kernel, *cut, *map(pointer, tensors), *sizes, early), "more shared memory than was asked for"
+
+
+def exact(kind: str, x: Tensor, matrix: Tensor, bias: Tensor | None, extra: Tensor | None) -> Tensor:
+    """In float64."""
+    found = x.double() @ matrix.double().T
+    found = found if bias is None else found + bias.double()
+    if kind == "silu":
+        gate, up = found.chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up
+    return found + extra.double() if extra is not None and kind == "add" else found
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from plain_attention import brute_force
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -63,16 +64,6 @@ def make_pool(shape: tuple[int, int, int], dtype: torch.dtype, garbage: bool = F
         if garbage:
             kv.normal_(generator=torch.Generator().manual_seed(99))
     return pool
-
-
-def brute_force(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query over S keys in float64: q [heads, dim]; k, v [S, kv_heads, dim] -> [heads * dim]"""
-    group = q.shape[0] // k.shape[1]
-    out = []
-    for head in range(q.shape[0]):
-        weights = (k[:, head // group].double() @ q[head].double() * q.shape[1] ** -0.5).softmax(0)
-        out.append(weights @ v[:, head // group].double())
-    return torch.cat(out)
 
 
 def make_batch(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from plain_attention import TILINGS, brute_force
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, KVSpec
@@ -25,16 +25,6 @@ KINDS = {
     "sinks": AttentionKind(sinks=SINKS),
     "all": AttentionKind(window=128, sinks=SINKS, scalar=40),
 }
-
-
-def brute_force(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-    """The newest of S tokens: q [heads, dim], k, v [S, kv_heads, dim] -> [heads * dim] float64"""
-    first = max(0, len(k) - kind.window) if kind.window else 0
-    k, v = (x[first:].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    scores = torch.einsum("hd,shd->hs", q.double(), k) / math.sqrt(kind.scalar or DIM)
-    sinks = torch.full((HEADS, 1), -torch.inf) if kind.sinks is None else kind.sinks.cpu()[:, None]
-    weights = torch.cat((scores, sinks.double()), 1).softmax(1)[:, :-1]
-    return torch.einsum("hs,shd->hd", weights, v).flatten()
 
 
 class Text:
@@ -151,25 +141,18 @@ def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtyp
         assert torch.equal(text.chunk(position, 1)[0], expected), (b, node)
 
 
-TILINGS: dict[str, dict[str, int]] = {
-    "lanes": dict(programs=96, context_programs=96, context_rows=0),
-    "one lane": dict(programs=1, context_programs=1, context_rows=0),
-    "two launches": dict(programs=96, context_programs=96, context_rows=32),
-    "two launches, one lane": dict(programs=1, context_programs=1, context_rows=32),
-}
-
-
 @pytest.mark.further(name=["window 3, less than a path", "window 40"])
 @pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all"])
 def test_triton_tilings(name: str, mended_interpreter: None, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits in lanes and launches, which begin where the window does."""
     kernels = pytest.importorskip("draftwing.ops.triton.attention")
-    from draftwing.ops.triton.attention_common import Tiling
+    from attention_cases import TINY
+
     from draftwing.ops.triton.ops import TritonOps
 
     results = []
     for changes in TILINGS.values():
-        tiling = Tiling(unit=32, short=64, tier=128, long=128, stages=1, context_stages=1)._replace(**changes)
+        tiling = TINY._replace(**changes)
         monkeypatch.setattr(kernels, "pick_tiling", lambda kv, tiling=tiling: tiling)
         results.append(Text(TritonOps(device), KINDS[name]).tree(PREFIXES))
     text = Text(TritonOps(device), KINDS[name])

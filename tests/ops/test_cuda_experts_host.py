@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemm_inputs import compiled, pointer, quantized, random
+from gemm_inputs import compiled, launch, pointer, quantized, random, stored_kernels, without_ptx
 from torch import Tensor
 
 from draftwing.ops.contracts import ExpertTiles, Routed
@@ -55,14 +55,9 @@ class Host:
     def __init__(self, folder: Path, layout: Layout, cuts: Cuts | None = None) -> None:
         self.cuts = gemm_experts.cuts_for(layout) if cuts is None else cuts
         self.plain = {kind: gemm.shapes_for((8, 0))[kind, 8] for kind in ("plain", "silu")}
-        _, begin, source = gemm_experts.read_source(layout, self.cuts).partition("enum { PLAIN")
-        before, _, rest = source.partition("#if TYPE_BF16")
-        after, _, rest = rest[rest.index("// Weights as these are") :].partition("// Not from the L1 cache")
-        parts = [begin, before, after, rest[rest.index("// What lane t has") :]]
-        for name, shape in self.plain.items():
-            lines = f"stored_{name}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}"
-            parts.append(f"KERNEL({lines}, {gemm.KINDS[name]})\n")
-        self._library = compiled(folder, "".join(parts), "-DGROUPS", "-DEXPERTS")
+        before, _, rest = without_ptx(gemm_experts.read_source(layout, self.cuts)).partition("// Not from the L1 cache")
+        source = before + rest[rest.index("// What lane t has") :] + stored_kernels(self.plain)
+        self._library = compiled(folder, source, "-DGROUPS", "-DEXPERTS")
 
     def matrix(self, kind: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """By the kernel of gemm.cu."""
@@ -70,10 +65,9 @@ class Host:
         out = torch.full((len(x), width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(None, None, 0)
         self._library.experts(0, 0, 0, 0, None, None, ctypes.c_float(0), 0)
-        kernel = ctypes.cast(getattr(self._library, f"stored_{kind}"), ctypes.c_void_p)
         sizes = len(x), width, x.shape[1], *shape.grid(kind, len(x), width, 1)
-        pointers = map(pointer, (x, w, bias, None, out))
-        assert self._library.run(kernel, shape.warps * 32, 1, shape.shared_bytes(0), *pointers, *sizes, 0)
+        cut = shape.warps * 32, 1, shape.shared_bytes(0)
+        launch(self._library, f"stored_{kind}", cut, (x, w, bias, None, out), sizes, 0)
         return out
 
     def __call__(
@@ -94,10 +88,8 @@ class Host:
         places = map(pointer, (tiles.order, tiles.tiles))
         known = int(gemm_experts.routes_known(routed, choices))
         self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
-        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
-        pointers = map(pointer, (x, codes, bias, None, out))
         sizes = len(x), width, x.shape[1], gemm_experts.grid(cut, kind, many, width, MULTIPROCESSORS), 1
-        assert self._library.run(kernel, cut.threads, 1, cut.shared_bytes(tile), *pointers, *sizes, early)
+        launch(self._library, name, (cut.threads, 1, cut.shared_bytes(tile)), (x, codes, bias, None, out), sizes, early)
         self._library.source(None, 0)
         return out
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from gemm_inputs import compiled
+from gemm_inputs import compiled, exact, launch, random
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import PART, Shape, read_source, shapes_for
@@ -41,12 +41,9 @@ class Host:
         kind, shape = kind_of(name), self.shapes[name]
         rows, width = x.shape[0], w.shape[0] // (2 if kind == "silu" else 1)
         out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
-        extra = extra if kind == "add" else None
-        pointers = (ctypes.c_void_p(0 if part is None else part.data_ptr()) for part in (x, w, bias, extra, out))
         sizes = (rows, width, x.shape[1], *shape.grid(kind, rows, width, PROCESSORS))
-        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         cut = (shape.warps * 32, shape.cluster, shape.shared_bytes(PART))
-        assert self._library.run(kernel, *cut, *pointers, *sizes, int(early)), "more shared memory than was asked for"
+        launch(self._library, name, cut, (x, w, bias, extra if kind == "add" else None, out), sizes, early)
         return out
 
 
@@ -62,26 +59,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
     return Host(compiled(folder, begin + source))
 
 
-def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
-
-
-def case(rows: int, features: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, w = random(rows, depth, seed=0), random(features, depth, seed=1, scale=depth**-0.5)
-    return x, w, random(features, seed=2), random(rows, features, seed=3)
-
-
 @pytest.mark.parametrize("name", [*SHAPES, *(f"older_{name}" for name in OLDER)])
 def test_against_float64(run: Host, name: str) -> None:
     kind, shape = kind_of(name), run.shapes[name]
     features, depth = {8: (34, 192), 16: (32, 64), 32: (18, 1088), 64: (72, 704), 128: (140, 128)}[shape.tokens]
-    x, w, bias, extra = case(shape.tokens + 3, features, depth)
-    expected = x.double() @ w.double().T + bias.double()
-    if kind == "add":
-        expected = expected + extra.double()
-    if kind == "silu":
-        gate, up = expected.chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
+    rows = shape.tokens + 3
+    x, w = random(rows, depth, seed=0), random(features, depth, seed=1) * depth**-0.5
+    bias, extra = random(features, seed=2), random(rows, features, seed=3)
+    expected = exact(kind, x, w, bias, extra)
     torch.testing.assert_close(run(name, x, w, bias, extra).double(), expected, rtol=2e-2, atol=2e-2)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gemm_inputs import quantized
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import TallShape, key_of, small_m_gemm
 from draftwing.ops.cuda.gemm_groups import TILES, GroupGemm, Width, group_gemm, shapes_for, tile_of
 from draftwing.ops.groups import WHOLE, pack, unpacked
-from draftwing.ops.types import QuantizedRows
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA C++")
 ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 70, 130)
@@ -53,22 +53,6 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
 
 
-def quantized(width: Width, rows: int, columns: int, wide: int) -> QuantizedRows:
-    made = torch.Generator().manual_seed(1)
-    wide = min(wide, columns)
-    scales = (torch.rand(rows, -(-columns // wide), generator=made) + 0.5) * columns**-0.5
-    if width.bits == 8 and not width.fp8:
-        codes = torch.randint(-128, 128, (rows, columns), generator=made).to(torch.int8)
-        return QuantizedRows(codes, 8, scales / 64, None, 1, wide, None)
-    if width.fp8:
-        codes = torch.randint(0, 255, (rows, columns), generator=made).to(torch.uint8)
-        codes[codes == 127] = 0  # not a number
-        return QuantizedRows(codes.view(torch.float8_e4m3fn), 8, scales / 64, None, 1, wide, None)
-    codes = torch.randint(-8, 8, (rows, columns), generator=made).to(torch.int8)
-    zeros = torch.randint(-9, 9, scales.shape, generator=made).to(torch.int16) if width.zeros else None
-    return QuantizedRows(codes, 4, scales / 4, zeros, 1, wide, None)
-
-
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -77,7 +61,7 @@ def test_bits(width: Width, dtype: torch.dtype, features: int, depth: int, wide:
     if width.bits == 8 and dtype != torch.bfloat16:
         return
     ours: GroupGemm = group_gemm(device(), dtype, width)
-    weight = pack(quantized(width, features, depth, wide), dtype, device())
+    weight = pack(quantized(width, features, depth, 1, wide), dtype, device())
     matrix, plain = ours.dense(weight), small_m_gemm(device(), dtype)
     assert weight.shift == width.shift and torch.equal(matrix, unpacked(weight))
     x, extra = random(MOST, depth, seed=2, dtype=dtype), random(MOST, features, seed=3, dtype=dtype)

@@ -3,14 +3,13 @@ the matrix multiplied out, whatever tile and batch. What only a GPU can tell is 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from gemm_inputs import compiled, pointer, quantized, random
+from gemm_inputs import compiled, exact, launch, pointer, quantized, random, stored_kernels, without_ptx
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_groups
@@ -48,16 +47,8 @@ class Host:
         self.width = width
         self.shapes = {f"{kind}_{tile}": shape for (kind, tile), shape in shapes_of(width).items()}
         self.plain = {f"{kind}_{tile}": shape for (kind, tile), shape in gemm.shapes_for((9, 0)).items() if tile == 8}
-        _, begin, source = gemm_groups.read_source(width, shapes_of(width)).partition("enum { PLAIN")
-        before, _, rest = source.partition("#if TYPE_BF16")
-        after = rest[rest.index("// Weights as these are") :]
-        parts = [begin, before, after]
-        for name, shape in self.plain.items():
-            kind = gemm.KINDS[name.partition("_")[0]]
-            parts.append(
-                f"KERNEL(stored_{name}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}, {kind})\n"
-            )
-        self._library = compiled(folder, "".join(parts), "-DGROUPS")
+        source = without_ptx(gemm_groups.read_source(width, shapes_of(width)))
+        self._library = compiled(folder, source + stored_kernels(self.plain), "-DGROUPS")
 
     def __call__(
         self, name: str, x: Tensor, w: PackedGroups | Tensor, bias: Tensor | None, extra: Tensor | None,
@@ -70,11 +61,10 @@ class Host:
         out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
         codes, groups = (w, (None, None)) if isinstance(w, Tensor) else (w.codes, (w.scales, w.zeros))
         self._library.groups(*map(pointer, groups), int(not stored))
-        kernel = ctypes.cast(getattr(self._library, f"stored_{name}" if stored else name), ctypes.c_void_p)
-        pointers = map(pointer, (x, codes, bias, extra if kind == "add" else None, out))
+        tensors = (x, codes, bias, extra if kind == "add" else None, out)
         sizes = (rows, width, x.shape[1], *shape.grid(kind, rows, width, PROCESSORS))
         cut = (shape.warps * 32, shape.cluster, shape.shared_bytes(0 if stored else self.width.part))
-        assert self._library.run(kernel, *cut, *pointers, *sizes, int(early)), "more shared memory than was asked for"
+        launch(self._library, f"stored_{name}" if stored else name, cut, tensors, sizes, early)
         return out
 
     def dense(self, w: PackedGroups, room: int) -> Tensor:
@@ -150,6 +140,6 @@ def test_against_float64(run: Host, width: Width, larger: int) -> None:
     rows = rows._replace(scales=rows.scales * larger)
     x = random(5, 320, seed=0)
     bias, extra = random(64, seed=2) * larger, random(5, 64, seed=3) * larger
-    expected = x.double() @ rows.dense(torch.float64).T + bias.double() + extra.double()
+    expected = exact("add", x, rows.dense(torch.float64), bias, extra)
     got = run("add_8", x, pack(rows, torch.bfloat16, "cpu"), bias, extra)
     torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=2e-2 * larger)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemm_inputs import compiled, pointer, quantized, random
+from gemm_inputs import compiled, exact, launch, pointer, quantized, random, without_ptx
 from torch import Tensor
 
+from draftwing.ops.cuda.gemm import Shape
 from draftwing.ops.cuda.gemm_groups import Width, kernel_lines
 from draftwing.ops.cuda.gemm_groups import shapes_for as few_row_shapes
 from draftwing.ops.cuda.gemm_tall import TallShape, read_source
@@ -48,9 +49,7 @@ class Host:
 
     def __init__(self, folder: Path, width: Width) -> None:
         self.width = width
-        _, begin, source = read_source(width, shapes_of(width)).partition("enum { PLAIN")
-        before, _, rest = source.partition("#if TYPE_BF16")
-        source = begin + before + rest[rest.index("// Weights as these are") :]
+        source = without_ptx(read_source(width, shapes_of(width)))
         source += "".join(f"GROUP_KERNEL(few_{line})\n" for line in kernel_lines(FEW))
         assert source.count("extern __shared__ float sums[];") == 6
         self._library = compiled(folder, source, "-DGROUPS", "-DTALL")
@@ -60,30 +59,24 @@ class Host:
     ) -> Tensor:
         (kind, most), shape = key, SHAPES[key]
         width = w.rows // (2 if kind == "silu" else 1)
-        cut = (*shape.grid(kind, len(x), width), shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part))
-        return self._run(f"{kind}_{most}", *cut, self.ordered(shape, x), len(x), width, w, bias, extra, early)
+        grid, rows = shape.grid(kind, len(x), width), self.ordered(shape, x)
+        return self._run(f"{kind}_{most}", shape, grid, rows, len(x), width, w, bias, extra, early)
 
     def few(self, kind: str, x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None) -> Tensor:
         """By the kernel of gemm.cu for up to eight rows."""
         shape, width = FEW[kind, 8], w.rows // (2 if kind == "silu" else 1)
-        cut = (
-            *shape.grid(kind, len(x), width, 1),
-            shape.warps * 32,
-            shape.cluster,
-            shape.shared_bytes(self.width.part),
-        )
-        return self._run(f"few_{kind}_8", *cut, x, len(x), width, w, bias, extra, LATE)
+        grid = shape.grid(kind, len(x), width, 1)
+        return self._run(f"few_{kind}_8", shape, grid, x, len(x), width, w, bias, extra, LATE)
 
     def _run(
-        self, name: str, across: int, down: int, threads: int, cluster: int, shared: int, x: Tensor, rows: int,
-        width: int, w: PackedGroups, bias: Tensor | None, extra: Tensor | None, early: int,
+        self, name: str, shape: Shape | TallShape, grid: tuple[int, int], x: Tensor, rows: int, width: int,
+        w: PackedGroups, bias: Tensor | None, extra: Tensor | None, early: int,
     ) -> Tensor:  # fmt: skip
         out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(pointer(w.scales), pointer(w.zeros), 1)
-        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
-        pointers = map(pointer, (x, w.codes, bias, extra if "add" in name else None, out))
-        sizes = (rows, width, w.columns, across, down)
-        assert self._library.run(kernel, threads, cluster, shared, *pointers, *sizes, early), "shared memory"
+        tensors = (x, w.codes, bias, extra if "add" in name else None, out)
+        cut = (shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part))
+        launch(self._library, name, cut, tensors, (rows, width, w.columns, *grid), early)
         return out
 
     def ordered(self, shape: TallShape, x: Tensor) -> Tensor:
@@ -134,14 +127,10 @@ def test_against_float64(run: Host, key: tuple[str, int]) -> None:
             continue  # there is but one group
         packed = pack(quantized(run.width, features, depth, *layout), torch.bfloat16, "cpu")
         assert packed.shift == run.width.shift
-        x, matrix = random(rows, depth, seed=0), unpacked(packed).double()
+        x = random(rows, depth, seed=0)
         width = features // 2 if kind == "silu" else features
         bias, extra = random(features, seed=2) if rows > 9 else None, random(rows, width, seed=3)
-        expected = x.double() @ matrix.T + (0 if bias is None else bias.double())
-        if kind == "add":
-            expected += extra.double()
-        if kind == "silu":
-            expected = torch.nn.functional.silu(expected[:, :width]) * expected[:, width:]
+        expected = exact(kind, x, unpacked(packed), bias, extra)
         first = None
         for early in (LATE, EARLY, COPIES_EARLY):
             got = run(key, x, packed, bias, extra, early)

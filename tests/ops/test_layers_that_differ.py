@@ -3,10 +3,9 @@ backends: the bits of each are those that it has alone."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from plain_attention import brute_force
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, KVSpec
@@ -59,17 +58,8 @@ def test_each_is_as_it_is_alone(ops: TorchOps, make) -> None:  # type: ignore[no
             assert torch.equal(backend.bind(Batch(*on), 1)(layer, q, k, v, kind), found)
             assert torch.equal(together.read(layer, q, kind), found), "other queries over the same keys and values"
             assert torch.equal(pool.kv[1 + layer], kept)
-            expected = brute_force(q, kept[table[0]], seen, kind.window)
-            torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-4, atol=2e-5)
-
-
-def brute_force(q: Tensor, entries: Tensor, seen: list[list[int]], window: int) -> Tensor:
-    """entries [E, kv_heads, 2, head_dim] of the page table -> [M, heads * head_dim] float64"""
-    q, group = q.double().cpu(), q.shape[1] // entries.shape[1]
-    k, v = entries.double().cpu().repeat_interleave(group, 1).unbind(2)
-    rows = []
-    for query, own in zip(q, seen, strict=True):
-        at = own[-window:] if window else own
-        weights = torch.einsum("hd,shd->hs", query, k[at]).div(math.sqrt(q.shape[2])).softmax(1)
-        rows.append(torch.einsum("hs,shd->hd", weights, v[at]).flatten())
-    return torch.stack(rows)
+            entries = kept[table[0]]
+            expected = torch.stack(
+                [brute_force(query, *entries[own].unbind(2), kind) for query, own in zip(q, seen, strict=True)]
+            )
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)

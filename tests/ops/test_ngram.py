@@ -58,7 +58,7 @@ class Pair:
     def __init__(self, ops: TorchOps, rows: int, context: int, **options: int) -> None:
         self.rows, self.context = rows, context
         self.sides: list[tuple[NGramIndex, Slots]] = [
-            (there.ngram_index(rows + 1, **options), slots_on(there.device, rows, context))
+            (there.ngram_index(rows + 1, there.device, **options), slots_on(there.device, rows, context))
             for there in (TorchOps(CPU), ops)
         ]
         self.history: list[list[int]] = [[] for _ in range(rows + 1)]
@@ -274,7 +274,7 @@ def test_build(ops: TorchOps, few: int, depth: int, nodes: int) -> None:
 
 def test_strided_arguments(ops: TorchOps) -> None:
     """A column of a packed result takes the confidences; others may come from one."""
-    index = ops.ngram_index(3, capacity=1)
+    index = ops.ngram_index(3, ops.device, capacity=1)
     tokens = torch.tensor([[1, 2, 3, 1, 2, 0], [4, 4, 4, 0, 0, 0], [0] * 6], device=ops.device)
     kv_len, last = torch.tensor([[4, 2, 0], [2, 4, 0]], device=ops.device)
     slots = Slots(tokens, kv_len, last, torch.zeros_like(last))

@@ -31,8 +31,8 @@ def build(
     """Trees of candidates [B, D, C] that an index has found, of every second of its rows."""
     size, branch, ways = candidates.shape
     index = ops.ngram_index(
-        2 * size + 1, max_window=window, min_breadth=breadth[0], max_breadth=breadth[1], branch_length=branch,
-        capacity=1,
+        2 * size + 1, ops.device, max_window=window, min_breadth=breadth[0], max_breadth=breadth[1],
+        branch_length=branch, capacity=1,
     )  # fmt: skip
     rows = torch.arange(size, device=ops.device) * 2
     index.candidates[rows, :, :ways], index.match[rows, :ways] = candidates.to(ops.device), match.to(ops.device)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.ops import make_ops
 from draftwing.ops.torch import noise
-from draftwing.ops.torch.noise import GUMBEL_MAX, GUMBEL_MIN, _hash, gumbel, gumbel_at
+from draftwing.ops.torch.noise import _hash, gumbel, gumbel_at
 
 
 @pytest.fixture(autouse=True, params=["torch", "cpu"])
@@ -131,9 +131,9 @@ def test_extreme_bits_stay_finite() -> None:
         position, token = key_with(1, bits)
         found.append(gumbel_at(SEEDS[1:2], torch.tensor([[position]]), torch.tensor([token])))
     g = torch.cat(found).flatten()
-    assert g[0].item() == pytest.approx(GUMBEL_MAX, rel=1e-6)
+    assert g[0].item() == pytest.approx(32 * math.log(2), rel=1e-6)  # u = 2^-32
     assert (g[0] - g[1]).item() == pytest.approx(math.log(3.0), rel=1e-5)  # u = 0.5 and 1.5 times 2^-31
-    assert g[2].item() == g[3].item() == pytest.approx(GUMBEL_MIN, rel=1e-5)
+    assert g[2].item() == g[3].item() == pytest.approx(-math.log(24 * math.log(2)), rel=1e-5)
 
 
 def test_uniform_over_tokens_positions_and_seeds() -> None:
@@ -154,44 +154,6 @@ def test_uniform_over_tokens_positions_and_seeds() -> None:
         tail = u[u < 2**-6] * 2**6
         assert abs(normal_score(chi_square(tail, 32), 31)) < 4, name
         assert abs(normal_score(chi_square(u * 2**14 % 1, 128), 127)) < 4, name
-
-
-@pytest.mark.parametrize("step", [1, 16, 256, 65536])
-def test_neighbours_are_uncorrelated(step: int) -> None:
-    """Correlation of u, and joint uniformity, between keys that differ by a step in one of their three parts."""
-    seed, position = torch.arange(32), torch.arange(32)[None].expand(32, -1)
-    ids = torch.arange(64)
-    base = uniform(gumbel_at(seed, position, ids)).flatten()
-    others = {
-        "token": gumbel_at(seed, position, ids + step),
-        "position": gumbel_at(seed, position + step, ids),
-        "seed": gumbel_at(seed + step, position, ids),
-        "token and position": gumbel_at(seed, position + step, ids + step),
-    }
-    n = base.numel()
-    for name, g in others.items():
-        u = uniform(g).flatten()
-        if step >= 64:  # closer keys share values with the base, so pairs are not independent of each other
-            pairs = (base * 16).floor() * 16 + (u * 16).floor()
-            assert abs(normal_score(chi_square(pairs / 256 + 1 / 512, 256), 255)) < 4.5, name
-        correlation = torch.corrcoef(torch.stack((base, u)))[0, 1]
-        assert abs(correlation) < 4.5 / math.sqrt(n), name
-
-
-def test_every_bit_of_the_key_changes_half_of_the_result() -> None:
-    seed, position, ids = torch.arange(100) * 7919, torch.arange(20)[None].expand(100, -1), torch.arange(20)
-    base = _hash(seed, position, ids)
-
-    def flips(other: torch.Tensor) -> torch.Tensor:
-        return torch.stack([((base ^ other) >> bit & 1).double().mean() for bit in range(31)])
-
-    n = base.numel()
-    for bit in (*range(0, 63, 4), 62):
-        assert (flips(_hash(seed ^ (1 << bit), position, ids)) - 0.5).abs().max() < 6 * 0.5 / math.sqrt(n)
-        assert (flips(_hash(seed, position ^ (1 << bit), ids)) - 0.5).abs().max() < 6 * 0.5 / math.sqrt(n)
-    for bit in range(0, 18, 2):
-        # A 32-bit finaliser's avalanche is good to about a percent, not perfect.
-        assert (flips(_hash(seed, position, ids ^ (1 << bit))) - 0.5).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])

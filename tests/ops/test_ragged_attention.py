@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from plain_attention import TILINGS
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, KVSpec
@@ -128,14 +129,6 @@ def kernels(mended_interpreter: None) -> Any:
     return pytest.importorskip("draftwing.ops.triton.attention")
 
 
-TILINGS: dict[str, dict[str, int]] = {  # of an interpreter's time: few keys reach many splits
-    "lanes": dict(programs=96, context_programs=96, context_rows=0),
-    "one lane": dict(programs=1, context_programs=1, context_rows=0),
-    "two launches": dict(programs=96, context_programs=96, context_rows=32),
-    "two launches, one lane": dict(programs=1, context_programs=1, context_rows=32),
-}
-
-
 @pytest.mark.further(name=["lanes", "one lane", "two launches, one lane"])
 @pytest.mark.further(exact=False)
 @pytest.mark.parametrize("exact", [True, False])
@@ -144,11 +137,11 @@ def test_triton_tilings(
     name: str, exact: bool, kernels: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles that cut groups and trees, splits in several lanes and launches."""
-    from draftwing.ops.triton.attention_common import Tiling
+    from attention_cases import TINY
+
     from draftwing.ops.triton.ops import TritonOps
 
-    tiling = Tiling(unit=32, short=64, tier=128, long=128, stages=1, context_stages=1)._replace(**TILINGS[name])
-    monkeypatch.setattr(kernels, "pick_tiling", lambda kv: tiling)
+    monkeypatch.setattr(kernels, "pick_tiling", lambda kv: TINY._replace(**TILINGS[name]))
     for heads in ((6, 1), (16, 1)):
         whole = make_whole(7, heads, device, torch.float32)
         expected, alone = results(TritonOps(device), whole, True, exact)

@@ -28,7 +28,7 @@ def by_torch(ops: type) -> set[tuple[str, str]]:
         (ops.__name__, f"{kind.__name__}.{name}")
         for kind in operations()
         for name, own in vars(kind).items()
-        if inspect.isfunction(own) and getattr(ops, name) is own
+        if (inspect.isfunction(own) or inspect.isclass(own)) and getattr(ops, name) is own
     }
 
 

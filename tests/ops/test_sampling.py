@@ -115,24 +115,6 @@ def test_mixed_batches(
         assert not torch.equal(got, logits.float().argmax(-1))
 
 
-def test_tokens_do_not_depend_on_the_batch(sample: Callable[..., Tensor]) -> None:
-    """A node of a tree, decoded alone at the same position, gives the same token."""
-    logits = torch.randn(3, 4, 640, generator=torch.Generator().manual_seed(0))
-    depth = torch.tensor([[0, 1, 2, 3]] * 3)
-    positions = torch.tensor([[7], [8], [100]]) + depth
-    params = rows([0.8, 1.0, 1.5], [1, 2, 3], top_p=0.9)
-    everyone = torch.arange(3)
-    together = sample(logits, positions, depth, 3, params, everyone, everyone, NONE)
-    for b in range(3):
-        own = SamplingRows(*(field[b : b + 1] for field in params))
-        for n in range(4):
-            zero = torch.zeros(1, 1, dtype=torch.int64)
-            alone = sample(
-                logits[b : b + 1, n : n + 1], positions[b : b + 1, n : n + 1], zero, 0, own, zero[0], zero[0], NONE
-            )
-            assert alone.item() == together[b, n]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [3, 50, 192, 1000, 4096, 49_152])
 def test_first_maximum_wins(dtype: torch.dtype, vocab: int) -> None:
@@ -247,19 +229,14 @@ def test_exact_logits_decide_what_rounding_blurs(sample: Callable[..., Tensor], 
     batch, nodes, vocab = 300, 3, 600
     true = torch.randn(batch, nodes, vocab, generator=generator) + 40
     rounded = true.bfloat16()
-    rows = SamplingRows(
-        seed=torch.arange(batch), temperature=torch.full((batch,), temperature), top_k=torch.full((batch,), -1),
-        top_p=torch.ones(batch), min_p=torch.zeros(batch), ban_until=torch.zeros(batch, dtype=torch.int64),
-        ban_ids=torch.full((batch, 2), -1),
-    )  # fmt: skip
+    params = rows([temperature] * batch)
     depth = torch.arange(nodes).expand(batch, nodes)
-    noisy = torch.arange(batch) if temperature else torch.arange(0)
-    none = torch.arange(0)
+    noisy = torch.arange(batch) if temperature else NONE
 
     def exact(ids, only):
         return (true if only is None else true[only]).gather(-1, ids)
 
-    args = (10 + depth, depth, nodes - 1, rows, noisy, none, none)
+    args = (10 + depth, depth, nodes - 1, params, noisy, NONE, NONE)
     blurred, rescored = sample(rounded, *args), sample(rounded, *args, exact)
     assert torch.equal(rescored, sample(true, *args))
     assert (blurred != rescored).sum() > 5

@@ -109,7 +109,7 @@ class World:
         self, ops: TorchOps, rows: int, context: int, depth: int = 16, nodes: int = 17, **options: float
     ) -> None:
         self.rows, self.context, self.device = rows, context, ops.device
-        self.index: SuffixIndex = ops.suffix_index(rows + 1, depth=depth, nodes=nodes, secret=1, **options)
+        self.index: SuffixIndex = ops.suffix_index(rows + 1, ops.device, depth=depth, nodes=nodes, secret=1, **options)
         allowed = {name: value for name, value in options.items() if name != "capacity"}
         self.dictionary = Dictionary(rows, depth, nodes, **allowed)  # type: ignore[arg-type]
         garbage = torch.randint(0, 5, (rows + 1, context), generator=torch.Generator().manual_seed(1))
@@ -240,7 +240,7 @@ def test_long_copies(ops: TorchOps, few: int) -> None:
 
 def test_a_tree_grows_whole_where_it_is_proposed(ops: TorchOps) -> None:
     """On a CPU no further than its confidence needs before; the confidence is that of the whole tree."""
-    if not hasattr(ops.suffix_index(2), "whole"):
+    if not hasattr(ops.suffix_index(2, ops.device), "whole"):
         pytest.skip("trees grow whole at once here")
     world, rng, early = World(ops, 4, 300, capacity=1 << 16), random.Random(1), 0
     for row in range(4):
@@ -290,7 +290,7 @@ def test_nobody_can_compute_another_owners_context(ops: TorchOps) -> None:
     known = [8805, 37303, 4135, 16716, 7727, 32468, 29457, 30949, 42702, 24878, 13759, 6151]
     computed = [*[24575] * 5, 24347, 24413, 24673, 24829, 24573, 24658, 24220]
     secret, victim, attacker = [4242, 777, 31337], 3, 5
-    index: SuffixIndex = ops.suffix_index(9, capacity=1 << 14)
+    index: SuffixIndex = ops.suffix_index(9, ops.device, capacity=1 << 14)
     zeros = torch.zeros(3, 9, dtype=torch.int64, device=ops.device)
     slots = Slots(torch.zeros(9, 64, dtype=torch.int64, device=ops.device), *zeros)
     found = []
@@ -307,12 +307,12 @@ def test_nobody_can_compute_another_owners_context(ops: TorchOps) -> None:
 
 def test_owners_are_secrets(ops: TorchOps) -> None:
     """No two of them differ by the same in two indexes, but where those are given one secret."""
-    first, second, again = (ops.suffix_index(7, capacity=1, secret=secret) for secret in (None, None, 5))
+    first, second, again = (ops.suffix_index(7, ops.device, capacity=1, secret=secret) for secret in (None, None, 5))
     starts = [torch.cat((index.owner[:, 0], index.epoch)) for index in (first, second)]
     differences = [(one[:, None] - one).flatten().tolist() for one in starts]
     different = set(differences[0]) | set(differences[1])
     assert len(different) == 1 + 2 * 8 * 7, "0, and two differences of each pair in each index"
-    same = ops.suffix_index(7, capacity=1, secret=5)
+    same = ops.suffix_index(7, ops.device, capacity=1, secret=5)
     assert torch.equal(same.owner, again.owner) and torch.equal(same.epoch, again.epoch)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import ONE_LANE, TINY, attention, brute, chunked, common, make_case
+from attention_cases import ONE_LANE, TINY, attention, chunked, common, make_case
 from decoder_configs import decoder_config
+from plain_attention import brute_force
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, KVSpec
@@ -215,7 +216,7 @@ def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -
         for i in range(length):
             slots = case.table[case.rows[row], : start + i + 1]
             torch.testing.assert_close(
-                out[offset + i].double(), brute(q[offset + i], case.kv[slots]), atol=2e-5, rtol=1e-4
+                out[offset + i].double(), brute_force(q[offset + i], *case.kv[slots].unbind(2)), atol=2e-5, rtol=1e-4
             )
 
 
@@ -240,14 +241,12 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.
     expected = torch.zeros(10, kv_heads, 2, dim, device=device, dtype=dtype)
     expected[slots] = torch.stack((k, v), 2)
 
-    for gathered in (True, False):
-        turned, kv = qkv.clone(), torch.zeros_like(expected)
-        weights = [layer.weight.data for layer in norms] if norm else [None, None]
-        where = (cos, sin, slots, kv, None) if gathered else (table[:, 0], table[:, 1], slots, kv, positions)
-        rope.rope_and_write(turned, *where, *weights, 1e-6)
-        torch.testing.assert_close(turned[:, :heads], q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        torch.testing.assert_close(kv, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        assert torch.equal(kv[:, :, 1], expected[:, :, 1])
+    kv = torch.zeros_like(expected)
+    weights = [layer.weight.data for layer in norms] if norm else [None, None]
+    rope.rope_and_write(qkv, cos, sin, slots, kv, *weights, 1e-6)
+    torch.testing.assert_close(qkv[:, :heads], q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(kv, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(kv[:, :, 1], expected[:, :, 1])
 
 
 def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -312,7 +311,7 @@ def test_the_backend(chunks: bool, device: torch.device) -> None:
     case.kv, case.q = pool.kv[1], turned[:, :4]
     if chunks:
         read = [case.table[case.rows[0], : 21 + i] for i in range(count)]
-        expected = torch.stack([brute(case.q[i], case.kv[read[i]]) for i in range(count)])
+        expected = torch.stack([brute_force(case.q[i], *case.kv[read[i]].unbind(2)) for i in range(count)])
     else:
         expected = case.expected()
         real = 8  # the dummy's slot is written several times, who comes last is not said

@@ -509,22 +509,6 @@ def draft_tree(
     return grow(log_probs, draft.ids.tolist(), draft.tokens[-1], last, steps, topk, nodes)
 
 
-def ancestors(tree: Tree) -> list[set[int]]:
-    """Of each node, itself included: its row of the attention mask."""
-    out: list[set[int]] = []
-    for i, parent in enumerate(tree.parents):
-        out.append({0} if i == 0 else out[parent] | {i})
-    return out
-
-
-def links(tree: Tree) -> tuple[list[int], list[int]]:
-    """First child and next sibling of each node, -1 for none; children ascend."""
-    first, following = [-1] * len(tree.tokens), [-1] * len(tree.tokens)
-    for i in range(len(tree.tokens) - 1, 0, -1):
-        following[i], first[tree.parents[i]] = first[tree.parents[i]], i
-    return first, following
-
-
 def verify_greedy(
     target: Tensors, config: Config, committed: Sequence[int], tree: Tree, dtype: torch.dtype = torch.float64
 ) -> list[int]:

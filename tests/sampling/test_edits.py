@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.ops.reference.tree import Tree, derive
-from draftwing.ops.torch.sampling import SamplingRows, sample
+from draftwing.ops.torch.sampling import SamplingOps, SamplingRows
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import Edited, EditTable, Features
 
@@ -203,7 +203,8 @@ def test_sampling_with_exact_logits_of_half_precision(temperature: float) -> Non
                 return edit.at(values, ids, only)
 
             args = edit.logits, positions, case.tree.depth, 3, params, noisy, none, torch.arange(batch)
-            picked += [sample(*args), sample(*args, exact)]
+            ops = SamplingOps()
+            picked += [ops.sample(*args), ops.sample(*args, exact)]
         plain, same, blurred, rescored = picked
         assert torch.equal(plain[case.alive], same[case.alive])
         assert torch.equal(plain[case.alive], rescored[case.alive])

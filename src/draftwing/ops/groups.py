@@ -130,29 +130,25 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     )  # fmt: skip
 
 
-def units_of(weight: PackedGroups) -> tuple[int, int]:
-    """The power of 2 that scales are to be multiplied with, and the bit of a word that codes of 4 bits begin at; the
-    mantissas of zeros, too."""
+def unit_of(weight: PackedGroups) -> int:
+    """The power of 2 that scales are to be multiplied with."""
     dtype = weight.scales.dtype
-    return -(_FP8_UNIT if weight.fp8 else _UNITS[dtype] - _LESS[dtype]), _FIRST[dtype]
+    return -(_FP8_UNIT if weight.fp8 else _UNITS[dtype] - _LESS[dtype])
 
 
 def unpacked(weight: PackedGroups) -> Tensor:
     """[rows, columns] in the type of activations: the values that kernels compute, columns in the matrix's order."""
     chunks, dtype = weight.columns // CHUNK, weight.scales.dtype
-    unit, first = units_of(weight)
     group = torch.arange(2 * chunks, device=weight.codes.device) * SMALLEST // int(CHUNK * 2.0**weight.shift)
 
     def by_half_chunk(values: Tensor, power: int) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 2, 1]
         spread = values[:, group].permute(0, 3, 2, 1).unflatten(3, (chunks, 2)).unsqueeze(-1)
         return _times_power(spread, power)
 
-    scales = by_half_chunk(weight.scales, unit)
+    scales = by_half_chunk(weight.scales, unit_of(weight))
+    codes = codes_of(weight).view(-1, 2, 8, chunks, 2, SMALLEST).float()
     if weight.bits == 4:
-        codes = _from_nibble_tiles(weight.codes, chunks, first).float()
         codes += -8 if weight.zeros is None else by_half_chunk(weight.zeros, _UNITS[dtype])
-    else:
-        codes = (_from_fp8_tiles if weight.fp8 else _from_byte_tiles)(weight.codes, chunks).float()
     values = (codes * scales).to(dtype).view(weight.rows, weight.columns)
     return values if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
 
@@ -173,7 +169,7 @@ def by_group(weight: PackedGroups) -> tuple[Tensor, Tensor | None]:
     def by_row(values: Tensor, power: int) -> Tensor:
         return _times_power(values.permute(0, 3, 2, 1).reshape(weight.rows, -1), power)
 
-    unit, dtype = units_of(weight)[0], weight.scales.dtype
+    unit, dtype = unit_of(weight), weight.scales.dtype
     return by_row(weight.scales, unit), None if weight.zeros is None else by_row(weight.zeros, _UNITS[dtype])
 
 
@@ -203,7 +199,6 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 # Dimensions of a code: tiles, which half of 16 features, feature g, chunks, half j of 64 columns, part t of it, and of
 # its 8 columns pairs i and which of the pair.
-_SPLIT = (2, 4, 4, 2)
 
 
 def _nibble_tiles(codes: Tensor, first: int) -> Tensor:

@@ -12,15 +12,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 << 20
 THREADS = 8
-WAITING_BYTES = 256 << 20  # of chunks that no thread has taken yet
+WAITING_BYTES = 256 << 20  # of chunks that are not sent yet
 _LARGE = 4 << 20  # bytes from which on threads are worth starting
 
 
@@ -34,23 +33,10 @@ def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
     return out
 
 
-class _Chunk(NamedTuple):
-    """Elements [start, stop) of both tensors, which are flat."""
-
-    target: Tensor
-    source: Tensor
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * self.source.itemsize
-
-
 class Uploader:
     """A context in which tensors are copied to one device; on leaving it they have arrived.
 
-    An error of a thread is raised by the next `copy` or on leaving.
+    An error of a thread is raised by a later `copy` or on leaving.
     """
 
     def __init__(self, device: torch.device | str, threads: int | None = None, chunk_bytes: int | None = None) -> None:
@@ -64,81 +50,54 @@ class Uploader:
         if threads is None:
             threads = min(THREADS, os.cpu_count() or 1) if self._device.type == "cuda" else 0
         self._chunk_bytes = chunk_bytes
-        self._chunks: deque[_Chunk | None] = deque()
-        self._changed = threading.Condition()
-        self._waiting = 0
-        self._error: BaseException | None = None
-        self._ready: torch.cuda.Event | None = None
-        self._threads = [threading.Thread(target=self._run, name=f"upload-{i}") for i in range(threads)]
+        self._pool = ThreadPoolExecutor(threads, "upload") if threads else None
+        self._own = threading.local()  # each thread's sender
+        self._senders: list[_Sender] = []
+        self._queue: deque[tuple[Future[None], int]] = deque()  # chunks that are not known to be sent, and their bytes
+        self._waiting = 0  # bytes of all of these
 
     def __enter__(self) -> Uploader:
-        for thread in self._threads:
-            thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._changed:
-            if error is not None:
-                self._chunks.clear()
-            self._chunks.extend([None] * len(self._threads))
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=error is not None)
         if error is None:
-            self._raise()
+            self._settle(0)
+            for sender in self._senders:
+                sender.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """target, on the device, becomes `source` in its dtype; source, mostly on the CPU, must not change before the
         context is left."""
         assert target.shape == source.shape
-        if not self._threads or not target.is_contiguous() or source.device.type != "cpu":
+        if self._pool is None or not target.is_contiguous() or source.device.type != "cpu":
             with torch.no_grad():
                 target.copy_(source)
             return
-        target, source = target.detach().view(-1), source.detach().contiguous().view(-1)
+        target, source, ready = target.detach().view(-1), source.detach().contiguous().view(-1), None
         if self._device.type == "cuda":
             # The allocator may hand out memory that is still in use by what was queued before.
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            self._ready = event
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._device))
         step = self._chunk_bytes // source.itemsize
-        for start in range(0, source.numel(), step):
-            self._put(_Chunk(target, source, start, min(start + step, source.numel())))
+        for part, values in zip(target.split(step), source.split(step), strict=True):
+            self._settle(WAITING_BYTES - values.nbytes)
+            self._queue.append((self._pool.submit(self._send, part, values, ready), values.nbytes))
+            self._waiting += values.nbytes
 
-    def _put(self, chunk: _Chunk) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._waiting < WAITING_BYTES)
-            self._raise()
-            self._chunks.append(chunk)
-            self._waiting += chunk.nbytes
-            self._changed.notify_all()
+    def _settle(self, most: int) -> None:
+        """Waits until fewer bytes are left to be sent, or none."""
+        while self._queue and self._waiting >= most:
+            sent, size = self._queue.popleft()
+            self._waiting -= size
+            sent.result()
 
-    def _take(self) -> _Chunk | None:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._chunks))
-            chunk = self._chunks.popleft()
-            if chunk is not None:
-                self._waiting -= chunk.nbytes
-                self._changed.notify_all()
-            return chunk
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    @torch.no_grad()
-    def _run(self) -> None:
-        try:
-            send = _Sender(self._device, self._chunk_bytes)
-            while (chunk := self._take()) is not None:
-                send(chunk, self._ready)
-            send.wait()
-        except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+    def _send(self, target: Tensor, source: Tensor, ready: torch.cuda.Event | None) -> None:
+        if not hasattr(self._own, "sender"):
+            self._own.sender = _Sender(self._device, self._chunk_bytes)
+            self._senders.append(self._own.sender)
+        self._own.sender(target, source, ready)
 
 
 class _Sender:
@@ -152,15 +111,15 @@ class _Sender:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._turn = 0
 
-    def __call__(self, chunk: _Chunk, ready: torch.cuda.Event | None) -> None:
+    @torch.no_grad()
+    def __call__(self, target: Tensor, source: Tensor, ready: torch.cuda.Event | None) -> None:
         turn, self._turn = self._turn, 1 - self._turn
         before = self._sent[turn]
         if before is not None:
             before()
-        part = chunk.source[chunk.start : chunk.stop]
-        staged = self._buffers[turn][: chunk.nbytes]
-        ctypes.memmove(staged.data_ptr(), part.data_ptr(), chunk.nbytes)  # lets other Python threads run
-        values, target = staged.view(part.dtype), chunk.target[chunk.start : chunk.stop]
+        staged = self._buffers[turn][: source.nbytes]
+        ctypes.memmove(staged.data_ptr(), source.data_ptr(), source.nbytes)  # lets other Python threads run
+        values = staged.view(source.dtype)
         if self._stream is None:
             target.copy_(values)
             return

@@ -34,9 +34,8 @@ class NGramDrafter(LookupDrafter):
         if branch_length < 1 or capacity < 1:
             raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
         self.index = ops.ngram_index(
-            rows, min_window=min_window, max_window=max_window, min_breadth=min_breadth, max_breadth=max_breadth,
-            branch_length=branch_length, capacity=capacity,
-        )  # fmt: skip
+            rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity
+        )
         super().__init__(self.index, ops.draws_by_row)
 
     def extend(self, seen: SeenTokens) -> None:

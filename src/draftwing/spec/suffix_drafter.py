@@ -33,13 +33,7 @@ class SuffixDrafter(LookupDrafter):
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
         self.index = ops.suffix_index(
-            rows,
-            depth=shape.depth,
-            nodes=shape.nodes,
-            max_context=max_context,
-            min_prob=min_prob,
-            capacity=capacity,
-            secret=secret,
+            rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret
         )
         super().__init__(self.index, ops.draws_by_row)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MOST
-from draftwing.ops.cpu.tree import addresses, ints, with_rows
+from draftwing.ops.cpu.tree import addresses, empty_draft, ints, with_rows
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
 from draftwing.ops.types import (
     BlockInputs,
@@ -264,8 +264,7 @@ class CpuTreeExpansion:
         (size,), shape = self._rows.shape, self._shape
         if not self._number:
             self.level()  # for its candidates
-        alive = torch.empty(size, shape.nodes, dtype=torch.bool)
-        draft = Draft(ints(size, shape.nodes), ints(size, shape.nodes), alive, ints(size, shape.nodes))
+        draft = empty_draft(size, shape.nodes)
         self._raw.draft(
             *self._state, size, shape.nodes, self._rows.data_ptr(), self._table.last.data_ptr(),
             *addresses(draft),

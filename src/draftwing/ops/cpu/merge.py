@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
-from draftwing.ops.cpu.tree import addresses, ints
+from draftwing.ops.cpu.tree import addresses, empty_draft
 from draftwing.ops.drafts import graded
 from draftwing.ops.reference.merge import MergeOps
 from draftwing.ops.types import Calibration, Draft
@@ -24,9 +24,7 @@ class CpuMergeOps(MergeOps):
         held = [part.contiguous() for part in (*graded(first), *graded(second)) if part is not None]
         seen, accepted = calibration
         assert seen.is_contiguous() and accepted.is_contiguous() and seen.dtype == accepted.dtype == torch.float32
-        draft = Draft(
-            ints(batch, nodes), ints(batch, nodes), torch.empty(batch, nodes, dtype=torch.bool), ints(batch, nodes)
-        )
+        draft = empty_draft(batch, nodes)
         self.raw.merge(
             *addresses(held), batch, first.tokens.shape[1], second.tokens.shape[1], nodes, shape.depth,
             seen.data_ptr(), accepted.data_ptr(), *addresses(draft),

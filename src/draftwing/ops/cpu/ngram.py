@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE
-from draftwing.ops.cpu.tree import addresses, ints
-from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex, NGramOps
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.tree import addresses, empty_draft
+from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex
 from draftwing.ops.reference.ngram_memory import CANDIDATES
 from draftwing.ops.types import Draft, RowTensors
 
@@ -23,7 +24,11 @@ assert (OWN, CANDIDATES, MAX_CONFIDENCE) == (8, 8, 31), "as in ops/cpu/csrc/ngra
 class CpuNGramIndex(NGramIndex):
     """Searches in C."""
 
-    raw: Any = None  # the extension module
+    raw: Any
+
+    def __init__(self, rows: int, device: torch.device, *more: Any, **settings: Any) -> None:
+        super().__init__(rows, device, *more, **settings)
+        self.raw = load_extension()
 
     def insert(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
         memory, tokens = self.memory, table.tokens
@@ -52,21 +57,9 @@ class CpuNGramIndex(NGramIndex):
     def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, weight = rows.contiguous(), table.last.contiguous(), self.tree.weight
         batch = rows.shape[0]
-        alive = torch.empty(batch, nodes, dtype=torch.bool)
-        draft = Draft(ints(batch, nodes), ints(batch, nodes), alive, ints(batch, nodes))
+        draft = empty_draft(batch, nodes)
         self.raw.ngram_build(
             rows.data_ptr(), batch, *addresses((self.candidates, self.match, last, weight)), weight.shape[0],
             self.branch_length, depth, nodes, *addresses(draft),
         )  # fmt: skip
         return draft
-
-
-class CpuNGramOps(NGramOps):
-    """Overrides the index."""
-
-    raw: Any
-
-    def ngram_index(self, rows: int, **settings: int) -> NGramIndex:
-        index = CpuNGramIndex(rows, self.device, **settings)
-        index.raw = self.raw
-        return index

@@ -14,9 +14,9 @@ from draftwing.ops.cpu.experts import Spare
 from draftwing.ops.cpu.extension import DTYPES, chosen_isa, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
 from draftwing.ops.cpu.merge import CpuMergeOps
-from draftwing.ops.cpu.ngram import CpuNGramOps
+from draftwing.ops.cpu.ngram import CpuNGramIndex
 from draftwing.ops.cpu.sampling import CpuSamplingOps
-from draftwing.ops.cpu.suffix import CpuSuffixOps
+from draftwing.ops.cpu.suffix import CpuSuffixIndex
 from draftwing.ops.cpu.tree import CpuTreeOps
 from draftwing.ops.torch.ops import TorchOps
 
@@ -27,8 +27,6 @@ class CpuOps(
     CpuMergeOps,
     CpuExpansionOps,
     CpuSamplingOps,
-    CpuNGramOps,
-    CpuSuffixOps,
     CpuLayerOps,
     TorchOps,
 ):
@@ -37,6 +35,7 @@ class CpuOps(
     name = "cpu"
     records_calls = True
     exact_by_design = True
+    ngram_index, suffix_index = CpuNGramIndex, CpuSuffixIndex
     raw: Any  # the extension module; its functions are described in the C files
 
     def __init__(self, device: torch.device) -> None:

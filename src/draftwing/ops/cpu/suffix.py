@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
-from draftwing.ops.cpu.tree import addresses, ints
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.tree import addresses, empty_draft
 from draftwing.ops.drafts import LEVELS
-from draftwing.ops.reference.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex, SuffixOps
+from draftwing.ops.reference.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex
 from draftwing.ops.types import Draft, RowTensors
 
 _CONSTANTS = BACK, len(LENGTHS), LENGTHS[-1], LEVELS, LOOKUP, SCORE_BITS, WAYS
@@ -26,7 +27,11 @@ assert _CONSTANTS == (3, 11, 32, 16, 2, 12, 8), "as in ops/cpu/csrc/suffix.c"
 class CpuSuffixIndex(SuffixIndex):
     """The trie in C."""
 
-    raw: Any = None  # the extension module
+    raw: Any
+
+    def __init__(self, rows: int, device: torch.device, *more: Any, **settings: Any) -> None:
+        super().__init__(rows, device, *more, **settings)
+        self.raw = load_extension()
 
     def _constants(self, device: torch.device) -> None:
         super()._constants(device)
@@ -66,8 +71,7 @@ class CpuSuffixIndex(SuffixIndex):
     def emit(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, batch = rows.contiguous(), table.last.contiguous(), rows.shape[0]
         self._grow_rows(table, rows)
-        alive = torch.empty(batch, nodes, dtype=torch.bool)
-        draft = Draft(ints(batch, nodes), ints(batch, nodes), alive, ints(batch, nodes))
+        draft = empty_draft(batch, nodes)
         self.raw.suffix_emit(
             rows.data_ptr(), batch, self.grown.data_ptr(), self.rows + 1, self.nodes, last.data_ptr(), depth, nodes,
             *addresses(draft),
@@ -81,14 +85,3 @@ class CpuSuffixIndex(SuffixIndex):
             tokens.data_ptr(), tokens.shape[1], self.owner.data_ptr(), self.length.data_ptr(), len(self.lengths),
             self.table.data_ptr(), self.buckets, self.rows,
         )  # fmt: skip
-
-
-class CpuSuffixOps(SuffixOps):
-    """Overrides the index."""
-
-    raw: Any
-
-    def suffix_index(self, rows: int, **settings: float | None) -> SuffixIndex:
-        index = CpuSuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]
-        index.raw = self.raw
-        return index

@@ -70,6 +70,12 @@ def ints(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.int64)
 
 
+def empty_draft(batch: int, nodes: int) -> Draft:
+    return Draft(
+        ints(batch, nodes), ints(batch, nodes), torch.empty(batch, nodes, dtype=torch.bool), ints(batch, nodes)
+    )
+
+
 def addresses(tensors: Any) -> tuple[int, ...]:
     """Returns the addresses of contiguous tensors, which must be held for as long as these are used."""
     return tuple(part.data_ptr() for part in tensors)

@@ -165,7 +165,4 @@ class NGramOps:
 
     device: torch.device
     draws_by_row: bool
-
-    def ngram_index(self, rows: int, **settings: int) -> NGramIndex:
-        """An index for the rows of a row table, its dummy included; settings: keyword arguments of `NGramIndex`."""
-        return NGramIndex(rows, self.device, **settings)
+    ngram_index: type[NGramIndex] = NGramIndex

@@ -309,7 +309,4 @@ class SuffixOps:
 
     device: torch.device
     draws_by_row: bool
-
-    def suffix_index(self, rows: int, **settings: float | None) -> SuffixIndex:
-        """An index for the rows of a row table, its dummy included; settings: keyword arguments of `SuffixIndex`."""
-        return SuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]
+    suffix_index: type[SuffixIndex] = SuffixIndex

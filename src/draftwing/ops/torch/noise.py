@@ -8,8 +8,6 @@ top-k picks the target's token more often than one that does not (arXiv 2408.079
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -30,9 +28,6 @@ _MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
 # The float32 below 2^-31: the largest 31-bit integer rounds to 2^31 as a float32 and must still give u < 1.
 _SCALE = 2.0**-31 * (1.0 - 2.0**-24)
 _HALF_STEP = 2.0**-32
-
-GUMBEL_MIN = -math.log(24.0 * math.log(2.0))  # u = 1 - 2^-24
-GUMBEL_MAX = 32.0 * math.log(2.0)  # u = 2^-32
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:

@@ -28,14 +28,8 @@ class SamplingOps:
 
     draws_by_row = False  # whether `draw` looks up on the device what each row asks for, so that graphs serve all rows
 
-    def gumbel(self, seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-        """Standard Gumbel noise for the token ids 0 .. vocab - 1: seed [B] int64, position [B, P] int64, where the
-        sampled token will stand -> [B, P, vocab] float32."""
-        return gumbel(seed, position, vocab)
-
-    def gumbel_at(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-        """The noise of chosen token ids [..., K], broadcast against [B, P, K]: the same values `gumbel` gives them."""
-        return gumbel_at(seed, position, token_ids)
+    gumbel = staticmethod(gumbel)
+    gumbel_at = staticmethod(gumbel_at)
 
     def draw(
         self,
@@ -71,51 +65,36 @@ class SamplingOps:
         banning: Tensor,
         exact: Exact | None = None,
     ) -> Tensor:
-        """The next token of every node, [B, N]: see the function `sample`."""
-        return sample(logits, positions, depth, depth_max, params, noisy, filtered, banning, exact)
+        """The next token of every node; the lowest id wins a tie.
 
-
-def sample(
-    logits: Tensor,
-    positions: Tensor,
-    depth: Tensor,
-    depth_max: int,
-    params: SamplingRows | None,
-    noisy: Tensor,
-    filtered: Tensor,
-    banning: Tensor,
-    exact: Exact | None = None,
-) -> Tensor:
-    """The next token of every node; the lowest id wins a tie.
-
-    logits [B, N, V] of any float type, not changed; positions [B, N] int64, the absolute position of each node, whose
-    sampled token will stand one further; depth [B, N] int64, at most `depth_max`, 0 for node 0.
-    noisy [Bn] int64: batch indices of the rows with temperature > 0; filtered [Bf]: those of them with top-k, top-p or
-    min-p; banning [Bb]: rows that may still be below `ban_until`; params may be None where there are no such rows.
-    No index occurs twice in one of these tensors.
-    exact: gives logits of chosen ids in float32, where `logits` are rounded to a half type; the last choice, among the
-    `CANDIDATES` best, is made with it.
-    Returns [B, N] int64, with `core.NOT_FINITE` where the best is not a finite number. Nodes of a row at the same depth
-    share their noise, as the same position must.
-    """
-    assert params is not None or (not noisy.shape[0] and not banning.shape[0])
-    if params is not None and banning.shape[0]:
-        logits = without_banned(logits, positions, params, banning)
-    if params is None or not noisy.shape[0]:
-        return _choose(logits, logits, exact)
-    if noisy.shape[0] == logits.shape[0]:  # every row, so batch order serves and nothing needs selecting
-        return _choose(_noised(logits, positions, depth, depth_max, params, filtered), logits, exact)
-    place = torch.zeros_like(params.seed).index_copy_(0, noisy, torch.arange(noisy.shape[0], device=noisy.device))
-    drawn = logits.index_select(0, noisy)
-    z = _noised(
-        drawn,
-        positions.index_select(0, noisy),
-        depth.index_select(0, noisy),
-        depth_max,
-        SamplingRows(*(field.index_select(0, noisy) for field in params)),
-        place.index_select(0, filtered),
-    )
-    return _choose(logits, logits, exact).index_copy_(0, noisy, _choose(z, drawn, exact, noisy))
+        logits [B, N, V] of any float type, not changed; positions [B, N] int64, the absolute position of each node,
+        whose sampled token will stand one further; depth [B, N] int64, at most `depth_max`, 0 for node 0.
+        noisy [Bn] int64: batch indices of the rows with temperature > 0; filtered [Bf]: those of them with top-k, top-p
+        or min-p; banning [Bb]: rows that may still be below `ban_until`; params may be None where there are no such
+        rows. No index occurs twice in one of these tensors.
+        exact: gives logits of chosen ids in float32, where `logits` are rounded to a half type; the last choice, among
+        the `CANDIDATES` best, is made with it.
+        Returns [B, N] int64, with `core.NOT_FINITE` where the best is not a finite number. Nodes of a row at the same
+        depth share their noise, as the same position must.
+        """
+        assert params is not None or (not noisy.shape[0] and not banning.shape[0])
+        if params is not None and banning.shape[0]:
+            logits = without_banned(logits, positions, params, banning)
+        if params is None or not noisy.shape[0]:
+            return _choose(logits, logits, exact)
+        if noisy.shape[0] == logits.shape[0]:  # every row, so batch order serves and nothing needs selecting
+            return _choose(_noised(logits, positions, depth, depth_max, params, filtered), logits, exact)
+        place = torch.zeros_like(params.seed).index_copy_(0, noisy, torch.arange(noisy.shape[0], device=noisy.device))
+        drawn = logits.index_select(0, noisy)
+        z = _noised(
+            drawn,
+            positions.index_select(0, noisy),
+            depth.index_select(0, noisy),
+            depth_max,
+            SamplingRows(*(field.index_select(0, noisy) for field in params)),
+            place.index_select(0, filtered),
+        )
+        return _choose(logits, logits, exact).index_copy_(0, noisy, _choose(z, drawn, exact, noisy))
 
 
 def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None = None) -> Tensor:

@@ -58,7 +58,7 @@ class TritonAttend(KernelAttend):
         kv = self._backend.pool.kv[self._first_layer + layer]
         scales = self._backend.pool.scales[self._first_layer + layer]
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, q_norm, k_norm, eps, scales)
+        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales)
         return True
 
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:

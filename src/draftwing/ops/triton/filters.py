@@ -288,7 +288,7 @@ def limits(logits: Tensor, positions: Tensor, rows: Tensor, params: RowTensors) 
     """The filters of each query.
 
     logits [B, N, V], any float type; positions [B, N] int64 of the queries; rows [B] int64, the rows of `params` of
-    each, which may occur more than once. Bans count, as in `ops.torch.sampling.sample`. Exactly the tokens of
+    each, which may occur more than once. Bans count, as in `SamplingOps.sample`. Exactly the tokens of
     `keep_mask`, but for the last bits of exp and log. Rows at temperature 0 are not filtered.
     """
     batch, nodes, vocab = logits.shape

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.drafts import LEVELS
-from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex, NGramOps
+from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex
 from draftwing.ops.reference.ngram_memory import CANDIDATES, WAYS
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.types import Draft, RowTensors
@@ -304,8 +304,8 @@ def _build_kernel(
 class TritonNGramIndex(NGramIndex):
     """Searches in Triton. The host's bounds are not used."""
 
-    def __init__(self, rows: int, device: torch.device, **settings: int) -> None:
-        super().__init__(rows, device, **settings)
+    def __init__(self, rows: int, device: torch.device, *more: int, **settings: int) -> None:
+        super().__init__(rows, device, *more, **settings)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)  # these two: 0 between launches
         self.tickets = torch.zeros(_MAX_BATCH, dtype=torch.int32, device=device)
 
@@ -352,10 +352,3 @@ class TritonNGramIndex(NGramIndex):
             num_warps=8 if block > 8 else 4, **launch_options(rows.device),
         )  # fmt: skip
         return Draft(tokens, parent, alive, grade)
-
-
-class TritonNGramOps(NGramOps):
-    """Overrides the index."""
-
-    def ngram_index(self, rows: int, **settings: int) -> NGramIndex:
-        return TritonNGramIndex(rows, self.device, **settings)

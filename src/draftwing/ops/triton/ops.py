@@ -14,9 +14,9 @@ from draftwing.ops.triton.common import launch_options
 from draftwing.ops.triton.draft_extend import TritonExpansionOps
 from draftwing.ops.triton.layer_ops import TritonLayerOps
 from draftwing.ops.triton.merge import TritonMergeOps
-from draftwing.ops.triton.ngram import TritonNGramOps
+from draftwing.ops.triton.ngram import TritonNGramIndex
 from draftwing.ops.triton.sampling import TritonSamplingOps
-from draftwing.ops.triton.suffix import TritonSuffixOps
+from draftwing.ops.triton.suffix import TritonSuffixIndex
 from draftwing.ops.triton.tree import TritonTreeOps
 
 _FP8 = (8, 9)  # compute capability from which on Triton reads float8_e4m3fn
@@ -29,8 +29,6 @@ class TritonOps(
     TritonExpansionOps,
     TritonBlockOps,
     TritonSamplingOps,
-    TritonNGramOps,
-    TritonSuffixOps,
     TritonLayerOps,
     TorchOps,
 ):
@@ -41,6 +39,7 @@ class TritonOps(
     attention_bytes = 512 << 20
     batch_invariant = True
     exact_by_design = True
+    ngram_index, suffix_index = TritonNGramIndex, TritonSuffixIndex
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:

@@ -39,11 +39,11 @@ def _to_e4m3(x):
     return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_kernel(
-    qkv, kv, slots, positions, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride,
+    qkv, kv, slots, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    BY_POSITION: tl.constexpr, NORM: tl.constexpr, EIGHT: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, EIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. EIGHT: the
     pool holds codes of float8_e4m3fn, of keys times k_by and of values times v_by."""
@@ -59,9 +59,8 @@ def _rope_kernel(
     low = tl.load(at, mask=here, other=0.0)
     high = tl.load(at + HALF, mask=here, other=0.0)
 
-    turn = (tl.load(positions + m) if BY_POSITION else m) * turn_stride
-    cos += turn + half
-    sin += turn + half
+    cos += m * turn_stride + half
+    sin += m * turn_stride + half
     cos_low, cos_high = tl.load(cos, mask=ok, other=0.0), tl.load(cos + HALF, mask=ok, other=0.0)
     sin_low, sin_high = tl.load(sin, mask=ok, other=0.0), tl.load(sin + HALF, mask=ok, other=0.0)
     dtype = low.dtype
@@ -100,7 +99,6 @@ def rope_and_write(
     sin: Tensor,
     write_slots: Tensor,
     kv: Tensor,
-    positions: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -108,10 +106,10 @@ def rope_and_write(
 ) -> None:
     """`layers.rope.rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
 
-    qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, heads perhaps 0; cos, sin: the halves of a
-    `rope_table`, [positions, ..., head_dim], whose rows `positions` [M] int64 names; None: row m is query m's.
-    write_slots [M] int64; kv [slots, kv_heads, 2, head_dim], in float8_e4m3fn divided by `scales`, those of keys and of
-    values. q_norm, k_norm [head_dim]: weights of an RMS norm of each head before it is turned.
+    qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, heads perhaps 0; cos, sin [M, ..., head_dim]:
+    the halves of rows of a `rope_table`. write_slots [M] int64; kv [slots, kv_heads, 2, head_dim], in float8_e4m3fn
+    divided by `scales`, those of keys and of values. q_norm, k_norm [head_dim]: weights of an RMS norm of each head
+    before it is turned.
     """
     count, all_heads, dim = qkv.shape
     kv_heads = kv.shape[1]
@@ -123,10 +121,8 @@ def rope_and_write(
     )
     block, eight = 16, kv.itemsize == 1
     _rope_kernel[(count, triton.cdiv(all_heads, block))](
-        qkv, kv.view(torch.uint8) if eight else kv, write_slots, write_slots if positions is None else positions,
-        cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, 1 / scales[0],
-        1 / scales[1], qkv.stride(0), cos.stride(0),
+        qkv, kv.view(torch.uint8) if eight else kv, write_slots, cos, sin, qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm, eps, 1 / scales[0], 1 / scales[1], qkv.stride(0), cos.stride(0),
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=triton.next_power_of_2(dim // 2),
-        BLOCK=block, BY_POSITION=positions is not None, NORM=q_norm is not None, EIGHT=eight, num_warps=4,
-        **launch_options(qkv.device),
+        BLOCK=block, NORM=q_norm is not None, EIGHT=eight, num_warps=4, **launch_options(qkv.device),
     )  # fmt: skip

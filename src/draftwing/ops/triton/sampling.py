@@ -1,4 +1,4 @@
-"""One token per node in Triton: the rule of `ops.torch.sampling.sample`, with every row's parameters read on the
+"""One token per node in Triton: the rule of `SamplingOps.sample`, with every row's parameters read on the
 device.
 
 Two launches, whatever mix of greedy, noisy and banned rows a batch is, so one captured graph serves them all; filters

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.drafts import LEVELS
-from draftwing.ops.reference.suffix import BACK, BASE, FIRST, MOST, SCORE_BITS, SECOND, WAYS, SuffixIndex, SuffixOps
+from draftwing.ops.reference.suffix import BACK, BASE, FIRST, MOST, SCORE_BITS, SECOND, WAYS, SuffixIndex
 from draftwing.ops.triton.common import INTERPRETED, launch_options, start
 from draftwing.ops.types import Draft, RowTensors
 
@@ -353,10 +353,3 @@ class TritonSuffixIndex(SuffixIndex):
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
         return Draft(tokens, parent, alive, grade)
-
-
-class TritonSuffixOps(SuffixOps):
-    """Overrides the index."""
-
-    def suffix_index(self, rows: int, **settings: float | None) -> SuffixIndex:
-        return TritonSuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwing.core import MARK_DEPTH, TOKEN
 from draftwing.ops.drafts import DEPTHS
 from draftwing.ops.reference.tree import FRACTION_BITS, TreeOps
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import lanes, launch_options, start
 from draftwing.ops.triton.noise import position_words
 from draftwing.ops.types import (
     HEAD,
@@ -255,7 +255,7 @@ class TritonTreeOps(TreeOps):
         assert table.page_table.is_contiguous()
         _tree_kernel[(batch,)](
             draft.parent.contiguous(), _bytes(draft.alive), rows, table.page_table, table.kv_len, table.length,
-            *tree, *inputs, NODES=nodes, LANES=_lanes(nodes), DEPTH=depth_max,
+            *tree, *inputs, NODES=nodes, LANES=lanes(nodes), DEPTH=depth_max,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
         return tree, inputs
@@ -275,7 +275,7 @@ class TritonTreeOps(TreeOps):
             table.rows, confidence, *done[:3], *(path if path is not None else (done.packed,) * 4),
             None if draft.grade is None or calibration is None else draft.grade.contiguous(),
             *(calibration or (None, None)),
-            NODES=nodes, LANES=_lanes(nodes), DEPTH=width - 1, STEPS=_lanes(width), HEAD=HEAD, PATH=with_path,
+            NODES=nodes, LANES=lanes(nodes), DEPTH=width - 1, STEPS=lanes(width), HEAD=HEAD, PATH=with_path,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
         return done
@@ -286,18 +286,14 @@ class TritonTreeOps(TreeOps):
         batch, nodes = target.shape
         tokens, parent, alive, target = (part.contiguous() for part in (*draft[:3], target))
         out = torch.empty(batch, nodes, dtype=torch.int64, device=target.device)
-        lanes = triton.next_power_of_2(nodes)
+        wide = triton.next_power_of_2(nodes)
         _simulate_kernel[(batch,)](
             out, tokens, parent, alive, tree.depth, target, rows, kv_len,
-            CHANCE=chance, BITS=FRACTION_BITS, VOCAB=vocab, NODES=nodes, LANES=lanes,
-            DEPTH=tree.path.shape[2] - 1, num_warps=max(1, min(4, lanes // 32)), **launch_options(target.device),
+            CHANCE=chance, BITS=FRACTION_BITS, VOCAB=vocab, NODES=nodes, LANES=wide,
+            DEPTH=tree.path.shape[2] - 1, num_warps=max(1, min(4, wide // 32)), **launch_options(target.device),
         )  # fmt: skip
         return out
 
 
 def _bytes(flags: Tensor) -> Tensor:
     return flags.contiguous().view(torch.uint8)
-
-
-def _lanes(size: int) -> int:
-    return max(triton.next_power_of_2(size), 2)

@@ -254,22 +254,26 @@ static void build_row(const Build *b) {
 
 /* -- the module: pointers and sizes as integers, unchecked; ops/cpu/ngram.py knows the tensors ---------------- */
 
+static Memory memory_of(const int64_t *n) {
+    return (Memory){.rows = POINTER(n[0]),
+                    .batch = n[1],
+                    .tokens = POINTER(n[2]),
+                    .context = n[3],
+                    .size = n[4],
+                    .state = POINTER(n[5]),
+                    .log = POINTER(n[6]),
+                    .table = POINTER(n[7]),
+                    .factors = POINTER(n[8]),
+                    .mask = n[9],
+                    .window = n[10]};
+}
+
 /* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, prefix_len, count, limit, cells
    of a ring, clock */
 static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[16];
     if (!numbers(args, given, 16, n)) return NULL;
-    const Memory m = {.rows = POINTER(n[0]),
-                      .batch = n[1],
-                      .tokens = POINTER(n[2]),
-                      .context = n[3],
-                      .size = n[4],
-                      .state = POINTER(n[5]),
-                      .log = POINTER(n[6]),
-                      .table = POINTER(n[7]),
-                      .factors = POINTER(n[8]),
-                      .mask = n[9],
-                      .window = n[10]};
+    const Memory m = memory_of(n);
     const int64_t *prefix = POINTER(n[11]), *count = POINTER(n[12]);
     int64_t *clock = POINTER(n[15]);
     *clock += INSERT;
@@ -282,18 +286,8 @@ static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t giv
 static PyObject *py_ngram_confidence(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[21];
     if (!numbers(args, given, 21, n)) return NULL;
-    const Memory m = {.rows = POINTER(n[0]),
-                      .batch = n[1],
-                      .tokens = POINTER(n[2]),
-                      .context = n[3],
-                      .size = n[4],
-                      .state = POINTER(n[5]),
-                      .log = POINTER(n[6]),
-                      .table = POINTER(n[7]),
-                      .factors = POINTER(n[8]),
-                      .mask = n[9],
-                      .window = n[10],
-                      .kv_len = POINTER(n[11])};
+    Memory m = memory_of(n);
+    m.kv_len = POINTER(n[11]);
     int64_t *candidates = POINTER(n[12]), *match = POINTER(n[13]), *gap = POINTER(n[14]), *out = POINTER(n[19]);
     for (int64_t b = 0; b < m.batch; b++) {
         const int64_t row = m.rows[b];
