@@ -28,7 +28,7 @@ from draftwing.train.checkpoint import save_head
 from draftwing.train.fit import STATE_FILE, Fit
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.heads import TargetHead, load_head, new_block_head, new_eagle3_head, new_eagle_head, new_mtp_head
-from draftwing.train.store import FeatureStore, SourceMeta
+from draftwing.train.store import FeatureStore, OnlineSource, SourceMeta
 from draftwing.train.ttt import Loss
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
     if algorithm == "DSPARK":
         loss, rate = replace(loss, kind="lk_hybrid"), 1.5e-2
     settings = recipe(algorithm, loss=loss, steps=steps, tokens=512, lr=rate, eval_every=50)
-    held_out = capture.online(features, "tiny", algorithm, tokens[160:])
+    held_out = OnlineSource(features.meta("tiny", algorithm), tokens[160:], features.batch)
     report = Fit(head, TargetHead(target), store, held_out, settings, tmp_path / "run").run()
     after = learnable.accept_length(path, save_head(head, tmp_path / "after", torch.float32), name)
     assert before < least and after > most
@@ -186,11 +186,6 @@ def test_what_does_not_fit_is_refused(target, tmp_path):
     short.lengths = [1, 2, 2]
     with pytest.raises(ConfigError, match="none of 3 samples"):
         Fit(head, TargetHead(body), short, None, config("EAGLE3"), tmp_path / "out").run()
-    for changes in ({"steps": -1}, {"epochs": 0}, {"tokens": 0}, {"clip": 0}, {"warmup": 2}):
-        with pytest.raises(ConfigError):
-            FitConfig(**changes)
-    with pytest.raises(ConfigError, match="MEDUSA"):
-        recipe("MEDUSA")
 
 
 def test_a_loss_that_is_no_number_ends_the_run(target, tmp_path):
@@ -300,11 +295,6 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
         assert rates[report.steps - 1] == pytest.approx(0.05e-2, rel=0.02), name
         assert max(rates.values()) > 0.95e-2, name
         assert report.steps > 60 and (name != "whole" or 200 < report.steps < 260), report.steps
-    with pytest.raises(ConfigError, match="steps or minutes, found both: 11 and 1"):
-        config("EAGLE3", minutes=1)
-    for minutes in (math.inf, math.nan):
-        with pytest.raises(ConfigError, match="minutes"):
-            config("EAGLE3", steps=0, minutes=minutes)
 
 
 @pytest.mark.parametrize(("step", "killed", "compiling"), [(5.0, 0, 0.0), (5.0, 3, 7.0), (0.1, 200, 5.0)])

@@ -15,7 +15,7 @@ from draftwing.errors import ConfigError
 from draftwing.layers.config import NormConfig
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model
-from draftwing.train.capture import FeatureModel, causal
+from draftwing.train.capture import Causal, FeatureModel
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import TargetHead, load_mean, new_block_head, new_eagle3_head
 
@@ -54,7 +54,7 @@ def test_a_fresh_head_does_what_the_last_layer_does(tmp_path):
     with torch.no_grad():
         assert head.fusion.mixer.qkv.weight[:, : head.width].any()
         head.fusion.mixer.qkv.weight[:, : head.width].zero_()  # what reads the next token
-        hidden = head.run(ids, torch.arange(11), head.features(aux_hidden), 0, causal(1, 11))
+        hidden = head.run(ids, torch.arange(11), head.features(aux_hidden), 0, Causal(1, 11))
         torch.testing.assert_close(head.logits(hidden), TargetHead(target)(final)[:, kept], rtol=1e-4, atol=1e-5)
 
 

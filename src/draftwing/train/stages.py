@@ -31,7 +31,7 @@ from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 from draftwing.train import heads
 from draftwing.train.blocks import checked_mask, fresh_block, unused_token
-from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_aux_layers
+from draftwing.train.capture import FeatureModel, bytes_per_token, capture, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Prompt, Skipped, held_out, original
@@ -321,7 +321,8 @@ class Stages:
         """Returns the target, of which only embedding and head are needed beside stored features, and the features."""
         if self.settings.online:
             features = self._target()
-            return features.model, online(features, self.engine_options.model, self.settings.algorithm, tokens)
+            meta = features.meta(self.engine_options.model, self.settings.algorithm)
+            return features.model, OnlineSource(meta, tokens, features.batch)
         store = FeatureStore(self.features)
         missing = sum(one.key not in store.keys for one in tokens)
         if missing:
