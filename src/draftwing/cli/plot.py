@@ -30,7 +30,7 @@ class Box(NamedTuple):
 
 
 def plot(records: Sequence[Record], title: str) -> str:
-    """The picture of all records of a run, as `engine.measure.measure` and `sweep` give them.
+    """The picture of all records of a run, as `engine.benchmark.record_of` and `sweep` give them.
 
     title: what was measured.
     """

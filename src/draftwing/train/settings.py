@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.config.drafters import DEFAULT, NO_DRAFTER, TRAINED, DrafterSpec, Training, training
-from draftwing.config.fields import check_fields, flag, kinds, option
+from draftwing.config.fields import check_fields, flag, option
 from draftwing.config.options import Options
 from draftwing.config.trees import checked_shape
 from draftwing.core import TreeShape
@@ -199,21 +199,17 @@ class Settings:
         if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
             able = " and ".join(name for name in TRAINED if training(name).aux_hidden_states)
             raise ConfigError(f"--aux-layers and --draft-vocab-size are for --algorithm {able}")
-        odd = self._given(("ttt_steps",) if self.training.block else _OF_BLOCKS)
-        if odd:
-            able = " and ".join(name for name in TRAINED if bool(training(name).block) != bool(self.training.block))
-            raise ConfigError(f"{odd}: for --algorithm {able}, found {self.algorithm}")
-        odd = self._given(_OF_DSPARK) if self.drafter.heads[0] != "dspark" else ""
-        if odd:
-            raise ConfigError(f"{odd}: for --algorithm DSPARK, found {self.algorithm}")
-        odd = self._given(("ffn_size",)) if self.drafter.heads[0] == "mtp" else ""
-        if odd:
-            able = " and ".join(name for name, spec in TRAINED.items() if spec.heads[0] != "mtp")
-            raise ConfigError(
-                f"{odd}: for --algorithm {able}, found {self.algorithm}, a layer of the target's own shape"
-            )
-        odd = self._given(_OF_FRESH) if self.init_head else ""
-        if odd:
+        able = {name for name in TRAINED if bool(training(name).block)}
+        for names, algorithms, why in (
+            (_OF_BLOCKS, able, ""),
+            (("ttt_steps",), TRAINED.keys() - able, ""),
+            (_OF_DSPARK, {"DSPARK"}, ""),
+            (("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
+        ):
+            if self.algorithm not in algorithms and (odd := self._given(names)):
+                shown = " and ".join(name for name in TRAINED if name in algorithms)
+                raise ConfigError(f"{odd}: for --algorithm {shown}, found {self.algorithm}{why}")
+        if self.init_head and (odd := self._given(_OF_FRESH)):
             raise ConfigError(f"{odd}: for fresh heads; one of --init-head is as it was made, so leave this out")
         if self.steps and self.minutes:
             raise ConfigError(f"--steps and --minutes: expected one of them, found {self.steps} and {self.minutes}")
@@ -305,7 +301,7 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
     given: fields of `Settings`; options: of the engine. With another run's data (`data`), what made that data is taken
     from there. Raises ConfigError for values that cannot work, and for those that would make the run another one.
     """
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    given = _tuples(given)
     before = _load(out)
     source = given.get("data", before[0].get("data") if before else None)
     made = _load(Path(source)) if source is not None else None
@@ -371,14 +367,12 @@ def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     known = {spec.name for spec in dataclasses.fields(Settings)}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        settings = {name: _read(name, value) for name, value in content["settings"].items() if name in known}
-        return settings, dict(content["options"])
+        settings = {name: value for name, value in content["settings"].items() if name in known}
+        return _tuples(settings), dict(content["options"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): name another --out") from None
 
 
-def _read(name: str, value: Any) -> Any:
-    """Reads a setting from JSON. Where several values are allowed, older folders hold one, or null."""
-    if not kinds(Settings)[name].many:
-        return value
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are typed, or read from JSON: where several values are allowed there are lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

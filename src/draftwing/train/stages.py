@@ -359,13 +359,13 @@ class Stages:
         size = self.settings.draft_vocab_size or (vocab if self.settings.training.block else min(32000, vocab // 4))
         found = draft_vocabulary(tokens, size, vocab, self.tokenizer.stop_ids)
         self._note(found)
-        return found.target_ids() if len(found.ids) < vocab else None
+        return torch.tensor(found.ids) if len(found.ids) < vocab else None
 
     def _note(self, found: Vocabulary) -> None:
         logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the answers", len(found.ids),
                     self.config.vocab_size, 100 * found.coverage)  # fmt: skip
         if not self.rank:
-            found.save(self.run.out / "vocabulary.json")
+            write_json(self.run.out / "vocabulary.json", found._asdict(), None)
 
     def _fit_config(self) -> FitConfig:
         settings = self.settings
