@@ -59,16 +59,11 @@ def footer(records: Sequence[Record], remote: bool) -> str:
     prompts = first["requests"] // first["rounds"]
     compared = "without_drafts" in first
     how = f", {first['rounds']} rounds with drafts and {first['rounds']} without, alternately" if compared else ""
-    lines = [
-        f"{counted_requests(prompts, 'prompt')}{how}; not counted: {warmups} warm-up prompts"
-        + " on each side" * compared
-    ]
-    if not compared:
-        why = (
-            "the server drafts nothing, or its requests have no field `speculative`" if remote else "nothing is drafted"
-        )
-        lines.append(f"no column without drafts: {why}")
-    return "\n".join(lines)
+    counted = f"{counted_requests(prompts, 'prompt')}{how}; not counted: {warmups} warm-up prompts"
+    if compared:
+        return f"{counted} on each side"
+    why = "the server drafts nothing, or its requests have no field `speculative`" if remote else "nothing is drafted"
+    return f"{counted}\nno column without drafts: {why}"
 
 
 def sweep_lines(record: Record) -> list[str]:
