@@ -149,30 +149,6 @@ def test_points_leave_out_what_cannot_be() -> None:
         list(points({"model": "x"}, grid))
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["serve", "--speculative-algorithm", "STANDALONE"], "STANDALONE needs --speculative-draft-model-path"),
-        (["serve", "--host", "no such host"], "is not an address"),
-        (["bench", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
-        (["chat", "--url", "http://127.0.0.1:1"], "no answer from"),
-        (["bench", "--url", "ftp://x"], "expected a URL"),
-        (["bench", "--url", "http://127.0.0.1:1", "--model", "x"], "model would have no effect"),
-        (["bench", "--url", "http://127.0.0.1:1", "--sweep"], "does not go with --url"),
-        (["bench", "--prompts", "/no/such/file"], "--prompts: /no/such/file"),
-        (["bench", "--output", "/no/such/folder/file"], "cannot be written"),
-        (["bench", "--save-shape"], "--save-shape needs --sweep"),
-        (["bench", "--sweep", "--save-shape", "--model", "x", "--speculative-algorithm", "NGRAM"], "found NGRAM"),
-        (["bench", "--sweep", "--save-shape", "--speculative-algorithm=EAGLE3", "--speculative-draft-model=a/b"],
-         "expected one with config.json, found a/b"),
-    ],
-)  # fmt: skip
-def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("draftwing: error: ") and message in error and error.count("\n") == 1
-
-
 def test_client_errors(url: str) -> None:
     with pytest.raises(ServerError, match="API key"):
         Client(url).get("/v1/models")

@@ -44,7 +44,7 @@ def find_device(asked: str | type[Any]) -> type[Any]:
     if isinstance(asked, str):
         found = import_attribute(asked if ":" in asked else _path_of(asked), _OPTION)
     check_class(found, "Device", ("download", "defaults"), f"{_OPTION} {asked}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _path_of(name: str) -> str:
