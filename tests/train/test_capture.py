@@ -77,7 +77,7 @@ def test_features_are_those_that_serving_feeds_a_head(
     served_final, served_aux = (torch.cat([out[i] for out in given])[:41] for i in (0, 1))  # type: ignore[misc]
 
     model = FeatureModel.load(folder, algorithm, "cpu", "float32")
-    aux_hidden, final = model(torch.tensor(ids))
+    ((aux_hidden, final),) = model.batch([torch.tensor(ids)])
     assert len(given) > 2 and aux_hidden.shape == (41, (3 if algorithm == "EAGLE3" else 1) * 32)
     torch.testing.assert_close(final, served_final, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(aux_hidden, served_aux, rtol=1e-5, atol=1e-5)
@@ -132,7 +132,7 @@ def test_final_gives_the_target_s_own_choices(model: Path, target: FeatureModel)
     ids = sequences([12])[0].ids.tolist()
     with LLM(str(model), dtype="float32", max_total_tokens=500) as llm:
         (answer,) = llm.generate([ids], {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True})
-    _, final = target(torch.tensor(ids + answer.token_ids))
+    ((_, final),) = target.batch([torch.tensor(ids + answer.token_ids)])
     chosen = target.model.logits(final).argmax(-1)
     assert chosen[len(ids) - 1 : -1].tolist() == answer.token_ids
 
@@ -177,7 +177,7 @@ def test_a_store_has_what_the_target_gives(model: Path, tmp_path: Path, algorith
     source = OnlineSource(target.meta("tiny", algorithm), tokens, target.batch)
     assert source.meta == store.meta and sorted(source.lengths) == sorted(store.lengths) == sorted(LENGTHS)
     for i, one in enumerate(tokens):
-        stored, direct = found[one.key], source.read(i)
+        stored, direct = found[one.key], source.read_many([i])[0]
         assert stored.ids.dtype == torch.int32 and stored.ids.tolist() == one.ids.tolist() == direct.ids.tolist()
         assert stored.loss_mask.tolist() == one.loss_mask.tolist() == direct.loss_mask.tolist()
         torch.testing.assert_close(stored.aux_hidden, direct.aux_hidden, rtol=1e-5, atol=1e-5)
@@ -234,7 +234,7 @@ def test_killed_at_any_moment_it_goes_on(
     found = content(FeatureStore(folder))
     assert set(found) == {one.key for one in tokens} and len(again) == len(tokens)
     for one in tokens:
-        aux_hidden, final = target(torch.from_numpy(one.ids))
+        ((aux_hidden, final),) = target.batch([torch.from_numpy(one.ids)])
         torch.testing.assert_close(found[one.key].aux_hidden, aux_hidden, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found[one.key].final, final, rtol=1e-5, atol=1e-5)
 

@@ -314,7 +314,7 @@ def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served
     served = served[:4]
     drafts = [int(head.target_ids[row[0].argmax()]) for row in served]
     ids = torch.tensor([[*prompt, answer.token_ids[0], *drafts]])
-    aux_hidden, _ = FeatureModel(target, head.aux_layers, pick_device("cpu"))(torch.tensor(prompt))
+    ((aux_hidden, _),) = FeatureModel(target, head.aux_layers, pick_device("cpu")).batch([torch.tensor(prompt)])
     missing = aux_hidden.new_zeros(ids.shape[1] - len(prompt), aux_hidden.shape[1])
     head.set_max_positions(64)
     with torch.no_grad():
@@ -350,7 +350,7 @@ def test_trainer_and_engine_have_the_same_logits(algorithm, served_target, tmp_p
         drafter.head.logits = lambda hidden: served.append(logits(hidden).clone()) or logits(hidden)
         (answer,) = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True})
     served = served[:depth]  # of the first tree: after the prompt, and its chain's levels
-    aux_hidden, _ = FeatureModel(target, head.aux_layers, pick_device("cpu"))(torch.tensor(prompt))
+    ((aux_hidden, _),) = FeatureModel(target, head.aux_layers, pick_device("cpu")).batch([torch.tensor(prompt)])
     drafts = [int(row.argmax()) for row in served]
     if head.target_ids is not None:
         drafts = head.target_ids[drafts].tolist()

@@ -49,7 +49,7 @@ def test_a_fresh_head_does_what_the_last_layer_does(tmp_path):
     ids = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(1))
     kept = torch.arange(0, 64, 2)
     head = new_eagle3_head(target, kept, aux_layers=(1, 3, 6), seed=2)
-    aux_hidden, final = FeatureModel(target, head.aux_layers, pick_device("cpu"))(ids)
+    ((aux_hidden, final),) = FeatureModel(target, head.aux_layers, pick_device("cpu")).batch([ids])
     head.set_max_positions(32)
     with torch.no_grad():
         assert head.fusion.mixer.qkv.weight[:, : head.width].any()

@@ -96,14 +96,10 @@ class FeatureModel:
         config, dtype = self.model.config, str(self.model.dtype).removeprefix("torch.")
         return SourceMeta(name, algorithm, self.aux_layers, config.hidden_size, config.vocab_size, dtype)
 
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [T] -> aux_hidden [T, len(aux_layers) * hidden], final [T, hidden]"""
-        return self.batch([ids])[0]
-
     @torch.no_grad()
     def batch(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Does the same for several sequences in one forward, each padded at its end to the longest; causal attention
-        keeps the padding out of sight."""
+        """ids [T] -> aux_hidden [T, len(aux_layers) * hidden], final [T, hidden], of several sequences in one forward,
+        each padded at its end to the longest; causal attention keeps the padding out of sight."""
         count, longest = len(sequences), max(len(ids) for ids in sequences)
         padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.has_own_memory)
         for row, ids in zip(padded, sequences, strict=True):

@@ -25,7 +25,6 @@ from draftwing.files import write_json
 
 logger = logging.getLogger(__name__)
 
-SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 4, 16), TreeShape(6, 10, 60))
 FEW = 20  # prompts of a set, below which its acceptance length says little
 # Options of the model and of speculation change what is accepted, and so do these of other groups. Apart are those that
 # a report or a record has under another name; of the head it has what it is, wherever it lies.
@@ -37,10 +36,10 @@ _APART = ("model", "speculative_algorithm", "speculative_draft_model_path", *TRE
 class Trial:
     """What is measured: every set of prompts, in every shape, at every temperature."""
 
-    shapes: Sequence[TreeShape] = SHAPES
-    temperatures: Sequence[float] = (0.0, 1.0)
-    max_tokens: int = 128
-    concurrency: int = 8
+    shapes: Sequence[TreeShape]
+    temperatures: Sequence[float]
+    max_tokens: int
+    concurrency: int
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Trains a head: the loop around its objective (`train.objectives`), on one device or, started by torchrun, on several.
+"""Trains a head: the loop around its objective, on one device or, started by torchrun, on several.
 
 A run can be killed at any moment and go on: the state it saves is complete or not there, and what comes next is a
 function of the seed and the number of the step alone; there is no random state to keep.
@@ -27,13 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 from draftwing.engine.devices.cpu import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.files import replace_file
+from draftwing.models.decoder import use_between
+from draftwing.models.heads.block import BlockHead
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
-from draftwing.train.fit_config import FitConfig
+from draftwing.train.block_loss import BlockLoss
+from draftwing.train.blocks import BlockObjective
+from draftwing.train.fit_config import AnyLoss, FitConfig
 from draftwing.train.heads import AnyHead, TargetHead
-from draftwing.train.objectives import make_objective
+from draftwing.train.kernels import kernels_take
 from draftwing.train.optimizer import HeadOptimizer
 from draftwing.train.progress import Progress, Row, summary
 from draftwing.train.store import FeatureSource
+from draftwing.train.ttt import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +82,22 @@ def join_world(device: str = "cuda") -> torch.device:
 def trains_in_half(device: torch.device) -> bool:
     """Tells whether products are in bfloat16 where the precision is "auto"."""
     return device.type == "cuda" or has_native_bfloat16()
+
+
+def make_objective(
+    head: AnyHead, target_head: TargetHead, loss: AnyLoss, max_length: int
+) -> Objective | BlockObjective:
+    """The objective of a head; makes its rotary table for texts of up to max_length tokens, and lets the kernels of
+    training do its norms and activations where they take them."""
+    if kernels_take(next(head.parameters())):
+        from draftwing.train.kernels.layer_ops import TrainingOps
+
+        use_between(head, TrainingOps())
+    if isinstance(head, BlockHead):
+        assert isinstance(loss, BlockLoss)
+        return BlockObjective(head, target_head, loss, max_length)
+    assert not isinstance(loss, BlockLoss)
+    return Objective(head, target_head, loss, max_length)
 
 
 class Fit:

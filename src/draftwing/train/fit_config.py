@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from draftwing.config.drafters import training
 from draftwing.train.block_loss import BlockLoss
-from draftwing.train.objectives import AnyLoss
 from draftwing.train.optimizer import OptimizerName
 from draftwing.train.ttt import Loss
+
+AnyLoss = Loss | BlockLoss
 
 
 @dataclass(frozen=True)

@@ -188,10 +188,10 @@ class Settings:
         if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
             able = " and ".join(name for name in TRAINED if training(name).aux_hidden_states)
             raise ConfigError(f"--aux-layers and --draft-vocab-size are for --algorithm {able}")
-        able = {name for name in TRAINED if bool(training(name).block)}
+        blocks = {name for name in TRAINED if bool(training(name).block)}
         for names, algorithms, why in (
-            (_OF_BLOCKS, able, ""),
-            (("ttt_steps",), TRAINED.keys() - able, ""),
+            (_OF_BLOCKS, blocks, ""),
+            (("ttt_steps",), TRAINED.keys() - blocks, ""),
             (_OF_DSPARK, {"DSPARK"}, ""),
             (("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
         ):

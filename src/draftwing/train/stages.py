@@ -43,7 +43,7 @@ from draftwing.train.forecast import Text, count_text, forecast, longest_text, p
 from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import read_responses, responses_files
 from draftwing.train.settings import Run
-from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, SourceMeta, Tokens
+from draftwing.train.store import FeatureStore, OnlineSource, Part, SourceMeta, Tokens
 from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class Stages:
         head = self._head(target, tokens)
         wanted = {one.key for one in tokens}
         chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
-        train, watch = _parts(source, source.order, wanted, chosen)
+        train, watch = _parts(source, wanted, chosen)
         report = Fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit").run()
         if not self.rank:
             self._save(head, report)
@@ -391,9 +391,10 @@ class Stages:
         pick_device(self.engine_options.device).trim()
 
 
-def _parts(source: FeatureSource, keys: Sequence[str], wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
+def _parts(source: FeatureStore | OnlineSource, wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
     """Splits the samples `wanted` into those that are trained on and the chosen ones; in the order of their keys,
-    however they came into a store. keys: of the source's samples."""
+    however they came into a store."""
+    keys = source.order
     numbers = sorted((i for i, key in enumerate(keys) if key in wanted), key=lambda i: keys[i])
     train, watch = ([i for i in numbers if (keys[i] in chosen) == part] for part in (False, True))
     return Part(source, train), Part(source, watch)

@@ -181,6 +181,9 @@ class FeatureStore:
         self.order += shard.keys
         self.keys |= set(shard.keys)
 
+    def read_many(self, numbers: Sequence[int]) -> list[Sample]:
+        return [self.read(i) for i in numbers]
+
     def _opened(self, name: str) -> Any:
         path = self.folder / name
         try:
@@ -207,11 +210,8 @@ class OnlineSource:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def read(self, i: int) -> Sample:
-        return self.read_many([i])[0]
-
     def read_many(self, numbers: Sequence[int]) -> list[Sample]:
-        """Reads several samples by one forward."""
+        """Reads several samples, by one forward."""
         chosen = [self._tokens[i] for i in numbers]
         ids = [torch.from_numpy(one.ids) for one in chosen]
         found = []
@@ -229,9 +229,6 @@ class Part:
 
     def __len__(self) -> int:
         return len(self.numbers)
-
-    def read(self, i: int) -> Sample:
-        return self.source.read(self.numbers[i])
 
 
 FeatureSource = FeatureStore | OnlineSource | Part  # what training reads
