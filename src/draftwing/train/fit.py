@@ -108,7 +108,7 @@ class Fit:
         head: AnyHead,
         target_head_fn: TargetHead,
         source: FeatureSource,
-        eval_source: FeatureSource | None,
+        eval_source: FeatureSource,
         config: FitConfig,
         out: Path,
     ) -> None:
@@ -129,7 +129,7 @@ class Fit:
         self.lengths = usable(source, config.max_length)
         if not self.lengths:
             raise ConfigError(f"nothing to train on: none of {len(source)} samples has 3 tokens or more")
-        self.eval_lengths = usable(eval_source, config.max_length) if eval_source is not None else {}
+        self.eval_lengths = usable(eval_source, config.max_length)
         self.total = _BY_CLOCK if config.minutes else config.steps or self._steps_of_epochs()
         self.objective = make_objective(head, target_head_fn, config.loss, config.max_length)
         self.optimizer = HeadOptimizer(head, config.optimizer, config.betas, config.weight_decay)
@@ -259,7 +259,6 @@ class Fit:
     @torch.no_grad()
     def _evaluate(self) -> None:
         config, stats = self.config, self._no_stats()
-        assert self.eval_source is not None
         mine = in_order(self.eval_lengths, config.tokens)[self.rank :: self.world]
         for batch in load(self.eval_source, mine, config.max_length, config.readers):
             with self.autocast:
@@ -371,24 +370,22 @@ class Fit:
         return list(state["history"])
 
 
-def _check(head: AnyHead, params: Sequence[Tensor], source: FeatureSource, eval_source: FeatureSource | None) -> None:
+def _check(head: AnyHead, params: Sequence[Tensor], *sources: FeatureSource) -> None:
     if not params:
         raise ConfigError("the head has no trainable parameters: it was loaded for serving (see train.heads)")
     if any(param.dtype not in (torch.float32, torch.float64) for param in params):
         raise ConfigError(f"expected a head with float32 parameters, found {params[0].dtype}")
-    for one in (source, eval_source):
-        if one is not None and tuple(one.meta.aux_layers) != head.aux_layers:
+    hidden, vocab = head.target.config.hidden_size, head.target.config.vocab_size
+    for meta in (source.meta for source in sources):
+        if tuple(meta.aux_layers) != head.aux_layers:
             raise ConfigError(
                 f"expected features of the layers {list(head.aux_layers)} of the target, "
-                f"found those of {list(one.meta.aux_layers)}"
+                f"found those of {list(meta.aux_layers)}"
             )
-        if one is not None and (one.meta.hidden, one.meta.vocab) != (
-            head.target.config.hidden_size,
-            head.target.config.vocab_size,
-        ):
+        if (meta.hidden, meta.vocab) != (hidden, vocab):
             raise ConfigError(
-                f"expected features of the target's size, hidden {head.target.config.hidden_size} and vocabulary "
-                f"{head.target.config.vocab_size}; found those of another size, {one.meta.hidden} and {one.meta.vocab}"
+                f"expected features of the target's size, hidden {hidden} and vocabulary {vocab}; found those of "
+                f"another size, {meta.hidden} and {meta.vocab}"
             )
 
 
