@@ -267,13 +267,9 @@ class Run:
     def command(self) -> str:
         """Returns what to type to make the same."""
         words = ["draftwing", "train", "--out", str(self.out)]
-        for name, value in self.options.items():
-            words += [flag(name)] + ([] if value is True else [str(value)])
-        for spec in dataclasses.fields(Settings):
-            value = getattr(self.settings, spec.name)
-            if value == spec.default:
-                continue
-            words.append(flag(spec.name))
+        changed = {name: value for name, value in vars(self.settings).items() if value != _FIELDS[name]["default"]}
+        for name, value in {**self.options, **changed}.items():
+            words.append(flag(name))
             if value is not True:
                 words += map(str, value) if isinstance(value, tuple) else [str(value)]
         return shlex.join(words)
