@@ -204,8 +204,8 @@ def test_attention_is_a_softmax_under_an_explicit_mask(kernel, monkeypatch):
 def attended_chains(kinds: list[list[Tensor]], dtype: torch.dtype, shape: tuple[int, int]) -> list[Tensor]:
     """Outputs of each step of one layer, and gradients; kinds: q, k, v and weights of the outputs, of each step"""
     q, k, v, weights = ([x.to(dtype).requires_grad_() for x in xs] for xs in kinds)
-    attention = chain_attention.ChainAttention(*shape)
-    outs = [attention.step(i, k[i].shape[1])(0, q[i], k[i], v[i]) for i in range(len(q))]
+    attention = chain_attention.ChainAttention(*shape, k[0].shape[1])
+    outs = [attention(0, *step) for step in zip(q, k, v, strict=True)]
     loss = sum((o * w).sum() for o, w in zip(outs, weights, strict=True))
     return [*outs, *torch.autograd.grad(loss, [*q, *k, *v])]
 
@@ -284,7 +284,7 @@ def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interp
     results = []
     for kernel in (False, True):
         monkeypatch.setattr(chain_attention, "kernels_take", lambda x, kernel=kernel: kernel)
-        out = chain_attention.ChainAttention(2, 11).step(0, 2).fused(0, qkv, cos, sin)
+        out = chain_attention.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin)
         results.append((out, *torch.autograd.grad(out, qkv, weight)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
