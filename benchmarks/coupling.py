@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import ClassVar
 
 import torch
+from load_texts import mt_bench
 
 from draftwing import LLM, SamplingParams
 from draftwing.config.trees import TREE
@@ -23,8 +23,6 @@ from draftwing.models.loader import load_model
 from draftwing.spec.drafter import Draft, DraftContext, DraftStep, SeenTokens
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
-
-PROMPTS = Path(__file__).parent / "data" / "mt_bench.jsonl"
 
 
 class Coupled(ModelDrafter):
@@ -65,8 +63,7 @@ def main() -> None:
     parser.add_argument("--blur", type=float, default=0.25)
     args = parser.parse_args()
     Coupled.blur = args.blur
-    with PROMPTS.open(encoding="utf8") as lines:
-        questions = [json.loads(line)["turns"][0] for line in lines][:: 80 // args.prompts][: args.prompts]
+    questions = mt_bench()[:: 80 // args.prompts][: args.prompts]
     for shape in (TreeShape(4, 1, 5), TreeShape(4, 4, 16)):
         for kind in (Coupled, Uncoupled):
             options = dict(zip(TREE, shape, strict=True))

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from load_texts import mt_bench
 
 from draftwing import LLM, SamplingParams
 
-PROMPTS = Path(__file__).parent / "data" / "mt_bench.jsonl"
 PEOPLE = ("Ann Lee", "Oslo"), ("Bo Chan", "Lima"), ("Cy Diaz", "Rome"), ("Di Evans", "Bern"), ("Ed Frost", "Kyiv")
 RECORDS = [{"id": i, "name": name, "city": city, "active": i % 2 == 0} for i, (name, city) in enumerate(PEOPLE)]
 JSON_TEXT = json.dumps(RECORDS, indent=1)
@@ -84,13 +84,7 @@ def fresh(llm: LLM, prompts: list[list[int]], tokens: int) -> Callable[[], int]:
 
 
 def questions(llm: LLM, count: int) -> list[list[int]]:
-    with PROMPTS.open(encoding="utf8") as lines:
-        turns = [json.loads(line)["turns"][0] for line in lines]
-    return [chat_ids(llm, text) for text in turns[:count]]
-
-
-def chat_ids(llm: LLM, text: str) -> list[int]:
-    return llm.engine.tokenizer.encode_chat([{"role": "user", "content": text}])
+    return [llm.engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in mt_bench(count)]
 
 
 def load_transformers(dtype: torch.dtype) -> Any:

@@ -10,15 +10,14 @@ many drafts are accepted, the ratio tells both.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
+
+from load_texts import mt_bench
 
 from draftwing import LLM
 
-PROMPTS = Path(__file__).parent / "data" / "mt_bench.jsonl"
 PERSON = {
     "type": "object",
     "properties": {
@@ -73,8 +72,7 @@ def main() -> None:
     parser.add_argument("--algorithms", default="none,NGRAM")
     parser.add_argument("--batches", default="1,16")
     args = parser.parse_args()
-    lines = PROMPTS.read_text(encoding="utf-8").splitlines()
-    turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines[:16]]
+    turns = [[{"role": "user", "content": turn}] for turn in mt_bench(16)]
     people = [[{"role": "user", "content": f"{ASK} Number {i}."}] for i in range(16)]
     for algorithm in args.algorithms.split(","):
         llm = LLM("smollm2", speculative_algorithm=algorithm, num_threads=args.threads, max_total_tokens=40000)

@@ -37,6 +37,7 @@ import torch
 from chat_servers import Contender, Server, draftwing_server, llama_server
 from gguf_files import write_eagle3
 from llama_cpp_build import CACHE, ISAS, VERSION, build
+from load_texts import mt_bench
 
 import draftwing
 from draftwing.gguf_file import open_gguf
@@ -80,9 +81,7 @@ Round = dict[str, float]  # figures of one contender in one round
 
 def questions() -> Iterator[Messages]:
     """First turns of MT-bench, and then again from the first."""
-    with PROMPTS.open(encoding="utf8") as lines:
-        turns = [json.loads(line)["turns"][0] for line in lines]
-    return ([{"role": "user", "content": turn}] for turn in cycle(turns))
+    return ([{"role": "user", "content": turn}] for turn in cycle(mt_bench()))
 
 
 def long_prompts(tokenizer: Tokenizer) -> Iterator[Messages]:

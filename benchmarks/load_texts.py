@@ -87,12 +87,12 @@ class Texts:
 
 def questions() -> list[str]:
     """First turns of MT-bench and instructions of self-instruct."""
-    return [*_lines("mt_bench.jsonl", _turn), *_lines("self_instruct.jsonl", lambda row: row["prompt"])]
+    return [*mt_bench(), *_lines("self_instruct.jsonl", lambda row: row["prompt"])]
 
 
-def _turn(row: dict[str, Any]) -> str:
-    text: str = row["turns"][0]
-    return text
+def mt_bench(count: int | None = None) -> list[str]:
+    """First turns of so many prompts, by default of all 80."""
+    return _lines("mt_bench.jsonl", lambda row: row["turns"][0])[:count]
 
 
 def _lines(name: str, read: Callable[[dict[str, Any]], Any]) -> list[Any]:

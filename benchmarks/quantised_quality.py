@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from load_texts import mt_bench
 from logits_quality import PIECE, TEXT, distributions, divergences, load, summary
 
 import draftwing
@@ -29,8 +30,7 @@ DRAFTS = {
 
 def texts(llm: LLM, prompts: int, tokens: int) -> tuple[list[str], float]:
     """(greedy answers to MT-bench's first turns, mean tokens of a step)"""
-    with TEXT.open(encoding="utf8") as lines:
-        turns = [json.loads(line)["turns"][0] for line in lines]
+    turns = mt_bench()
     chats = [[{"role": "user", "content": turn}] for turn in turns[:: len(turns) // prompts][:prompts]]
     answers = llm.chat(chats, SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
     drafts, steps = (

@@ -10,14 +10,13 @@ answers are the same tokens, and how often reasoning was ended by force, where t
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from load_texts import mt_bench
 
 from draftwing import LLM
 
-TURNS = Path(__file__).parent / "data" / "mt_bench.jsonl"
 BUDGETS = 0, 1, 5, 12, 30, 60, -1
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
 TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
@@ -44,8 +43,7 @@ def answers(
     args: argparse.Namespace, algorithm: str, at_once: int, more: dict[str, Any]
 ) -> tuple[list[list[int]], str]:
     """The tokens of all answers, and what else is to be told of the run."""
-    lines = TURNS.read_text(encoding="utf-8").splitlines()[: args.prompts]
-    asked = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+    asked = [[{"role": "user", "content": turn}] for turn in mt_bench(args.prompts)]
     params = [
         {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True,
          "thinking_budget": BUDGETS[i % len(BUDGETS)]}

@@ -13,14 +13,14 @@ Prints a line for each wave, the best of `--rounds`, and a table.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
-from urllib.parse import urlsplit
+
+from draftwing.cli.client import Client
 
 RESERVED = 1000  # the first and the last token ids of a vocabulary, which may mean something
 
@@ -48,21 +48,10 @@ def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
 
 
 def ask(url: str, ids: list[int], tokens: int, temperature: float) -> int:
-    """An answer of so many tokens. Returns how many there were; raises RuntimeError when it is refused."""
-    where = urlsplit(url)
-    assert where.hostname is not None
-    connection = http.client.HTTPConnection(where.hostname, where.port or 80, timeout=600)
+    """An answer of so many tokens. Returns how many there were; raises ServerError when it is refused."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": temperature}
-    body = json.dumps({"input_ids": ids, "sampling_params": sampling})
-    try:
-        connection.request("POST", "/generate", body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
-        if response.status != 200:
-            raise RuntimeError(f"{url}: status {response.status}, {text[:300]!r}")
-        return int(json.loads(text)["meta_info"]["completion_tokens"])
-    finally:
-        connection.close()
+    answer = Client(url).post("/generate", {"input_ids": ids, "sampling_params": sampling})
+    return int(answer["meta_info"]["completion_tokens"])
 
 
 def rate(url: str, every: Sequence[list[int]], tokens: int, temperature: float) -> float:

@@ -27,13 +27,33 @@ HIDDEN, VOCAB = 64, 48
 
 
 @dataclass(frozen=True)
-class RecurrenceConfig(MixerConfig):
-    """h_t = a_t * h_{t-1} + x_t. width: of the state, a multiple of 32, for bits that do not depend on the batch."""
+class StateConfig(MixerConfig):
+    """width: of what lies in the pool for each token."""
 
     width: int
 
     def keeps(self) -> StateSpec:
         return StateSpec((self.width,), torch.float32)
+
+
+class InOut(Mixer):
+    """Two matrices around what lies in the pool."""
+
+    def __init__(
+        self, width: int, rows: int, layer: LayerConfig, pool_layer: int, dtype: Any, device: Any, inputs: int
+    ):
+        """rows: of the first matrix."""
+        super().__init__()
+        self.pool_layer = pool_layer
+        self.into = Linear(inputs, rows, False, dtype, device, layer.weight_format)
+        self.out = Linear(width, layer.hidden, False, dtype, device, layer.weight_format)
+
+    def linears(self) -> list[Linear]:
+        return [self.into, self.out]
+
+
+class RecurrenceConfig(StateConfig):
+    """h_t = a_t * h_{t-1} + x_t. width: a multiple of 32, for bits that do not depend on the batch."""
 
     def weights(self, hidden: int) -> int:
         return 3 * hidden * self.width
@@ -45,30 +65,11 @@ class RecurrenceConfig(MixerConfig):
             StoredMatrix("recurrence.out_proj", "out", 0, hidden, False, Cut(1, Share(0, self.width, self.width))),
         ]
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> Recurrence:
-        return Recurrence(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, *layer: Any) -> Recurrence:
+        return Recurrence(self.width, 2 * self.width, *layer)
 
 
-class Recurrence(Mixer):
-    def __init__(
-        self,
-        config: RecurrenceConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
-        super().__init__()
-        self.pool_layer = pool_layer
-        self.into = Linear(in_size, 2 * config.width, False, dtype, device, layer.weight_format)
-        self.out = Linear(config.width, layer.hidden, False, dtype, device, layer.weight_format)
-
-    def linears(self) -> list[Linear]:
-        return [self.into, self.out]
-
+class Recurrence(InOut):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         gate, value = (part.contiguous() for part in self.into(x).float().chunk(2, -1))
         keep = gate.sigmoid()
@@ -79,14 +80,8 @@ class Recurrence(Mixer):
     __call__ = forward
 
 
-@dataclass(frozen=True)
-class ConvolutionConfig(MixerConfig):
+class ConvolutionConfig(StateConfig):
     """y_t = w_0 * u_t + w_1 * u_{t-1} + w_2 * u_{t-2}. width: of u."""
-
-    width: int
-
-    def keeps(self) -> StateSpec:
-        return StateSpec((self.width,), torch.float32)
 
     def weights(self, hidden: int) -> int:
         return (2 * hidden + 3) * self.width
@@ -99,30 +94,14 @@ class ConvolutionConfig(MixerConfig):
             StoredVector("conv.taps", "taps", 3),
         ]
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> Convolution:
-        return Convolution(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, *layer: Any) -> Convolution:
+        return Convolution(self.width, self.width, *layer)
 
 
-class Convolution(Mixer):
-    def __init__(
-        self,
-        config: ConvolutionConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
-        super().__init__()
-        self.pool_layer = pool_layer
-        self.into = Linear(in_size, config.width, False, dtype, device, layer.weight_format)
-        self.out = Linear(config.width, layer.hidden, False, dtype, device, layer.weight_format)
-        self.taps = nn.Parameter(torch.zeros(3, config.width, dtype=dtype, device=device))
-
-    def linears(self) -> list[Linear]:
-        return [self.into, self.out]
+class Convolution(InOut):
+    def __init__(self, width: int, rows: int, layer: LayerConfig, pool_layer: int, dtype: Any, *rest: Any) -> None:
+        super().__init__(width, rows, layer, pool_layer, dtype, *rest)
+        self.taps = nn.Parameter(torch.zeros(3, width, dtype=dtype, device=rest[0]))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         own, (batch, kept) = self.into(x).float(), attend.state(self.pool_layer)

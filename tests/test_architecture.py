@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,38 +122,13 @@ def may_ask(module: str) -> bool:
     return _top(module) == "ops" or f"{module}.".startswith("train.kernels.") or module in MAY_ASK
 
 
-def circles() -> list[list[str]]:
-    """Strongly connected modules, by what is imported when they are (Tarjan)."""
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """By what is imported when they are; the root loads what it has when it is first asked for."""
     edges = {
-        module: [found.target for found in imports(module) if not (found.deferred or found.typing)]
+        module: {found.target for found in imports(module) if found.target and not (found.deferred or found.typing)}
         for module in trees()
     }
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(module: str) -> None:
-        index[module] = low[module] = len(index)
-        stack.append(module)
-        for target in edges[module]:
-            if not target or target not in edges:  # the root loads what it has when it is first asked for
-                continue
-            if target not in index:
-                visit(target)
-                low[module] = min(low[module], low[target])
-            elif target in stack:
-                low[module] = min(low[module], index[target])
-        if low[module] == index[module]:
-            at = stack.index(module)
-            if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    for module in edges:
-        if module not in index:
-            visit(module)
-    return found
+    TopologicalSorter(edges).prepare()  # raises CycleError, which has the modules
 
 
 def test_every_module_has_a_place_in_the_table() -> None:
@@ -170,10 +146,6 @@ def test_the_walk_sees_what_it_looks_for() -> None:
 def test_nothing_is_imported_upwards() -> None:
     found = {line for module in trees() if module not in ("", "__main__") for line in upward(module)}
     assert not found, "imports of what stands below in the table of docs/architecture.md"
-
-
-def test_no_modules_import_one_another_in_a_circle() -> None:
-    assert not circles()
 
 
 def test_the_host_side_imports_no_torch() -> None:

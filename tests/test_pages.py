@@ -189,11 +189,6 @@ def test_every_result_is_shown() -> None:
         assert set(result.get("headline", ())) <= {row[0] for row in result["rows"]}, name
 
 
-def test_the_notebook_has_short_pages() -> None:
-    for page in (ROOT / "docs" / "dev").glob("*.md"):
-        assert len(text_of(page).split()) <= 3000, page.name
-
-
 def test_performance_quotes_the_cards() -> None:
     """Acceptance lengths of the bundled heads, greedy / at temperature 1, are those of the cards beside them."""
     section = text_of(ROOT / "docs" / "performance.md").split("## Acceptance length of the bundled heads")[1]

@@ -37,32 +37,6 @@ def test_what_is_not_run() -> None:
         assert reason == expected, command
 
 
-def test_examples_of_a_page() -> None:
-    page = "```bash\none  # says\n# no command\ntwo \\\n    'a\nb'\n```\n\n```python\nx = 1\n```\n\n```sh\nthree\n```\n"
-    found = runner.examples(page)
-    assert [(one.language, one.text) for one in found] == [
-        ("bash", "one  # says"),
-        ("bash", "two      'a\nb'"),
-        ("python", "x = 1\n"),
-    ]
-    assert found[1].words == ["two", "a\nb"]
-
-
-@pytest.mark.parametrize(
-    ("command", "needs"),
-    [
-        ("draftwing serve", ""),
-        ("draftwing chat 'Why is the sky blue?'", ""),
-        ("draftwing serve smollm2 --port 0", ""),
-        ("draftwing serve --model org/name", "a model of the hub"),
-        ("draftwing serve qwen3-8b", "a model of the hub"),
-        ("uvx draftwing serve", "a package index"),
-    ],
-)
-def test_what_a_command_needs(command: str, needs: str) -> None:
-    assert runner.Example("bash", command).needs == needs
-
-
 @pytest.mark.slow
 def test_the_commands_run(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the page's order, the server beside those after it. Answers end, and the streamed one keeps to its limit."""

@@ -17,7 +17,7 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 from draftwing import LLM, CheckpointError, ConfigError
 from draftwing.cli.main import serve_options
 from draftwing.config.options import Options
-from draftwing.engine.benchmark import Local, measure
+from draftwing.engine.benchmark import Local, record_of, timed_run
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.stats import Reporter
 from draftwing.server.app import create_app
@@ -70,7 +70,7 @@ def test_configs_alone_are_enough(model: str, head: str, algorithm: str, caplog:
         one, two = llm.generate(["Hello", "Other"], GREEDY)
         assert len(one.token_ids) == len(two.token_ids) == 60
         assert one.meta_info["simulated"] == two.meta_info["simulated"] == ["random weights"]
-        record = measure(Local(llm.engine), [[1, 2, 3]], GREEDY, 1)
+        record = record_of(target := Local(llm.engine), 1, *timed_run(target, [[1, 2, 3]], GREEDY, 1))
     assert record["simulated"] == ["random weights"]
     assert "SIMULATED: random weights" in caplog.text
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import script
 from tiny_checkpoint import write_checkpoint
+
+from draftwing.utils import free_port
 
 TOOL = Path(__file__).parents[1] / "tools" / "soak.py"
 
@@ -29,13 +30,8 @@ KeyError: 2
 """
 
 
-def test_the_log_before_a_bug_is_kept_with_whole_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOL.parent))
-    spec = importlib.util.spec_from_file_location("soak", TOOL)
-    assert spec is not None and spec.loader is not None
-    soak = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = soak  # where its dataclasses look for themselves
-    spec.loader.exec_module(soak)
+def test_the_log_before_a_bug_is_kept_with_whole_traces() -> None:
+    soak = script(TOOL)
     problems, minutes = soak.bugs(LOG)
     assert problems == ["\n".join(LOG.splitlines()[2:5]), "\n".join(LOG.splitlines()[5:9])]
     assert minutes == ["\n".join(LOG.splitlines()[1:9])]
@@ -50,13 +46,10 @@ def test_a_short_soak(tmp_path: Path, minutes: str, clients: str) -> None:
     end, the log has no traceback, a sample of answers is that of a fresh server. Three clients leave most of a core to
     other tests."""
     folder = write_checkpoint(tmp_path / "tiny")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     serve = ["--max-total-tokens", "8192", "--num-threads", "1", "--speculative-algorithm", "SUFFIX"]
     serve += ["--speculative-suffix-capacity", "8192"]  # full by the time that memory is judged
     done = subprocess.run(
-        [sys.executable, TOOL, "--model", folder, "--minutes", minutes, "--longest", "60", "--port", str(port),
+        [sys.executable, TOOL, "--model", folder, "--minutes", minutes, "--longest", "60", "--port", str(free_port()),
          "--clients", clients, "--", *serve],
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip

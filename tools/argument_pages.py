@@ -79,9 +79,10 @@ def sglang_options() -> Iterator[str]:
     yield "| option | what becomes of it |"
     yield "|---|---|"
     for name, foreign in compat.FOREIGN.items():
-        what = "refused" if foreign.refused else "no effect"
+        refused = name in compat.REFUSED
+        what = "refused" if refused else "no effect"
         neutral = [str(value) for value in foreign.neutral]
-        but = f" unless it is {' or '.join(f'`{value}`' for value in neutral)}" if foreign.refused and neutral else ""
+        but = f" unless it is {' or '.join(f'`{value}`' for value in neutral)}" if refused and neutral else ""
         yield f"| `{flag(name)}` | {what}{but}: {cell(foreign.why)} |"
 
 

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import socket
-import subprocess
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "server")]
 
 from attacked import attacked  # noqa: E402
 from attackers import ATTACKS, attacking, feel  # noqa: E402
+
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server  # noqa: E402
 
 KEY = "right"
 HEALTH, RATIO = 0.25, 1.25  # the most, in seconds and as a multiple
@@ -39,21 +38,15 @@ def serving(model: str | None, keyed: bool, serve: list[str]) -> Iterator[int]:
         with attacked(options=keys, pause=0.02) as server:
             yield server.port
         return
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "draftwing.launch_server", "--model", model, "--port", str(port), *serve]
-    process = subprocess.Popen([*command, "--log-level", "error", *(["--api-key", KEY] if keyed else [])])
+    more = ["--log-level", "error", *(["--api-key", KEY] if keyed else [])]
+    process, port = launch_server_cmd(
+        shlex.join(["python", "-m", "draftwing.launch_server", "--model", model, *serve, *more])
+    )
     try:
-        for _ in range(600):
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                    break
-            time.sleep(0.2)
+        wait_for_server(f"http://127.0.0.1:{port}", process=process)
         yield port
     finally:
-        process.terminate()
-        process.wait(60)
+        terminate_process(process)
 
 
 def line(name: str, port: int, seconds: float, connections: int, key: str) -> bool:

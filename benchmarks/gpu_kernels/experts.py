@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
-from timing import replay_us
+from timing import READ_RATE, replay_us
 from torch import Tensor
 
 from draftwing.engine.startup import precompile
@@ -42,7 +42,6 @@ from draftwing.ops.triton.expert_gemm import DENSE, ExpertGemm
 from draftwing.ops.triton.experts import LARGE_TILE
 from draftwing.ops.types import MXRows
 
-READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 LAYERS = 6
 CAPABILITY = 90  # that kernels are compiled for ahead
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)

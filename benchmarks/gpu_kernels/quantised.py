@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import step
 import torch
-from timing import replay_us
+from timing import READ_RATE, replay_us
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shapes, SmallMGemm, small_m_gemm
@@ -30,7 +30,6 @@ from draftwing.ops.cuda.gemm_groups import GroupGemm, Width, group_gemm
 from draftwing.ops.groups import WHOLE, PackedGroups, pack
 from draftwing.ops.types import QuantizedRows
 
-READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 COLD = 160 << 20  # bytes of different weights, more than the cache holds
 LAYERS = 32
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from timing import replayed
 from torch import Tensor
 
 VOCAB, HIDDEN, BANS = 128256, 4096, 16
-LAUNCHES = 20
 
 
 class Table(NamedTuple):
@@ -56,20 +56,7 @@ def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     def once() -> None:
         ops.draw(logits, depth, depth, nodes, table, order, nobody, filtered, rescoring)
 
-    once()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            once()
-    graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(10):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / (10 * LAUNCHES)
+    return replayed(once)
 
 
 def bench() -> list[tuple[str, float]]:

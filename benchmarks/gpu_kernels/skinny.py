@@ -14,12 +14,11 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from timing import replay_us
+from timing import READ_RATE, replay_us
 from torch import Tensor
 
 HIDDEN, FFN, QKV, VOCAB = 4096, 14336, 6144, 128256
 LAYERS, DISTINCT = 32, 8
-READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 
 
 def weights() -> list[dict[str, Tensor]]:

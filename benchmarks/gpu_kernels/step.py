@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import READ_RATE
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -43,7 +44,6 @@ MARKOV = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 REPLAYS = 20
 MAX_SHOWN = 60  # kernels of a layer
 

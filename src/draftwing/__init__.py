@@ -40,27 +40,20 @@ if TYPE_CHECKING:
 
 # Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
 _HOMES = {
-    "LLM": "draftwing.llm",
-    "AsyncLLM": "draftwing.async_llm",
-    "Completion": "draftwing.llm",
-    "Piece": "draftwing.llm",
-    "SamplingParams": "draftwing.requests.sampling_params",
-    "CheckpointError": "draftwing.errors",
-    "Device": "draftwing.engine.devices.base",
-    "Draft": "draftwing.spec.drafter",
-    "DraftContext": "draftwing.spec.drafter",
-    "DraftStep": "draftwing.spec.drafter",
-    "SeenTokens": "draftwing.spec.drafter",
-    "Drafter": "draftwing.spec.drafter",
-    "ConfigError": "draftwing.errors",
-    "RequestError": "draftwing.errors",
+    "async_llm": ("AsyncLLM",),
+    "engine.devices.base": ("Device",),
+    "errors": ("CheckpointError", "ConfigError", "RequestError"),
+    "llm": ("LLM", "Completion", "Piece"),
+    "requests.sampling_params": ("SamplingParams",),
+    "spec.drafter": ("Draft", "DraftContext", "DraftStep", "Drafter", "SeenTokens"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'draftwing' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"draftwing.{home}"), name)
+    raise AttributeError(f"module 'draftwing' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Imports what a user names as `module:attribute`: a logits processor, a drafter."""
+"""Imports what a user names as `module:attribute`, a logits processor, a drafter or a device, and checks classes."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def import_attribute(name: str, option: str) -> Any:
         if added:
             sys.path.remove(here)
     return value
+
+
+def check_class(found: Any, base: str, marks: tuple[str, str], option: str) -> None:
+    """Raises ConfigError for what is no class derived from draftwing's `base`, which has the attributes `marks` and is
+    not imported for this, and for a class that does not define all it has to. option: with the name that was asked."""
+    if not (isinstance(found, type) and all(hasattr(found, mark) for mark in marks)):
+        what = f"the class {found.__name__}, which is not" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ConfigError(f"{option}: expected a class derived from draftwing.{base}, found {what}")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{option}: the class has to define {' and '.join(missing)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import html
 import os
 import re
@@ -37,16 +38,17 @@ def launch_server_cmd(command: str, host: str = "127.0.0.1", port: int | None = 
     words = [_MODULES.sub("draftwing.launch_server", word) for word in words]
     if words[0] in _PYTHONS:
         words[0] = sys.executable
-    given = _value_of(words, "--port")
-    if given is not None:
-        port = int(given)
-    else:
-        port = port or free_port(host)
-        words += ["--port", str(port)]
-    if _value_of(words, "--host") is None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--port", "--host"):
+        parser.add_argument(name)
+    given, _ = parser.parse_known_args(words)
+    if given.port is None:
+        given.port = port or free_port(host)
+        words += ["--port", str(given.port)]
+    if given.host is None:
         words += ["--host", host]
     # A group of its own: Ctrl-C in a notebook interrupts the cell, not the server.
-    return subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True), port
+    return subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True), int(given.port)
 
 
 def wait_for_server(base_url: str, timeout: float | None = START_SECONDS, process: Process | None = None) -> None:
@@ -96,12 +98,3 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Returns a port that nothing listens on now; another program may take it before it is used."""
     with socket.create_server((host, 0)) as sock:
         return int(sock.getsockname()[1])
-
-
-def _value_of(words: list[str], flag: str) -> str | None:
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word == flag:
-            return after
-        if word.startswith(flag + "="):
-            return word.partition("=")[2]
-    return None

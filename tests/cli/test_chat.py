@@ -51,7 +51,7 @@ class Scripted:
             raise
 
 with open(sys.argv[1], "w") as log, LineReader(Path(sys.argv[2]), COMMANDS) as lines:
-    Chat(Scripted(), lines, None, {}).run()
+    Chat(Scripted(), lines.read, None, {}).run()
 """
 
 
@@ -151,16 +151,15 @@ class Model:
 
 
 def talk(model: Any, *lines: str, system: str | None = None) -> None:
-    class Lines:
-        todo = iter(lines)
+    todo = iter(lines)
 
-        def read(self) -> str:
-            try:
-                return next(self.todo)
-            except StopIteration:
-                raise EOFError from None
+    def read() -> str:
+        try:
+            return next(todo)
+        except StopIteration:
+            raise EOFError from None
 
-    Chat(model, Lines(), system, {}).run()
+    Chat(model, read, system, {}).run()
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,29 +47,6 @@ def script(*argv: str, worker: str = "fake_engine") -> str:
     return SERVER.format(folder=str(Path(__file__).parents[1] / "server"), argv=list(argv), worker=worker)
 
 
-@pytest.mark.parametrize(
-    ("argv", "usage", "message"),
-    [
-        (
-            ["serve", "--max_runing_requests=3"],
-            "draftwing serve [MODEL] [options]",
-            "nearest option is --max-running-requests",
-        ),
-        (["bench", "--concurency", "2"], "draftwing bench [", "argument --concurency; the nearest option is --concurr"),
-        (["chat", "word", "a question", "more"], "draftwing chat [", "unrecognised arguments: more"),
-        (["--versoin"], "draftwing [-h]", "the nearest option is --version"),
-        (["serve", "--spec", "1"], "draftwing serve [MODEL] [options]", "--spec"),
-        (["bench", "--num-prompts", "0"], "draftwing bench [", "at least 1; found '0'"),
-        (["bench", "--concurrency", "1,0"], "draftwing bench [", "as 1,8; found '1,0'"),
-    ],
-)
-def test_unknown_arguments(argv: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as info:
-        main(argv)
-    error = capsys.readouterr().err
-    assert info.value.code == 2 and error.startswith(f"usage: {usage}") and message in error
-
-
 ABSENT = "/no/such/model"
 
 

@@ -52,7 +52,7 @@ def test_bars_have_the_height_of_what_was_measured() -> None:
     shapes, words = drawn(plot([record(1, 200, [0.8, 0.5]), record(8, 800, [0.6])], "a <title>"))
     assert words[0] == "a <title>" and {"200", "800", "80", "50", "60", "1 request", "8 requests", "p99"} <= set(words)
     bars = [one for one in shapes if one.attrib["fill"] == "#2f6fde" and one.attrib["rx"] == "2"]
-    first, second, *_ = (float(one.attrib["height"]) for one in bars if one.attrib["width"] != "9")
+    first, second, *_ = (float(one.attrib["height"]) for one in bars if one.attrib["width"] != "9.0")
     assert second == pytest.approx(4 * first, rel=0.01)
 
 

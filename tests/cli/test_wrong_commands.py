@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         }
 
 
+COMMANDS = ("serve", "chat", "bench", "pull")
 MODELS = "'smollm2' .* folder .* .gguf .* hub id"
 HEAD = "bench {target} --speculative-algorithm EAGLE3 --speculative-draft-model-path"
 WRONG = [
@@ -54,14 +56,24 @@ WRONG = [
     ("serve smollm3", MODELS),
     ("serve --speculative-algoritm EAGLE3", "--speculative-algorithm$"),
     ("serve --modle smollm2", "--model$"),
-    ("serve --gpu-memory-utilization 0.9", "--mem-fraction-static$"),
-    ("serve --max-model-len 4096", "--context-length$"),
-    ('serve --speculative-config {{"method":"ngram"}}', "--speculative-algorithm"),
-    ("serve --enable-lora", "LoRA.* not supported"),
-    ("serve -m smollm2", "--model$"),
-    ("serve -c 4096", "--context-length$"),
-    ("serve -ngl 99", "--device"),
-    ("serve -hf org/name", "--model$"),
+    ("serve --max_runing_requests=3", "nearest option is --max-running-requests$"),
+    ("serve --spec 1", "--spec;"),
+    ("--versoin", "the nearest option is --version$"),
+    ("chat word 'a question' more", "unrecognised arguments: more$"),
+    ("bench --concurency 2", "argument --concurency; the nearest option is --concurrency$"),
+    ("bench --num-prompts 0", "at least 1; found '0'"),
+    ("bench --concurrency 1,0", "as 1,8; found '1,0'"),
+    ("serve --host 'no such host'", "is not an address"),
+    ("bench --url ftp://x", "expected a URL"),
+    ("bench --url {unheard} --model x", "model would have no effect"),
+    ("bench --url {unheard} --sweep", "does not go with --url"),
+    ("bench --output /no/such/folder/file", "cannot be written"),
+    ("bench --save-shape", "--save-shape needs --sweep"),
+    ("bench --sweep --save-shape --model x --speculative-algorithm NGRAM", "found NGRAM"),
+    (
+        "bench --sweep --save-shape --speculative-algorithm=EAGLE3 --speculative-draft-model=a/b",
+        "expected one with config.json, found a/b",
+    ),
     ("serve --temp 0.2", "'temperature'"),
     ("serve --dp-size 2", "--tp-size"),
     ("serve --spec-typ x", "draftwing serve --help-all"),
@@ -106,12 +118,15 @@ WRONG = [
 def test_it_says_what_to_do(
     command: str, says: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = [word.format(**places) for word in shlex.split(command)]
+    usage = ""
     try:
-        code = main([word.format(**places) for word in command.split()])
+        code = main(words)
     except SystemExit as error:  # argparse's
-        code = error.code
+        code, usage = error.code, f"usage: draftwing {words[0] if words[0] in COMMANDS else '[-h]'} "
     said = capsys.readouterr()
     line = said.err.splitlines()[-1]
+    assert said.err.startswith(usage) if usage else line.startswith("draftwing: error: ")
     assert code == 2 and not said.out and "Traceback" not in said.err
     assert re.search(says.format(**places), line), line
 

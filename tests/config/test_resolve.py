@@ -95,9 +95,6 @@ def test_what_is_given_wins_over_the_tree_that_a_head_asks_for(given: dict[str, 
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"speculative_draft_model_path": "x"}, "speculative_draft_model_path"),
-        ({"speculative_algorithm": "EAGLE3"}, "needs speculative_draft_model_path"),
-        ({"speculative_algorithm": "STANDALONE"}, "needs speculative_draft_model_path"),
         (
             STANDALONE | {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3},
             "4 to 11 for 3 steps and topk 2; found 3",

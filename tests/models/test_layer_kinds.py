@@ -106,7 +106,7 @@ def test_training_sees_the_same_layers(kind: str) -> None:
         param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.2 + (param.dim() == 1))
     features, ids = FeatureModel(model, (model.final_aux_layer,), pick_device("cpu")), torch.arange(11) * 7 % 48
     model.set_max_positions(16)
-    found = model.logits(features(ids)[1])
+    found = model.logits(features.batch([ids])[0][1])
     torch.testing.assert_close(found, dense_logits(model, ids.tolist()), rtol=1e-9, atol=1e-9)
 
 

@@ -46,6 +46,9 @@ class Random:
         final = torch.randn(length, self.meta.hidden, generator=generator)
         return Sample(ids, torch.arange(length) > 1, aux_hidden, final, str(i))
 
+    def read_many(self, numbers: list[int]) -> list[Sample]:
+        return [self.read(i) for i in numbers]
+
 
 def config(algorithm: str, **changes: Any) -> FitConfig:
     loss = Loss(steps=3) if algorithm == "EAGLE3" else recipe(algorithm).loss

@@ -83,12 +83,16 @@ class ScriptedEngine(FakeEngine):
         return self.tokenizer.decode(self.requests[-1].prompt_ids, skip_special_tokens=False)
 
 
+def serving(engine: FakeEngine) -> contextlib.AbstractContextManager[str]:
+    """A server around the engine; gives its URL."""
+    return listening(create_app(local(engine), engine.tokenizer))
+
+
 @contextlib.contextmanager
-def serving(engine: FakeEngine) -> Iterator[str]:
-    """A server in a thread, on a port of its own; gives its URL."""
+def listening(app: Any) -> Iterator[str]:
+    """An application in a thread, on a port of its own; gives its URL."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        app = create_app(local(engine), engine.tokenizer)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()

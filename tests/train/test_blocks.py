@@ -19,15 +19,14 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.train import block_attention, block_loss, cross_entropy, objectives
+from draftwing.train import block_attention, block_loss, cross_entropy, fit
 from draftwing.train.batches import collate, to_device
 from draftwing.train.block_loss import BlockLoss
 from draftwing.train.blocks import STATS, BlockObjective, unused_token
+from draftwing.train.fit import make_objective
 from draftwing.train.heads import TargetHead, trainable
-from draftwing.train.objectives import make_objective
 from draftwing.train.store import Sample, Tokens
 from draftwing.train.teacher import teach
-from draftwing.train.ttt import Loss
 
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
 LENGTHS = (9, 14, 4)
@@ -228,7 +227,7 @@ def test_kernels_do_what_torch_does(tmp_path: Path, monkeypatch: Any, mended_int
     results = []
     for kernels in (False, True):
         head = trainable(load_draft_head(folder, target, "DSPARK", torch.float32, device))
-        for module in (block_attention, block_loss, objectives):
+        for module in (block_attention, block_loss, fit):
             monkeypatch.setattr(module, "kernels_take", lambda x, kernels=kernels: kernels and x.dtype != torch.float64)
         objective = make_objective(head, TargetHead(target), case.loss, max(LENGTHS))
         with torch.autocast(device, torch.bfloat16):
@@ -262,10 +261,7 @@ def test_some_anchors_stand_for_all(tmp_path: Path) -> None:
         assert float(mean) == pytest.approx(float(whole(found)[0]), rel=0.25)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    head = load(CASES["dspark, tv"], tmp_path)
-    with pytest.raises(ConfigError, match="expected one of a BlockHead, found a Loss"):
-        make_objective(head, TargetHead(head.target), Loss(), 8)
+def test_a_mask_is_a_token_that_no_text_has() -> None:
     used = Tokens(torch.arange(4).int().numpy(), torch.ones(4).bool().numpy(), "a")
     assert unused_token([used], 6) == 5
     with pytest.raises(ConfigError, match="name one as --mask-token"):

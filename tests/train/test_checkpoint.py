@@ -284,85 +284,77 @@ def test_dominos_correction_of_a_block_head_that_is_trained_on(tmp_path):
         assert torch.equal(a, b)
 
 
+PROMPT = [7, 130, 4, 99, 250]
+
+
+def drafted(
+    path: Path, head: Any, folder: Path, algorithm: str, depth: int, method: str
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The logits of the engine's first chain of drafts after a prompt, by a method of the drafter's head; the text with
+    these drafts, [1, T], and its features in training. The head is stored in `folder`, as after training: norms and
+    biases are not what they were at first."""
+    with torch.no_grad():
+        for i, param in enumerate(head.parameters()):
+            if param.dim() == 1:
+                param.add_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
+    save_head(head, folder, torch.float32)
+    served: list[torch.Tensor] = []
+    with LLM(str(path), **ENGINE, **drafting(algorithm, folder, depth)) as llm:
+        own = llm.engine.parts.executor.drafter.head
+        logits = getattr(own, method)
+
+        def watched(*rest: Any, **newest: Any) -> Any:
+            found = logits(*rest, **newest)
+            served.append((found[0] if method == "given" else found).clone())
+            return found
+
+        setattr(own, method, watched)
+        (answer,) = llm.generate(PROMPT, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True})
+    drafts = [int(row.argmax()) for row in served[:depth]]
+    if head.target_ids is not None:
+        drafts = head.target_ids[drafts].tolist()
+    ids = torch.tensor([[*PROMPT, answer.token_ids[0], *drafts]])
+    features = FeatureModel(head.target, head.aux_layers, pick_device("cpu"))
+    ((aux_hidden, _),) = features.batch([torch.tensor(PROMPT)])
+    head.set_max_positions(64)
+    missing = aux_hidden.new_zeros(ids.shape[1] - len(PROMPT), aux_hidden.shape[1])
+    return served[:depth], ids, head.features(torch.cat((aux_hidden, missing)))
+
+
 @pytest.mark.parametrize(("markov", "tied"), [("", False), ("vanilla", True), ("rnn", False), ("domino", False)])
 def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served_target, tmp_path):
     """Of a chain: each draft's logits are those of training, where the text goes on as it was drafted."""
-    target, prompt = load_model(served_target, torch.float32, "cpu"), [7, 130, 4, 99, 250]
+    target = load_model(served_target, torch.float32, "cpu")
     block = BlockConfig(
         (2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0, tied=tied,
         memory=12 if markov == "domino" else 0,
     )  # fmt: skip
     head = new_block_head(target, block, torch.arange(0, VOCAB, 2), layers=2, seed=5)
+    served, ids, features = drafted(served_target, head, tmp_path / "head", "DSPARK", 4, "given")
+    assert ("lm_head.weight" in stored(tmp_path / "head")) != tied
     with torch.no_grad():
-        for i, param in enumerate(head.parameters()):
-            if param.dim() == 1:
-                param.add_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
-    folder = save_head(head, tmp_path / "head", torch.float32)
-    assert ("lm_head.weight" in stored(folder)) != tied
-    served: list[torch.Tensor] = []
-    with LLM(str(served_target), **ENGINE, **drafting("DSPARK", folder, 4)) as llm:
-        drafter = llm.engine.parts.executor.drafter
-        given = drafter.head.given
-
-        def watched(*rest, **newest):
-            found = given(*rest, **newest)
-            served.append(found[0].clone())
-            return found
-
-        drafter.head.given = watched
-        (answer,) = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True})
-    served = served[:4]
-    drafts = [int(head.target_ids[row[0].argmax()]) for row in served]
-    ids = torch.tensor([[*prompt, answer.token_ids[0], *drafts]])
-    aux_hidden, _ = FeatureModel(target, head.aux_layers, pick_device("cpu"))(torch.tensor(prompt))
-    missing = aux_hidden.new_zeros(ids.shape[1] - len(prompt), aux_hidden.shape[1])
-    head.set_max_positions(64)
-    with torch.no_grad():
-        hidden = blocks.unroll(
-            head, ids, head.features(torch.cat((aux_hidden, missing))), torch.tensor([[len(prompt)]])
-        )
+        hidden = blocks.unroll(head, ids, features, torch.tensor([[len(PROMPT)]]))
         state, weight = head.readout(hidden)
         expected = state @ weight.t()
         if markov:
-            above = ids[:, len(prompt) : len(prompt) + 4]
+            above = ids[:, len(PROMPT) : len(PROMPT) + 4]
             expected = expected + blocks.mixed(head, hidden, above) @ head.markov.out.weight.t()
     torch.testing.assert_close(torch.cat(served), expected[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
 def test_trainer_and_engine_have_the_same_logits(algorithm, served_target, tmp_path):
-    target, depth, prompt = load_model(served_target, torch.float32, "cpu"), 3, [7, 130, 4, 99, 250]
+    target, depth = load_model(served_target, torch.float32, "cpu"), 3
     if algorithm == "EAGLE3":
         head = new_eagle3_head(target, torch.arange(0, VOCAB, 2), seed=5)
     else:
         head = new_eagle_head(target, fc_bias=True, seed=5) if algorithm == "EAGLE" else new_mtp_head(target, seed=5)
-    with torch.no_grad():  # as after training: norms and biases are not what they were at first
-        for i, param in enumerate(head.parameters()):
-            if param.dim() == 1:
-                param.add_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
-    folder = save_head(head, tmp_path / "head", torch.float32)
     name = "NEXTN" if algorithm == "MTP" else algorithm
-    options = drafting(name, folder, depth)
-    served: list[torch.Tensor] = []
-    with LLM(str(served_target), **ENGINE, **options) as llm:
-        drafter = llm.engine.parts.executor.drafter
-        logits = drafter.head.logits
-        drafter.head.logits = lambda hidden: served.append(logits(hidden).clone()) or logits(hidden)
-        (answer,) = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True})
-    served = served[:depth]  # of the first tree: after the prompt, and its chain's levels
-    aux_hidden, _ = FeatureModel(target, head.aux_layers, pick_device("cpu"))(torch.tensor(prompt))
-    drafts = [int(row.argmax()) for row in served]
-    if head.target_ids is not None:
-        drafts = head.target_ids[drafts].tolist()
-    ids = torch.tensor([[*prompt, answer.token_ids[0], *drafts]])
-    head.set_max_positions(64)
-    features = head.features(
-        torch.cat((aux_hidden, aux_hidden.new_zeros(ids.shape[1] - len(prompt), aux_hidden.shape[1])))
-    )
+    served, ids, features = drafted(served_target, head, tmp_path / "head", name, depth, "logits")
     with torch.no_grad():
         for found, hidden in zip(served, unroll(head, ids, features, depth), strict=True):
-            expected = head.logits(hidden[len(prompt) - 1 : len(prompt)])
+            expected = head.logits(hidden[len(PROMPT) - 1 : len(PROMPT)])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    again = load_head(folder, target, algorithm)  # and a head that is trained further starts as the one that was saved
+    again = load_head(tmp_path / "head", target, algorithm)  # a head that is trained further starts as it was saved
     for a, b in zip(again.parameters(), head.parameters(), strict=True):
         assert torch.equal(a, b) and a.requires_grad

@@ -336,20 +336,16 @@ def test_nothing_is_done_twice(bench: Bench, run: Path, monkeypatch: pytest.Monk
     before = {path: path.stat().st_mtime_ns for path in (run / "responses.jsonl", run / "eval.json")}
     monkeypatch.setattr(stages, "generate", never)
     monkeypatch.setattr(stages, "capture", never)
-    monkeypatch.setattr("draftwing.train.evaluate.measure", never)
+    monkeypatch.setattr("draftwing.train.evaluate.timed_run", never)
     bench.train("run")
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-@pytest.mark.parametrize("stored, expected", [(None, ()), ("a/head", ("a/head",)), (["a", "b"], ("a", "b"))])
-def test_folders_of_one_head_or_none(tmp_path: Path, stored: Any, expected: tuple[str, ...]) -> None:
-    """As they were written before --init-head took several."""
-    content = {"settings": {"init_head": stored, "prompts": ["p.jsonl"]}, "options": {"model": "m"}}
-    (tmp_path / "train.json").write_text(json.dumps(content))
+def test_a_folder_knows_its_command(tmp_path: Path) -> None:
+    open_run(tmp_path, {"init_head": ["a", "b"], "prompts": ["p.jsonl"]}, {"model": "m"}).save()
     found = open_run(tmp_path, {}, {})
-    assert found.settings.init_head == expected and found.settings.prompts == ("p.jsonl",)
-    flag = f" --init-head {' '.join(expected)}" if expected else ""
-    assert found.command() == f"draftwing train --out {tmp_path} --model m --prompts p.jsonl{flag}"
+    assert found.settings.init_head == ("a", "b") and found.settings.prompts == ("p.jsonl",)
+    assert found.command() == f"draftwing train --out {tmp_path} --model m --prompts p.jsonl --init-head a b"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -90,21 +90,21 @@ def test_the_same_numbers_as_bench(
 def test_resumed_it_measures_what_is_missing(
     options: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, measured, measure = tmp_path / "eval.json", [], module.measure
+    report, measured, measure = tmp_path / "eval.json", [], module.timed_run
 
-    def counted(*args: Any) -> dict[str, Any]:
+    def counted(*args: Any) -> Any:
         if len(measured) == 6:
             raise KeyboardInterrupt
         measured.append(args)
         return measure(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "measure", counted)
+        patch.setattr(module, "timed_run", counted)
         with pytest.raises(KeyboardInterrupt):
             evaluate(options, PROMPTS, TRIAL, report)
     assert len(json.loads(report.read_text())["records"]) == 6
     calls = []
-    monkeypatch.setattr(module, "measure", lambda *args: calls.append(args) or measure(*args))
+    monkeypatch.setattr(module, "timed_run", lambda *args: calls.append(args) or measure(*args))
     again = evaluate(options, PROMPTS, TRIAL, report)
     assert len(calls) == len(records) - 4, "shapes are measured whole"
     assert json.loads(report.read_text())["records"] == again

@@ -15,7 +15,7 @@ from draftwing.errors import ConfigError
 from draftwing.layers.config import NormConfig
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model
-from draftwing.train.capture import FeatureModel, causal
+from draftwing.train.capture import Causal, FeatureModel
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import TargetHead, load_mean, new_block_head, new_eagle3_head
 
@@ -49,12 +49,12 @@ def test_a_fresh_head_does_what_the_last_layer_does(tmp_path):
     ids = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(1))
     kept = torch.arange(0, 64, 2)
     head = new_eagle3_head(target, kept, aux_layers=(1, 3, 6), seed=2)
-    aux_hidden, final = FeatureModel(target, head.aux_layers, pick_device("cpu"))(ids)
+    ((aux_hidden, final),) = FeatureModel(target, head.aux_layers, pick_device("cpu")).batch([ids])
     head.set_max_positions(32)
     with torch.no_grad():
         assert head.fusion.mixer.qkv.weight[:, : head.width].any()
         head.fusion.mixer.qkv.weight[:, : head.width].zero_()  # what reads the next token
-        hidden = head.run(ids, torch.arange(11), head.features(aux_hidden), 0, causal(1, 11))
+        hidden = head.run(ids, torch.arange(11), head.features(aux_hidden), 0, Causal(1, 11))
         torch.testing.assert_close(head.logits(hidden), TargetHead(target)(final)[:, kept], rtol=1e-4, atol=1e-5)
 
 

@@ -20,6 +20,8 @@ from draftwing.train.settings import Settings, open_run
         ({"algorithm": "DFLASH", "shapes": ("3,1,4", "8,1,9")}, "at most 7 steps.*found 3,1,4 8,1,9"),
         ({"clip": 0.0}, "--clip: expected a norm above 0, found 0"),
         ({"clip": -1.0}, "clip must be at least 0; found -1"),
+        ({"steps": 11, "minutes": 1.0}, "--steps and --minutes: expected one of them, found 11 and 1.0"),
+        ({"minutes": float("inf")}, "minutes must be a finite number"),
         ({"held_out": 1.0}, "--held-out: expected less than 1, found 1"),
         ({"temperatures": (-0.5, 1.0)}, "temperatures must be at least 0; found -0.5"),
         ({"temperatures": (0.5, 101.0)}, "temperatures must be at most 100; found 101"),

@@ -7,21 +7,18 @@ import contextlib
 import dataclasses
 import json
 import random
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parents[1] / "tests" / "server"))
 
 from fake_engine import FakeEngine, local  # noqa: E402
-from scripted import ScriptedEngine  # noqa: E402
+from scripted import ScriptedEngine, listening  # noqa: E402
 
 from draftwing.config.options import Options  # noqa: E402
 from draftwing.requests.request import GenerationRequest  # noqa: E402
@@ -125,24 +122,6 @@ class Recorder:
             await send(message)
 
         await self.app(scope, heard, said)
-
-
-@contextlib.contextmanager
-def listening(app: Recorder) -> Iterator[str]:
-    """Serves the application in a thread, on a free port of this machine; gives its URL."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-        thread.start()
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(15)
 
 
 @contextlib.contextmanager

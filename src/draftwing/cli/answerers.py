@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftwing.cli.client import Client, ServerError
 from draftwing.config.drafters import NO_DRAFTER
@@ -41,17 +41,9 @@ class Usage:
     finish: str | None = None
 
 
-class Answerer(Protocol):
-    """A model that answers. info: facts as in /server_info, of which any may be missing."""
-
-    info: Mapping[str, Any]
-
-    def answer(self, messages: Messages, fields: Fields, usage: Usage) -> Generator[Piece, None, None]:
-        """Yields an answer as it comes, and keeps `usage` up to date. To close the generator aborts the request."""
-
-
 class Remote:
-    """A running server. Raises ServerError where there is none."""
+    """A running server. Raises ServerError where there is none. info: facts as in /server_info, of which any may be
+    missing."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -60,6 +52,7 @@ class Remote:
             self.info = {**client.get("/server_info"), **self.info}
 
     def answer(self, messages: Messages, fields: Fields, usage: Usage) -> Generator[Piece, None, None]:
+        """Yields an answer as it comes, and keeps `usage` up to date. To close the generator aborts the request."""
         body = {"model": self.info["served_model_name"], "messages": messages, **chat_fields(fields)}
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         for event in self._client.stream("/v1/chat/completions", body):
@@ -75,7 +68,7 @@ class Remote:
 
 
 class InProcess:
-    """An engine of this process."""
+    """An engine of this process, as `Remote`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._session = engine, Session(engine)
@@ -108,6 +101,9 @@ class InProcess:
                         usage.acceptance_length = answer.meta["spec_accept_length"]
                 if text:
                     yield Piece(text)
+
+
+Answerer = Remote | InProcess
 
 
 def chat_fields(fields: Fields) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ from draftwing.sched.explain import described
 Record = Mapping[str, Any]
 
 
-def counted_requests(count: int) -> str:
-    """Returns a number of requests in words."""
-    return _count(count, "request")
+def counted_requests(count: int, noun: str = "request") -> str:
+    """Returns a number of requests, or of others, in words."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def table(record: Record) -> list[str]:
@@ -60,13 +59,11 @@ def footer(records: Sequence[Record], remote: bool) -> str:
     prompts = first["requests"] // first["rounds"]
     compared = "without_drafts" in first
     how = f", {first['rounds']} rounds with drafts and {first['rounds']} without, alternately" if compared else ""
-    lines = [f"{_count(prompts, 'prompt')}{how}; not counted: {warmups} warm-up prompts" + " on each side" * compared]
-    if not compared:
-        why = (
-            "the server drafts nothing, or its requests have no field `speculative`" if remote else "nothing is drafted"
-        )
-        lines.append(f"no column without drafts: {why}")
-    return "\n".join(lines)
+    counted = f"{counted_requests(prompts, 'prompt')}{how}; not counted: {warmups} warm-up prompts"
+    if compared:
+        return f"{counted} on each side"
+    why = "the server drafts nothing, or its requests have no field `speculative`" if remote else "nothing is drafted"
+    return f"{counted}\nno column without drafts: {why}"
 
 
 def sweep_lines(record: Record) -> list[str]:
@@ -76,17 +73,3 @@ def sweep_lines(record: Record) -> list[str]:
     rate = f"{record['throughput']:.1f} tokens/s, acceptance length {record['accept_length']:.2f}"
     where = f"{record['point']} of {record['points']}"
     return [f"{where}: {name}, {counted_requests(record['batch_size'])} at once: {rate}"]
-
-
-def json_lines(record: Record) -> list[str]:
-    """Returns one line, for programs."""
-    return [json.dumps(record)]
-
-
-def no_lines(record: Record) -> list[str]:
-    """Returns nothing, where a command has lines of its own."""
-    return []
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

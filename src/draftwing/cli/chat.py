@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from draftwing.cli.answerers import CHAT_NAMES, Answerer, Fields, Messages, Piece, Usage, chat_fields, described
 from draftwing.errors import ConfigError, DraftwingError, RequestError
@@ -21,13 +21,6 @@ ROLES = ("system", "user", "assistant")
 # Of a terminal, but for the ends of lines and tabs: a model's text must not move its cursor or change its title.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-
-
-class Lines(Protocol):
-    """Where questions come from."""
-
-    def read(self) -> str:
-        """Returns the next one. Raises EOFError or KeyboardInterrupt."""
 
 
 def ask(answerer: Answerer, question: str, system: str | None, fields: Fields) -> None:
@@ -64,11 +57,12 @@ def piped_question(question: str | None) -> str:
 class Chat:
     """A conversation in the terminal.
 
-    system: the system prompt.  fields: sampling parameters that the user has set; the model's own are those of others.
+    read: returns the next question, or raises EOFError or KeyboardInterrupt.  system: the system prompt.
+    fields: sampling parameters that the user has set; the model's own are those of others.
     """
 
-    def __init__(self, answerer: Answerer, lines: Lines, system: str | None, fields: Fields) -> None:
-        self._answerer, self._lines = answerer, lines
+    def __init__(self, answerer: Answerer, read: Callable[[], str], system: str | None, fields: Fields) -> None:
+        self._answerer, self._read = answerer, read
         self._system, self._fields = system, dict(fields)
         self._messages: Messages = []  # without the system prompt
         self._screen = Screen(sys.stdout)
@@ -82,7 +76,7 @@ class Chat:
         print(HINT)
         while not self._leaving:
             try:
-                self._obey(self._lines.read())
+                self._obey(self._read())
             except KeyboardInterrupt:
                 print(f"\n{HINT}")
             except EOFError:

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftwing.cli.models import add_model_commands
 from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments
@@ -18,10 +18,6 @@ from draftwing.config.options import SERVER, Options
 from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
 from draftwing.files import cache_folder
-
-if TYPE_CHECKING:
-    from draftwing.cli.answerers import Answerer
-    from draftwing.engine.benchmark import Target
 
 Run = Callable[[dict[str, Any]], None]
 Emit = Callable[[dict[str, Any]], None]
@@ -201,6 +197,7 @@ def take_question(arguments: dict[str, Any], unknown: Sequence[str]) -> list[str
 
 def run_chat(arguments: dict[str, Any]) -> None:
     from draftwing.cli import chat
+    from draftwing.cli.answerers import InProcess, Remote
     from draftwing.cli.line_input import LineReader
 
     own = _taken(arguments, "url", "system", "max_tokens", "temperature", "question")
@@ -208,42 +205,57 @@ def run_chat(arguments: dict[str, Any]) -> None:
     fields = {name: value for name, value in named.items() if value is not None}
     chat.check_fields(fields)  # before a model is loaded
     typed = own["question"] is None and chat.at_terminal()
-    with _answerer(own["url"], arguments, typed or sys.stderr.isatty()) as answerer:
+    # The engine's lines would stand between the answers.
+    level = _log(arguments)
+    with _opened(own["url"], arguments, Remote, InProcess, level, typed or sys.stderr.isatty()) as answerer:
         if not typed:
             chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields)
             return
         with LineReader(cache_folder() / "chat_history", [*chat.COMMANDS]) as lines:
-            chat.Chat(answerer, lines, own["system"], fields).run()
+            chat.Chat(answerer, lines.read, own["system"], fields).run()
+
+
+def _log(arguments: Mapping[str, Any]) -> str:
+    """Sets the level of the log, by default that of warnings, and returns it. Raises ConfigError."""
+    if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
+        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")
+    logging.getLogger("draftwing").setLevel(level.upper())
+    return str(level)
 
 
 @contextlib.contextmanager
-def _answerer(url: str | None, arguments: dict[str, Any], tells: bool) -> Iterator[Answerer]:
-    """A server, or the model that `arguments` name. tells: whether to say that it is being loaded."""
-    from draftwing.cli.answerers import InProcess, Remote
+def _opened(
+    url: str | None, arguments: dict[str, Any], remote: Callable[[Any], Any], local: Callable[[Any], Any],
+    log_level: str = "info", tells: bool = False,
+) -> Iterator[Any]:  # fmt: skip
+    """What `remote` makes of the client of a server, or `local` of an engine with the model that `arguments` name.
+    log_level: unless they name one.  tells: whether to say that it is being loaded."""
     from draftwing.cli.client import Client
 
     if url is not None:
         client = Client(url, arguments.pop("api_key", None))
-        _refuse_options(arguments)
-        yield Remote(client)
+        if arguments:
+            raise ConfigError(
+                f"with --url, {', '.join(sorted(arguments))} would have no effect: the server has its own"
+            )
+        yield remote(client)
         return
-    # The engine's lines would stand between the answers.
-    options = Options.from_kwargs(**{"log_level": "warning", **arguments}).resolve()
-    logging.getLogger("draftwing").setLevel(options.log_level.upper())
+    options = Options.from_kwargs(**{"log_level": log_level, **arguments}).resolve()
     if tells:
         print(f"loading {options.served_model_name or options.model} ...", file=sys.stderr)
     from draftwing.engine.engine import Engine
 
     with contextlib.closing(Engine(options)) as engine:
-        yield InProcess(engine)
+        yield local(engine)
 
 
 def run_bench(arguments: dict[str, Any]) -> None:
     from draftwing.cli import bench
-    from draftwing.cli.bench_table import counted_requests, footer, json_lines, no_lines, sweep_lines, table
+    from draftwing.cli.bench_table import counted_requests, footer, sweep_lines, table
     from draftwing.cli.card_check import check_card
     from draftwing.cli.progress import Progress
     from draftwing.cli.sweep import Grid, flags, head_folder, sweep
+    from draftwing.engine.benchmark import Local
 
     own = _taken(
         arguments, "url", "concurrency", "num_prompts", "prompts", "max_tokens", "temperature", "ignore_eos", "output",
@@ -259,14 +271,15 @@ def run_bench(arguments: dict[str, Any]) -> None:
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
     params |= PLAIN_SAMPLING  # whatever the model's defaults are: a server has them, an engine of this process not
     prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
-    if (level := arguments.get("log_level", "warning")) not in LOG_LEVELS:
-        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}; found {level!r}")
-    logging.getLogger("draftwing").setLevel(level.upper())
-    lines = sweep_lines if own["sweep"] else table
-    if own["json"]:
-        lines = json_lines
-    elif own["check_card"] is not None:
-        lines = no_lines
+    _log(arguments)
+
+    def lines(record: Mapping[str, Any]) -> list[str]:
+        if own["json"]:
+            return [json.dumps(record)]
+        if own["check_card"] is not None:  # which has lines of its own
+            return []
+        return sweep_lines(record) if own["sweep"] else table(record)
+
     records: list[dict[str, Any]] = []
     printer, title = _printer(own["output"], lines), f"draftwing bench: {measured}"
     with printer as printed, _drawn(own["plot"], title, printed) as emit, Progress() as progress:
@@ -287,37 +300,13 @@ def run_bench(arguments: dict[str, Any]) -> None:
                 save_shape(folder, found.device, found.tree)
                 print(f"{folder / 'config.json'} asks for {list(found.tree.tree)} on {found.device} from now on")
         else:
-            with _target(own["url"], arguments) as target:
+            with _opened(own["url"], arguments, bench.Remote, Local) as target:
                 ids = [target.encode(prompt) for prompt in prompts]
                 for size in own["concurrency"]:
                     records.append(bench.compare(target, ids, params, size, progress))
                     emit(records[-1])
             if not own["json"]:
                 print(footer(records, own["url"] is not None))
-
-
-@contextlib.contextmanager
-def _target(url: str | None, arguments: dict[str, Any]) -> Iterator[Target]:
-    """What is measured: a server, or an engine of this process."""
-    from draftwing.cli.bench import Remote
-    from draftwing.cli.client import Client
-
-    if url is not None:
-        client = Client(url, arguments.pop("api_key", None))
-        _refuse_options(arguments)
-        yield Remote(client)
-        return
-    options = Options.from_kwargs(**arguments).resolve()
-    from draftwing.engine.benchmark import Local
-    from draftwing.engine.engine import Engine
-
-    with contextlib.closing(Engine(options)) as engine:
-        yield Local(engine)
-
-
-def _refuse_options(arguments: dict[str, Any]) -> None:
-    if arguments:
-        raise ConfigError(f"with --url, {', '.join(sorted(arguments))} would have no effect: the server has its own")
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ class Box(NamedTuple):
 
 
 def plot(records: Sequence[Record], title: str) -> str:
-    """The picture of all records of a run, as `engine.measure.measure` and `sweep` give them.
+    """The picture of all records of a run, as `engine.benchmark.record_of` and `sweep` give them.
 
     title: what was measured.
     """
@@ -170,11 +170,7 @@ def bars(box: Box, title: str, groups: Sequence[str], series: Sequence[Series]) 
 def _bar(x: float, bottom: float, width: float, value: float | None, highest: float, top: float, n: int) -> list[str]:
     assert value is not None
     height = (bottom - top) * value / highest
-    colour = COLOURS[n % len(COLOURS)]
-    shape = (
-        f'<rect x="{x + 1:.1f}" y="{bottom - height:.1f}" width="{width - 2:.1f}" height="{height:.1f}" '
-        f'fill="{colour}" rx="2"/>'
-    )
+    shape = _rect(x + 1, bottom - height, width - 2, height, COLOURS[n % len(COLOURS)], 'rx="2"')
     return [shape, _text(x + width / 2, bottom - height - 5, _short(value), INK, 11 if width > 24 else 9, "middle")]
 
 
@@ -196,10 +192,8 @@ def heat_map(
         colour = COLOURS[0] if value >= 1 else COLOURS[1]
         frame = f'stroke="{INK}" stroke-width="2"' if (r, c) == best else ""
         x, y = left + width * c, top + CELL * r
-        parts.append(
-            f'<rect x="{x + 1.5:.1f}" y="{y + 1.5:.1f}" width="{width - 3:.1f}" height="{CELL - 3}" rx="4" '
-            f'fill="{colour}" fill-opacity="{0.06 + 0.8 * share:.2f}" {frame}/>'
-        )
+        more = f'rx="4" fill-opacity="{0.06 + 0.8 * share:.2f}" {frame}'
+        parts.append(_rect(x + 1.5, y + 1.5, width - 3, CELL - 3, colour, more))
         parts.append(_text(x + width / 2, y + 19, f"{value:.2f}x", INK, 12, "middle", 600 if (r, c) == best else 400))
     return parts
 
@@ -209,23 +203,23 @@ def _page(parts: Sequence[str], height: float, title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="13">'
     )
-    ground = f'<rect width="{WIDTH}" height="{height:.0f}" fill="#f7f6f3"/>'
+    ground = _rect(0, 0, WIDTH, height, "#f7f6f3")
     return "\n".join([head, ground, _text(MARGIN, 40, title, size=18, weight=600), *parts, "</svg>"]) + "\n"
 
 
 def _card(box: Box) -> str:
-    return (
-        f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="12" '
-        f'fill="#ffffff" stroke="{LINE}"/>'
-    )
+    return _rect(*box, "#ffffff", f'rx="12" stroke="{LINE}"')
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}" {more}/>'
 
 
 def _legend(box: Box, series: Sequence[Series]) -> str:
     parts, x = [], box.x + 16
     for n, (name, _) in enumerate(series):
         if name:
-            colour = COLOURS[n % len(COLOURS)]
-            parts.append(f'<rect x="{x:.1f}" y="{box.y + 35:.1f}" width="9" height="9" rx="2" fill="{colour}"/>')
+            parts.append(_rect(x, box.y + 35, 9, 9, COLOURS[n % len(COLOURS)], 'rx="2"'))
             parts.append(_text(x + 14, box.y + 43, name, SOFT, 11))
             x += 24 + 6.2 * len(name)
     return "\n".join(parts)

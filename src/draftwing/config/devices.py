@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from draftwing.errors import ConfigError
-from draftwing.plugins import import_attribute
+from draftwing.plugins import check_class, import_attribute
 
 AUTO = "auto"
 DEVICES = {  # `auto` takes the first that is there
@@ -43,12 +43,7 @@ def find_device(asked: str | type[Any]) -> type[Any]:
     found: Any = asked
     if isinstance(asked, str):
         found = import_attribute(asked if ":" in asked else _path_of(asked), _OPTION)
-    if not (isinstance(found, type) and hasattr(found, "download") and hasattr(found, "defaults")):
-        what = f"the class {found.__name__}, which is not" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise ConfigError(f"{_OPTION} {asked}: expected a class derived from draftwing.Device, found {what}")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    if missing:
-        raise ConfigError(f"{_OPTION} {asked}: the class has to define {' and '.join(missing)}")
+    check_class(found, "Device", ("download", "defaults"), f"{_OPTION} {asked}")
     return found
 
 

@@ -17,7 +17,7 @@ from draftwing.config.aliases import ALIASES, HubModel
 from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, most_nodes
 from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
-from draftwing.plugins import import_attribute
+from draftwing.plugins import check_class, import_attribute
 
 HEADS = Path(__file__).parents[1] / "heads"  # HEADS/model/kind of head
 MODELS = ("smollm2",)  # aliases: a checkpoint of another quantization is another target
@@ -235,15 +235,9 @@ def head_drafter(kind: str) -> DrafterSpec:
     return next(spec for spec in DRAFTERS if spec.heads[:1] == (kind,))
 
 
-def _own(found: Any, name: str) -> DrafterSpec:
+def _own(cls: Any, name: str) -> DrafterSpec:
     """What a user's class says of itself; see `draftwing.Drafter`, which this cannot import."""
-    if not (isinstance(found, type) and hasattr(found, "build") and hasattr(found, "num_draft_tokens")):
-        what = f"the class {found.__name__}, which is not" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise ConfigError(f"{_OPTION} {name}: expected a class derived from draftwing.Drafter, found {what}")
-    cls: Any = found
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if missing:
-        raise ConfigError(f"{_OPTION} {name}: the class has to define {' and '.join(missing)}")
+    check_class(cls, "Drafter", ("build", "num_draft_tokens"), f"{_OPTION} {name}")
     signature = inspect.signature(cls.propose)
     try:
         signature.bind("self", "step")

@@ -29,16 +29,15 @@ def option(
     metavar: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
-    fixed: bool = True,
     common: bool = False,
 ) -> Any:
     """Returns a dataclass field with what the command line and the checks need.
 
     metavar: shown in place of choices or type.  minimum, maximum: inclusive.
-    fixed: whether a run of training keeps its value for good.  common: whether --help shows it, or only --help-all.
+    common: whether --help shows it, or only --help-all.
     """
     meta = {"group": group, "help": help, "aliases": aliases, "choices": choices, "metavar": metavar}
-    return field(default=default, metadata=meta | {"min": minimum, "max": maximum, "fixed": fixed, "common": common})
+    return field(default=default, metadata=meta | {"min": minimum, "max": maximum, "common": common})
 
 
 class Kind(NamedTuple):

@@ -8,198 +8,121 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-OURS = {  # our name of the same thing
-    # vLLM
-    "max_model_len": "context_length",
-    "gpu_memory_utilization": "mem_fraction_static",
-    "max_num_seqs": "max_running_requests",
-    "max_num_batched_tokens": "chunked_prefill_size",
-    "enforce_eager": "disable_cuda_graph",
-    "no_enable_prefix_caching": "disable_radix_cache",
-    "no_async_scheduling": "disable_overlap_schedule",
-    "generation_config": "sampling_defaults",
-    "tokenizer": "tokenizer_path",
-    "seed": "random_seed",
-    "uvicorn_log_level": "log_level",
-    "enable_log_requests": "log_requests",
-    "logits_processors": "logit_processor",
-    "shutdown_timeout": "drain_timeout",
-    "num_gpu_blocks_override": "max_total_tokens",
-    "kv_cache_memory_bytes": "max_total_tokens",
-    "compilation_config": "enable_torch_compile",
-    "cuda_graph_sizes": "cuda_graph_max_bs",
-    "max_seq_len_to_capture": "cuda_graph_max_bs",
-    "override_generation_config": "sampling_defaults",
-    "allowed_origins": "allowed_hosts",
-    "hf_config_path": "model",
-    "speculative_model": "speculative_draft_model_path",
-    "num_speculative_tokens": "speculative_num_steps",
-    "ngram_prompt_lookup_max": "speculative_ngram_max_match_window_size",
-    "ngram_prompt_lookup_min": "speculative_ngram_min_match_window_size",
-    "disable_log_stats": "log_interval",
-    # llama.cpp
-    "ctx_size": "context_length",
-    "parallel": "max_running_requests",
-    "threads": "num_threads",
-    "batch_size": "chunked_prefill_size",
-    "ubatch_size": "chunked_prefill_size",
-    "model_draft": "speculative_draft_model_path",
-    "spec_type": "speculative_algorithm",
-    "draft_max": "speculative_num_draft_tokens",
-    "spec_draft_n_max": "speculative_num_draft_tokens",
-    "cache_type_k": "kv_cache_dtype",
-    "cache_type_v": "kv_cache_dtype",
-    "chat_template_file": "chat_template",
-    "alias": "served_model_name",
-    "hf_repo": "model",
-    "no_webui": "disable_ui",
-    "timeout": "request_timeout",
-    "threads_batch": "num_threads",
-    "draft": "speculative_num_draft_tokens",
-    "draft_n": "speculative_num_draft_tokens",
-    "hf_repo_draft": "speculative_draft_model_path",
-    "spec_replace": "speculative_algorithm",
-    "cache_type_k_draft": "kv_cache_dtype",
-    "cache_type_v_draft": "kv_cache_dtype",
-    "reasoning_format": "reasoning_parser",
-    "verbose": "log_level",
-    "verbosity": "log_level",
-    "log_verbosity": "log_level",
-    "no_cache_prompt": "disable_radix_cache",
-    "no_ui": "disable_ui",
-    # Ollama
-    "num_ctx": "context_length",
-    "num_parallel": "max_running_requests",
-    "max_queue": "max_queued_requests",
-    "num_thread": "num_threads",
-    "kv_cache_type": "kv_cache_dtype",
-    "origins": "allowed_hosts",
-    # SGLang
-    "cuda_graph_bs": "cuda_graph_max_bs",
-    "log_level_http": "log_level",
-    "decode_log_interval": "log_interval",
-}
 
-OF_REQUESTS = {  # our name of the same field of a request
-    "n_predict": "max_tokens",
-    "predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "temp": "temperature",
-    "temperature": "temperature",
-    "max_tokens": "max_tokens",
+def _each(table: Mapping[str, str]) -> dict[str, str]:
+    """Returns each of the names with what stands before them."""
+    return {name: answer for answer, names in table.items() for name in names.split()}
+
+
+OURS = _each({  # our name of the same thing
+    "context_length": "max_model_len ctx_size num_ctx",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "max_running_requests": "max_num_seqs parallel num_parallel",
+    "chunked_prefill_size": "max_num_batched_tokens batch_size ubatch_size",
+    "disable_cuda_graph": "enforce_eager",
+    "disable_radix_cache": "no_enable_prefix_caching no_cache_prompt",
+    "disable_overlap_schedule": "no_async_scheduling",
+    "sampling_defaults": "generation_config override_generation_config",
+    "tokenizer_path": "tokenizer",
+    "random_seed": "seed",
+    "log_level": "uvicorn_log_level verbose verbosity log_verbosity log_level_http",
+    "log_requests": "enable_log_requests",
+    "logit_processor": "logits_processors",
+    "drain_timeout": "shutdown_timeout",
+    "max_total_tokens": "num_gpu_blocks_override kv_cache_memory_bytes",
+    "enable_torch_compile": "compilation_config",
+    "cuda_graph_max_bs": "cuda_graph_sizes max_seq_len_to_capture cuda_graph_bs",
+    "allowed_hosts": "allowed_origins origins",
+    "model": "hf_config_path hf_repo",
+    "speculative_draft_model_path": "speculative_model model_draft hf_repo_draft",
+    "speculative_num_steps": "num_speculative_tokens",
+    "speculative_ngram_max_match_window_size": "ngram_prompt_lookup_max",
+    "speculative_ngram_min_match_window_size": "ngram_prompt_lookup_min",
+    "log_interval": "disable_log_stats decode_log_interval",
+    "num_threads": "threads threads_batch num_thread",
+    "speculative_algorithm": "spec_type spec_replace",
+    "speculative_num_draft_tokens": "draft_max spec_draft_n_max draft draft_n",
+    "kv_cache_dtype": "cache_type_k cache_type_v cache_type_k_draft cache_type_v_draft kv_cache_type",
+    "chat_template": "chat_template_file",
+    "served_model_name": "alias",
+    "disable_ui": "no_webui no_ui",
+    "request_timeout": "timeout",
+    "reasoning_parser": "reasoning_format",
+    "max_queued_requests": "max_queue",
+})  # fmt: skip
+
+OF_REQUESTS = _each({  # our name of the same field of a request
+    "max_tokens": "n_predict predict num_predict max_tokens",
+    "temperature": "temp temperature",
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty",
+    "repetition_penalty": "repeat_penalty",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "logit_bias": "logit_bias",
-    "json_schema": "response_format",
-    "grammar": "ebnf",
-    "reasoning_budget": "thinking_budget",
+    "response_format": "json_schema",
+    "ebnf": "grammar",
+    "thinking_budget": "reasoning_budget",
     "chat_template_kwargs": "chat_template_kwargs",
-}
+})  # fmt: skip
 
-_ADAPTERS = "adapters (LoRA) are not supported; serve a checkpoint into which they are merged"
-_IMAGES = "images are not supported; the text model of a checkpoint is served"
-_OFFLOAD = "all layers and their KV are on the device that --device names"
-_DRAFTS = (
-    "each part of it is an option: --speculative-algorithm, --speculative-draft-model-path, --speculative-num-steps"
-)
-_CONFIG = "it is read from the checkpoint: change its config.json"
-_TEXT = "only text is generated: there are no embeddings and no scores"
-_HUB = "set the environment variable HF_TOKEN, or log in with `hf auth login`"
-_GPU = "choose GPUs with the environment variable CUDA_VISIBLE_DEVICES"
-_SPLIT = "a model is split evenly over devices, by --tp-size"
-_LEAVE = "leave it out: that is always on"
-_TLS = "connections are not encrypted; put a proxy in front that does it"
-_PATH = "give --model a hub id, a folder, or the path of a .gguf file"
-_TOOLS = "a model may always call the tools of a request; --tool-call-parser names the form in which it writes calls"
-WITHOUT_COUNTERPART = {  # why there is none, and what to do
-    "enable_lora": _ADAPTERS,
-    "lora": _ADAPTERS,
-    "lora_modules": _ADAPTERS,
-    "lora_paths": _ADAPTERS,
-    "mmproj": _IMAGES,
-    "limit_mm_per_prompt": _IMAGES,
-    "n_gpu_layers": _OFFLOAD,
-    "gpu_layers": _OFFLOAD,
-    "cpu_offload_gb": _OFFLOAD,
-    "swap_space": _OFFLOAD,
-    "speculative_config": _DRAFTS,
-    "enable_auto_tool_choice": _TOOLS,
-    "jinja": "chat templates are always rendered; leave it out",
-    "enable_prefix_caching": "prefixes are always cached; leave it out",
-    "enable_chunked_prefill": "prompts are always prefilled in chunks of --chunked-prefill-size; leave it out",
-    "flash_attn": "the attention is this server's own; leave it out",
-    "mlock": "how weights are read is not chosen; leave it out",
-    "no_mmap": "how weights are read is not chosen; leave it out",
-    "pipeline_parallel_size": "a model is split over devices by --tp-size alone",
-    "embedding": _TEXT,
-    "is_embedding": _TEXT,
-    "ssl_keyfile": _TLS,
-    "ssl_certfile": _TLS,
-    # more of vLLM's
-    "max_loras": _ADAPTERS,
-    "max_lora_rank": _ADAPTERS,
-    "mm_processor_kwargs": _IMAGES,
-    "kv_offloading_size": _OFFLOAD,
-    "distributed_executor_backend": _SPLIT,
-    "enable_expert_parallel": _SPLIT,
-    "hf_overrides": _CONFIG,
-    "rope_scaling": _CONFIG,
-    "rope_theta": _CONFIG,
-    "hf_token": _HUB,
-    "download_dir": "set the environment variable HF_HOME",
-    "task": _TEXT,
-    "runner": _TEXT,
-    "disable_log_requests": "requests are logged with --log-requests alone; leave it out",
-    "max_logprobs": "a request says how many log probabilities it wants; leave it out",
-    "block_size": "the KV cache is handed out by single tokens; leave it out",
-    "tokenizer_mode": "there is one tokenizer, the checkpoint's; leave it out",
-    "kv_transfer_config": "prefill and decoding are not split over servers",
-    "async_scheduling": "it is --enable-overlap, which is the default on a GPU",
-    "api_server_count": "one process answers all clients; start more servers and balance the load in front",
-    # more of llama.cpp's
-    "lora_scaled": _ADAPTERS,
-    "n_gpu_layers_draft": _OFFLOAD,
-    "gpu_layers_draft": _OFFLOAD,
-    "no_kv_offload": _OFFLOAD,
-    "override_tensor": _OFFLOAD,
-    "cpu_moe": _OFFLOAD,
-    "n_cpu_moe": _OFFLOAD,
-    "main_gpu": _GPU,
-    "tensor_split": _SPLIT,
-    "split_mode": _SPLIT,
-    "rope_freq_base": _CONFIG,
-    "rope_freq_scale": _CONFIG,
-    "embeddings": _TEXT,
-    "pooling": _TEXT,
-    "reranking": _TEXT,
-    "model_url": _PATH,
-    "hf_file": _PATH,
-    "cont_batching": _LEAVE,
-    "metrics": _LEAVE,
-    "slots": _LEAVE,
-    "props": _LEAVE,
-    "webui": _LEAVE,
-    "warmup": _LEAVE,
-    "mmap": "how weights are read is not chosen; leave it out",
-    "no_warmup": "the first steps are tried at the start, before anybody waits for them; leave it out",
-    "ctx_size_draft": "a draft model has the context of the model that it drafts for; leave it out",
-    "numa": "start the server under numactl",
-    "prompt": "give it to `draftwing chat` as an argument, or send it to a server",
-    "system": "a system prompt is the first message of a conversation",
-    "file": "`draftwing chat` reads a question from standard input, or send it to a server",
-    # Ollama's
-    "num_gpu": _OFFLOAD,
-    "keepalive": "the model stays loaded until the server ends; leave it out",
-    "keep_alive": "the model stays loaded until the server ends; leave it out",
-    "format": "the form of an answer is a request's: response_format",
-    "flash_attention": "the attention is this server's own; leave it out",
-    "models": "models of the hub lie where the environment variable HF_HOME says",
-    "debug": "it is --log-level debug",
-}
+WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
+    "adapters (LoRA) are not supported; serve a checkpoint into which they are merged": (
+        "enable_lora lora lora_modules lora_paths max_loras max_lora_rank lora_scaled"
+    ),
+    "images are not supported; the text model of a checkpoint is served": (
+        "mmproj limit_mm_per_prompt mm_processor_kwargs"
+    ),
+    "all layers and their KV are on the device that --device names": (
+        "n_gpu_layers gpu_layers cpu_offload_gb swap_space kv_offloading_size n_gpu_layers_draft "
+        "gpu_layers_draft no_kv_offload override_tensor cpu_moe n_cpu_moe num_gpu"
+    ),
+    "each part of it is an option: --speculative-algorithm, --speculative-draft-model-path, --speculative-num-steps": (
+        "speculative_config"
+    ),
+    "a model may always call the tools of a request; --tool-call-parser names the form in which it writes calls": (
+        "enable_auto_tool_choice"
+    ),
+    "chat templates are always rendered; leave it out": "jinja",
+    "prefixes are always cached; leave it out": "enable_prefix_caching",
+    "prompts are always prefilled in chunks of --chunked-prefill-size; leave it out": "enable_chunked_prefill",
+    "the attention is this server's own; leave it out": "flash_attn flash_attention",
+    "how weights are read is not chosen; leave it out": "mlock no_mmap mmap",
+    "a model is split over devices by --tp-size alone": "pipeline_parallel_size",
+    "only text is generated: there are no embeddings and no scores": (
+        "embedding is_embedding task runner embeddings pooling reranking"
+    ),
+    "connections are not encrypted; put a proxy in front that does it": "ssl_keyfile ssl_certfile",
+    "a model is split evenly over devices, by --tp-size": (
+        "distributed_executor_backend enable_expert_parallel tensor_split split_mode"
+    ),
+    "it is read from the checkpoint: change its config.json": (
+        "hf_overrides rope_scaling rope_theta rope_freq_base rope_freq_scale"
+    ),
+    "set the environment variable HF_TOKEN, or log in with `hf auth login`": "hf_token",
+    "set the environment variable HF_HOME": "download_dir",
+    "requests are logged with --log-requests alone; leave it out": "disable_log_requests",
+    "a request says how many log probabilities it wants; leave it out": "max_logprobs",
+    "the KV cache is handed out by single tokens; leave it out": "block_size",
+    "there is one tokenizer, the checkpoint's; leave it out": "tokenizer_mode",
+    "prefill and decoding are not split over servers": "kv_transfer_config",
+    "it is --enable-overlap, which is the default on a GPU": "async_scheduling",
+    "one process answers all clients; start more servers and balance the load in front": "api_server_count",
+    "choose GPUs with the environment variable CUDA_VISIBLE_DEVICES": "main_gpu",
+    "give --model a hub id, a folder, or the path of a .gguf file": "model_url hf_file",
+    "leave it out: that is always on": "cont_batching metrics slots props webui warmup",
+    "the first steps are tried at the start, before anybody waits for them; leave it out": "no_warmup",
+    "a draft model has the context of the model that it drafts for; leave it out": "ctx_size_draft",
+    "start the server under numactl": "numa",
+    "give it to `draftwing chat` as an argument, or send it to a server": "prompt",
+    "a system prompt is the first message of a conversation": "system",
+    "`draftwing chat` reads a question from standard input, or send it to a server": "file",
+    "the model stays loaded until the server ends; leave it out": "keepalive keep_alive",
+    "the form of an answer is a request's: response_format": "format",
+    "models of the hub lie where the environment variable HF_HOME says": "models",
+    "it is --log-level debug": "debug",
+})  # fmt: skip
 
 SHORT = {  # short options of llama.cpp and vLLM, and their long names
     "-m": "model",

@@ -22,7 +22,6 @@ class Unsupported:
 
     kind: type[Any]
     why: str
-    refused: bool = False
     neutral: tuple[Any, ...] = ()
 
 
@@ -36,9 +35,9 @@ _ADAPTS = "drafts are as large as is fastest, up to --speculative-num-draft-toke
 _ONE_DEVICE = "a server is one replica, with the devices of --tp-size; run several and balance the load in front"
 
 NO_EFFECT = {
-    "grammar_backend": Unsupported(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
+    "grammar_backend": Unsupported(str, "grammars are compiled by llguidance", ("llguidance",)),
     "attention_backend": Unsupported(str, "this version has its own attention, chosen by the device"),
-    "page_size": Unsupported(int, "the KV pool is handed out by single tokens", neutral=(1,)),
+    "page_size": Unsupported(int, "the KV pool is handed out by single tokens", (1,)),
     "cuda_graph_max_bs_prefill": Unsupported(int, "prompts of up to 512 tokens run from CUDA graphs"),
     "speculative_use_rejection_sampling": Unsupported(bool, _EXACT),
     "speculative_use_block_verification": Unsupported(bool, _EXACT),
@@ -47,41 +46,37 @@ NO_EFFECT = {
     "speculative_draft_kv_cache_dtype": Unsupported(str, _ONE_DTYPE),
     "speculative_adaptive": Unsupported(bool, _ADAPTS),
     "speculative_adaptive_config": Unsupported(str, _ADAPTS),
-    "speculative_ngram_match_type": Unsupported(
-        str, "matches are ranked by how often they were right", neutral=("BFS",)
-    ),
+    "speculative_ngram_match_type": Unsupported(str, "matches are ranked by how often they were right", ("BFS",)),
     "speculative_ngram_external_corpus_max_tokens": Unsupported(int, "there is no external corpus"),
     "speculative_moe_runner_backend": Unsupported(str, "there are no mixture-of-experts drafts"),
     "speculative_moe_a2a_backend": Unsupported(str, "there are no mixture-of-experts drafts"),
-    "speculative_domino_candidate_pool_size": Unsupported(int, "every token is a candidate", neutral=(0,)),
+    "speculative_domino_candidate_pool_size": Unsupported(int, "every token is a candidate", (0,)),
     "speculative_dspark_sps_table_path": Unsupported(str, _LEARNT),
     "speculative_dspark_confidence_sts_path": Unsupported(str, _LEARNT),
     "speculative_dspark_align_verify_tokens_to_graph_tier": Unsupported(bool, _LEARNT),
 }
 
 REFUSED = {
-    "dp": Unsupported(int, _ONE_DEVICE, True, (1,)),
-    "dp_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
-    "data_parallel_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
+    "dp": Unsupported(int, _ONE_DEVICE, (1,)),
+    "dp_size": Unsupported(int, _ONE_DEVICE, (1,)),
+    "data_parallel_size": Unsupported(int, _ONE_DEVICE, (1,)),
     "enable_dp_attention": Unsupported(
-        bool, "attention is not split over devices; run one server per device and balance the load in front", True
+        bool, "attention is not split over devices; run one server per device and balance the load in front"
     ),
-    "speculative_accept_threshold_single": Unsupported(float, _LOSSY, True, (1.0,)),
-    "speculative_accept_threshold_acc": Unsupported(float, _LOSSY, True, (1.0,)),
-    "speculative_draft_load_format": Unsupported(
-        str, "weights are read as they are found", True, ("auto", "safetensors")
-    ),
+    "speculative_accept_threshold_single": Unsupported(float, _LOSSY, (1.0,)),
+    "speculative_accept_threshold_acc": Unsupported(float, _LOSSY, (1.0,)),
+    "speculative_draft_load_format": Unsupported(str, "weights are read as they are found", ("auto", "safetensors")),
     "speculative_draft_model_quantization": Unsupported(
-        str, "draft models are quantised as --quantization says", True, ("unquant",)
+        str, "draft models are quantised as --quantization says", ("unquant",)
     ),
-    "speculative_draft_window_size": Unsupported(int, "the draft attends to everything", True),
-    "speculative_draft_sink_size": Unsupported(int, "the draft attends to everything", True),
-    "speculative_ngram_external_corpus_path": Unsupported(str, "only prompts and answers are remembered", True),
-    "speculative_ngram_external_sam_budget": Unsupported(int, "only prompts and answers are remembered", True, (0,)),
-    "speculative_dflash_block_size": Unsupported(int, _BLOCK, True),
-    "speculative_dspark_block_size": Unsupported(int, _BLOCK, True),
-    "enable_multi_layer_eagle": Unsupported(bool, "NEXTN uses all prediction layers of a checkpoint as it is", True),
-    "uno_lora_path": Unsupported(str, _OTHER_DRAFTER, True),
+    "speculative_draft_window_size": Unsupported(int, "the draft attends to everything"),
+    "speculative_draft_sink_size": Unsupported(int, "the draft attends to everything"),
+    "speculative_ngram_external_corpus_path": Unsupported(str, "only prompts and answers are remembered"),
+    "speculative_ngram_external_sam_budget": Unsupported(int, "only prompts and answers are remembered", (0,)),
+    "speculative_dflash_block_size": Unsupported(int, _BLOCK),
+    "speculative_dspark_block_size": Unsupported(int, _BLOCK),
+    "enable_multi_layer_eagle": Unsupported(bool, "NEXTN uses all prediction layers of a checkpoint as it is"),
+    "uno_lora_path": Unsupported(str, _OTHER_DRAFTER),
 }
 
 FOREIGN = NO_EFFECT | REFUSED
@@ -94,7 +89,7 @@ def take(values: Mapping[str, Any]) -> dict[str, Any]:
         # A flag that is off, like a None, was not asked for.
         if foreign is None or value is None or value is False or value in foreign.neutral:
             continue
-        if foreign.refused:
+        if name in REFUSED:
             raise ConfigError(f"--{name.replace('_', '-')} is not supported: {foreign.why}")
         logger.warning("--%s has no effect: %s", name.replace("_", "-"), foreign.why)
     return {name: value for name, value in values.items() if name not in FOREIGN}

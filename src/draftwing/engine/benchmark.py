@@ -136,12 +136,6 @@ class Local:
         return {name: seconds / measured * 1e3 for name, seconds in spent.items()} | {"host": host * 1e3}
 
 
-def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> dict[str, Any]:
-    """One record: a run of all prompts after a flush."""
-    samples, seconds = timed_run(target, prompts, params, concurrency)
-    return record_of(target, concurrency, samples, seconds)
-
-
 def timed_run(
     target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
     ended: Ended = ignored,

@@ -118,15 +118,13 @@ def load(
     source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2
 ) -> Generator[Batch, None, None]:
     """Gives the batches of samples `numbers`, read ahead by threads. A source that computes is read by one thread only:
-    two would run one model at once. It may have a `read_many(numbers) -> list[Sample]`, which is then called."""
+    two would run one model at once."""
     whole, own = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))
-    many = getattr(whole, "read_many", None)
 
     def make(batch: list[int]) -> Batch:
-        chosen = [own[i] for i in batch]
         # Without gradients, and copied from what computed the features: these are to be saved for a backward pass.
         with torch.no_grad():
-            return collate(many(chosen) if many is not None else [whole.read(i) for i in chosen], max_length)
+            return collate(whole.read_many([own[i] for i in batch]), max_length)
 
     readers = readers if isinstance(whole, FeatureStore) else 1
     todo = iter(numbers)

@@ -18,11 +18,14 @@ from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms
 from draftwing.train.kernels import kernels_take
 
 
-class BlockAttention:
-    """Keeps the keys and values of the texts, and lets blocks attend to them, for all layers of a head.
+class BlockAttention(Attend):
+    """Takes the keys and values of the texts, all T positions of each, and lets blocks attend to them, for all layers
+    of a head.
 
     Rows of blocks come flat, B * A * rows of them: A blocks of each of B texts of T tokens.
     """
+
+    norms_heads = True
 
     def __init__(self, anchors: Tensor, rows: int, length: int) -> None:
         """anchors [B, A] int64, ascending: the position of each block's first row; rows: of a block; length: T."""
@@ -31,15 +34,23 @@ class BlockAttention:
         self._masks: dict[tuple[int, bool], Tensor] = {}
         self._reach: Any = None  # once it is asked for
 
-    def text(self) -> Attend:
-        """Takes the keys and values of the texts, all T positions of each."""
-        return _Text(self)
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._keep(layer, torch.cat((k.to(v.dtype), v), 1))
+
+    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
+        if not kernels_take(qkv):
+            return False
+        from draftwing.train.kernels.rope_backward import turn
+
+        assert qkv.shape[1] % 2 == 0, "keys and values alone"
+        self._keep(layer, turn(qkv, cos, sin, qkv.shape[1] // 2, 0, norms))
+        return True
 
     def blocks(self, window: int, causal: bool, kv_heads: int) -> Attend:
         """The attention of blocks with so many heads of keys; window, causal: as in `BlockConfig`."""
         return _Blocks(self, window, causal, kv_heads)
 
-    def keep(self, layer: int, kv: Tensor) -> None:
+    def _keep(self, layer: int, kv: Tensor) -> None:
         """kv [B * T, 2 * kv_heads, head_dim]: keys, rotated, and values"""
         self._text[layer] = kv.unflatten(0, (len(self._anchors), self._length))
 
@@ -125,25 +136,6 @@ def _views(qkv: Tensor, text: Tensor) -> Any:
     q, k, v = qkv.transpose(1, 2).split([qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 1)
     text_k, text_v = text.transpose(1, 2).split(kv_heads, 1)
     return Inputs(q, text_k, text_v, k, v)
-
-
-class _Text(Attend):
-    norms_heads = True
-
-    def __init__(self, owner: BlockAttention) -> None:
-        self._owner = owner
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._owner.keep(layer, torch.cat((k.to(v.dtype), v), 1))
-
-    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
-        if not kernels_take(qkv):
-            return False
-        from draftwing.train.kernels.rope_backward import turn
-
-        assert qkv.shape[1] % 2 == 0, "keys and values alone"
-        self._owner.keep(layer, turn(qkv, cos, sin, qkv.shape[1] // 2, 0, norms))
-        return True
 
 
 class _Blocks(Attend):

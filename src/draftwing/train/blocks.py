@@ -195,7 +195,7 @@ def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> T
     """The states [B * A, S, H] of the rows that predict; ids [B, T], features [B * T, H], anchors [B, A]."""
     config, (count, length) = head.config_of_block, ids.shape
     attention = BlockAttention(anchors, config.rows, length)
-    head.write_text(features, torch.arange(length, device=ids.device).repeat(count), attention.text())
+    head.write_text(features, torch.arange(length, device=ids.device).repeat(count), attention)
     tokens = torch.full((*anchors.shape, config.rows), config.mask, dtype=torch.int64, device=ids.device)
     tokens[..., 0] = ids.gather(1, anchors)
     positions = anchors.unsqueeze(2) + torch.arange(config.rows, device=ids.device)

@@ -24,11 +24,11 @@ from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FULL, Attend, AttentionKind, DenseAttend, HeadNorms
+from draftwing.ops.attention import FULL, AttentionKind, DenseAttend, HeadNorms
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
 from draftwing.train.progress import Remaining
-from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
+from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +96,10 @@ class FeatureModel:
         config, dtype = self.model.config, str(self.model.dtype).removeprefix("torch.")
         return SourceMeta(name, algorithm, self.aux_layers, config.hidden_size, config.vocab_size, dtype)
 
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [T] -> aux_hidden [T, len(aux_layers) * hidden], final [T, hidden]"""
-        return self.batch([ids])[0]
-
     @torch.no_grad()
     def batch(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Does the same for several sequences in one forward, each padded at its end to the longest; causal attention
-        keeps the padding out of sight."""
+        """ids [T] -> aux_hidden [T, len(aux_layers) * hidden], final [T, hidden], of several sequences in one forward,
+        each padded at its end to the longest; causal attention keeps the padding out of sight."""
         count, longest = len(sequences), max(len(ids) for ids in sequences)
         padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.has_own_memory)
         for row, ids in zip(padded, sequences, strict=True):
@@ -111,23 +107,20 @@ class FeatureModel:
         positions = torch.arange(longest, device=self.device.device).repeat(count)
         final, aux_hidden = self.model(
             padded.flatten().to(self.device.device, non_blocking=True), positions,
-            causal(count, longest, self._kv_heads), self.aux_layers
+            Causal(count, longest, self._kv_heads), self.aux_layers
         )  # fmt: skip
         assert aux_hidden is not None
         final, aux_hidden = final.view(count, longest, -1), aux_hidden.view(count, longest, -1)
         return [(aux_hidden[i, : len(ids)], final[i, : len(ids)]) for i, ids in enumerate(sequences)]
 
 
-def causal(count: int, length: int, kv_heads: int = 0) -> Attend:
-    """Returns attention of `count` sequences of `length` tokens each, one after the other, every token to those before
-    it. kv_heads: of keys in all layers, for kernels that turn queries and keys; 0: torch turns them."""
-    return _Causal(count, length, kv_heads)
+class Causal(DenseAttend):
+    """Attention of `count` sequences of `length` tokens each, one after the other, every token to those before it.
+    kv_heads: of keys in all layers, for kernels that turn queries and keys; 0: torch turns them."""
 
-
-class _Causal(DenseAttend):
     norms_heads = True
 
-    def __init__(self, count: int, length: int, kv_heads: int) -> None:
+    def __init__(self, count: int, length: int, kv_heads: int = 0) -> None:
         super().__init__()
         self._shape, self._kv_heads = (count, length), kv_heads
 
@@ -236,8 +229,3 @@ def batches(tokens: Sequence[Tokens], batch_tokens: int) -> Iterator[list[Tokens
             batch.append(one)
         yield batch
         start = end
-
-
-def online(target: FeatureModel, name: str, algorithm: str, tokens: Sequence[Tokens]) -> OnlineSource:
-    """Features computed when they are read, for data that would not fit on the disk."""
-    return OnlineSource(target.meta(name, algorithm), tokens, target.batch)

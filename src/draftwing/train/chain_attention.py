@@ -22,47 +22,31 @@ from draftwing.train.kernels import kernels_take
 KeyValue = tuple[Tensor, Tensor]  # [B, heads or kv_heads, T, head_dim] each
 
 
-class ChainAttention:
-    """Keeps the keys and values of the steps so far and gives each step its `Attend`, for all layers of a head.
+class ChainAttention(Attend):
+    """Attention of all steps, one after the other, and of all layers of a head; keeps the keys and values of the steps
+    so far.
 
     Queries come flat, M = B * T rows of B sequences of equal length T; a shorter sequence is padded at its end, where
     no row of it looks.
     """
 
-    def __init__(self, sequences: int, length: int) -> None:
-        self._shape = (sequences, length)
+    def __init__(self, sequences: int, length: int, kv_heads: int) -> None:
+        self._shape, self._kv_heads = (sequences, length), kv_heads
         self._seen: dict[int, list[KeyValue]] = {}  # layer -> keys and values of steps 0, 1, ..
 
-    def step(self, number: int, kv_heads: int) -> Attend:
-        """Returns the attention of step `number` with so many heads of keys; steps come in order, each once."""
-        return _Step(self, number, kv_heads)
-
-    def attend(self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] of step `number` -> [M, heads * head_dim]"""
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] of the layer's next step -> [M, heads * head_dim]"""
+        assert kind.is_full, "draft heads see everything"
         seen = self._seen.setdefault(layer, [])
-        assert len(seen) == number, "one call per layer and step"
         # Rotary tables are in float32 while a product under autocast is not: the kernels want one dtype.
-        q, k, v = (self._split(x.to(v.dtype)) for x in (q, k, v))
+        q, k, v = (
+            x.to(v.dtype).unflatten(0, self._shape).transpose(1, 2) for x in (q, k, v)
+        )  # [B, heads, T, head_dim]
         group = q.shape[1] // k.shape[1]
         if group > 1 and _own_kernels(v) is None:  # the GPU's kernels read a shared key from where it is
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         seen.append((k, v))
         return attend_chains(q, seen).transpose(1, 2).flatten(2).flatten(0, 1)
-
-    def _split(self, x: Tensor) -> Tensor:
-        """x [M, heads, head_dim] -> [B, heads, T, head_dim]"""
-        return x.unflatten(0, self._shape).transpose(1, 2)
-
-
-class _Step(Attend):
-    """`ChainAttention.attend` of one step, as a layer calls it."""
-
-    def __init__(self, chains: ChainAttention, number: int, kv_heads: int) -> None:
-        self._chains, self._number, self._kv_heads = chains, number, kv_heads
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        assert kind.is_full, "draft heads see everything"
-        return self._chains.attend(self._number, layer, q, k, v)
 
     def fused(
         self,

@@ -206,17 +206,13 @@ def _sizes(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.kind == "linear":
-        return {"rope_type": "linear", "factor": rope.factor}
+    if rope.kind not in ("linear", "llama3"):
+        return None
+    scaling = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "llama3":
-        return {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        }
-    return None
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    return scaling
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

@@ -19,13 +19,12 @@ from typing import Any
 from draftwing.config.options import MODEL, SPECULATION, Options
 from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
-from draftwing.engine.benchmark import Ended, Local, Sample, ignored, measure
+from draftwing.engine.benchmark import Local, Sample, record_of, timed_run
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
 
 logger = logging.getLogger(__name__)
 
-SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 4, 16), TreeShape(6, 10, 60))
 FEW = 20  # prompts of a set, below which its acceptance length says little
 # Options of the model and of speculation change what is accepted, and so do these of other groups. Apart are those that
 # a report or a record has under another name; of the head it has what it is, wherever it lies.
@@ -37,29 +36,10 @@ _APART = ("model", "speculative_algorithm", "speculative_draft_model_path", *TRE
 class Trial:
     """What is measured: every set of prompts, in every shape, at every temperature."""
 
-    shapes: Sequence[TreeShape] = SHAPES
-    temperatures: Sequence[float] = (0.0, 1.0)
-    max_tokens: int = 128
-    concurrency: int = 8
-
-
-class _Recorder(Local):
-    """Keeps the samples of the last run."""
-
-    samples: Sequence[Sample] = ()
-
-    def encode(self, prompt: str) -> list[int]:
-        """Encodes a question; where the model has no chat template, a text to complete."""
-        tokenizer = self._engine.tokenizer
-        return super().encode(prompt) if tokenizer.chat_template is not None else tokenizer.encode(prompt)
-
-    def run(
-        self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
-        ended: Ended = ignored,
-    ) -> list[Sample]:  # fmt: skip
-        found = super().run(prompts, params, concurrency, drafts, ended)
-        self.samples = found
-        return found
+    shapes: Sequence[TreeShape]
+    temperatures: Sequence[float]
+    max_tokens: int
+    concurrency: int
 
 
 def evaluate(
@@ -111,17 +91,19 @@ def _measure_shape(
 
     tree = dict(zip(TREE, shape, strict=False)) | {"speculative_fixed_shape": True}
     engine = Engine(Options.from_kwargs(**{**options, **tree}))
-    target = _Recorder(engine)
+    target, tokenizer = Local(engine), engine.tokenizer
+    encode = target.encode if tokenizer.chat_template is not None else tokenizer.encode  # a text to complete
     for temperature, name in runs:
-        ids = [target.encode(prompt) for prompt in sets[name]]
+        ids = [encode(prompt) for prompt in sets[name]]
         params = {"temperature": temperature, "ignore_eos": False, "max_new_tokens": trial.max_tokens}
         target.run(ids[:1], params, 1)  # first use of everything
-        record = measure(target, ids, params, trial.concurrency)
+        samples, seconds = timed_run(target, ids, params, trial.concurrency)
+        record = record_of(target, trial.concurrency, samples, seconds)
         found = {"set": name, "shape": list(shape.tree), "temperature": temperature, **record}
-        error = standard_error(target.samples)
+        error = standard_error(samples)
         found |= {} if error is None else {"accept_length_error": error}
         logger.info("%s %s, temperature %g: acceptance length %s", name, shape.tree, temperature, _length(found, 3))
-        yield found | {"positions": positions(target.samples, shape.depth)}
+        yield found | {"positions": positions(samples, shape.depth)}
     engine.close()
     del engine, target
     gc.collect()

@@ -1,4 +1,4 @@
-"""Trains a head: the loop around its objective (`train.objectives`), on one device or, started by torchrun, on several.
+"""Trains a head: the loop around its objective, on one device or, started by torchrun, on several.
 
 A run can be killed at any moment and go on: the state it saves is complete or not there, and what comes next is a
 function of the seed and the number of the step alone; there is no random state to keep.
@@ -27,13 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 from draftwing.engine.devices.cpu import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.files import replace_file
+from draftwing.models.decoder import use_between
+from draftwing.models.heads.block import BlockHead
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
-from draftwing.train.fit_config import FitConfig
+from draftwing.train.block_loss import BlockLoss
+from draftwing.train.blocks import BlockObjective
+from draftwing.train.fit_config import AnyLoss, FitConfig
 from draftwing.train.heads import AnyHead, TargetHead
-from draftwing.train.objectives import make_objective
+from draftwing.train.kernels import kernels_take
 from draftwing.train.optimizer import HeadOptimizer
 from draftwing.train.progress import Progress, Row, summary
 from draftwing.train.store import FeatureSource
+from draftwing.train.ttt import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +84,22 @@ def trains_in_half(device: torch.device) -> bool:
     return device.type == "cuda" or has_native_bfloat16()
 
 
+def make_objective(
+    head: AnyHead, target_head: TargetHead, loss: AnyLoss, max_length: int
+) -> Objective | BlockObjective:
+    """The objective of a head; makes its rotary table for texts of up to max_length tokens, and lets the kernels of
+    training do its norms and activations where they take them."""
+    if kernels_take(next(head.parameters())):
+        from draftwing.train.kernels.layer_ops import TrainingOps
+
+        use_between(head, TrainingOps())
+    if isinstance(head, BlockHead):
+        assert isinstance(loss, BlockLoss)
+        return BlockObjective(head, target_head, loss, max_length)
+    assert not isinstance(loss, BlockLoss)
+    return Objective(head, target_head, loss, max_length)
+
+
 class Fit:
     """Trains a head in place, on the device it is on; every process of a torchrun does alike (`join_world`)."""
 
@@ -87,7 +108,7 @@ class Fit:
         head: AnyHead,
         target_head_fn: TargetHead,
         source: FeatureSource,
-        eval_source: FeatureSource | None,
+        eval_source: FeatureSource,
         config: FitConfig,
         out: Path,
     ) -> None:
@@ -108,7 +129,7 @@ class Fit:
         self.lengths = usable(source, config.max_length)
         if not self.lengths:
             raise ConfigError(f"nothing to train on: none of {len(source)} samples has 3 tokens or more")
-        self.eval_lengths = usable(eval_source, config.max_length) if eval_source is not None else {}
+        self.eval_lengths = usable(eval_source, config.max_length)
         self.total = _BY_CLOCK if config.minutes else config.steps or self._steps_of_epochs()
         self.objective = make_objective(head, target_head_fn, config.loss, config.max_length)
         self.optimizer = HeadOptimizer(head, config.optimizer, config.betas, config.weight_decay)
@@ -238,7 +259,6 @@ class Fit:
     @torch.no_grad()
     def _evaluate(self) -> None:
         config, stats = self.config, self._no_stats()
-        assert self.eval_source is not None
         mine = in_order(self.eval_lengths, config.tokens)[self.rank :: self.world]
         for batch in load(self.eval_source, mine, config.max_length, config.readers):
             with self.autocast:
@@ -350,24 +370,22 @@ class Fit:
         return list(state["history"])
 
 
-def _check(head: AnyHead, params: Sequence[Tensor], source: FeatureSource, eval_source: FeatureSource | None) -> None:
+def _check(head: AnyHead, params: Sequence[Tensor], *sources: FeatureSource) -> None:
     if not params:
         raise ConfigError("the head has no trainable parameters: it was loaded for serving (see train.heads)")
     if any(param.dtype not in (torch.float32, torch.float64) for param in params):
         raise ConfigError(f"expected a head with float32 parameters, found {params[0].dtype}")
-    for one in (source, eval_source):
-        if one is not None and tuple(one.meta.aux_layers) != head.aux_layers:
+    hidden, vocab = head.target.config.hidden_size, head.target.config.vocab_size
+    for meta in (source.meta for source in sources):
+        if tuple(meta.aux_layers) != head.aux_layers:
             raise ConfigError(
                 f"expected features of the layers {list(head.aux_layers)} of the target, "
-                f"found those of {list(one.meta.aux_layers)}"
+                f"found those of {list(meta.aux_layers)}"
             )
-        if one is not None and (one.meta.hidden, one.meta.vocab) != (
-            head.target.config.hidden_size,
-            head.target.config.vocab_size,
-        ):
+        if (meta.hidden, meta.vocab) != (hidden, vocab):
             raise ConfigError(
-                f"expected features of the target's size, hidden {head.target.config.hidden_size} and vocabulary "
-                f"{head.target.config.vocab_size}; found those of another size, {one.meta.hidden} and {one.meta.vocab}"
+                f"expected features of the target's size, hidden {hidden} and vocabulary {vocab}; found those of "
+                f"another size, {meta.hidden} and {meta.vocab}"
             )
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from draftwing.config.drafters import training
-from draftwing.errors import ConfigError
 from draftwing.train.block_loss import BlockLoss
-from draftwing.train.objectives import AnyLoss
-from draftwing.train.optimizer import OPTIMIZERS, OptimizerName
+from draftwing.train.optimizer import OptimizerName
 from draftwing.train.ttt import Loss
+
+AnyLoss = Loss | BlockLoss
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """How a head is trained.
+    """How a head is trained; `train.settings` checks what a user asks for.
 
     steps: of the optimizer; 0: as many as `epochs` over the samples take.  minutes: of training, in place of both; what
     is trained then depends on the machine's speed.  tokens: of one forward, padding included.
@@ -48,26 +48,6 @@ class FitConfig:
     eval_every: int = 500
     save_every: int = 500
     readers: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "accumulate", "max_length", "log_every", "eval_every", "save_every", "readers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        timed = 0 <= self.minutes < math.inf
-        if self.steps < 0 or not timed or (self.steps == self.minutes == 0 and self.epochs <= 0):
-            raise ConfigError(
-                f"expected steps, minutes or epochs above 0, found {self.steps}, {self.minutes} and {self.epochs}"
-            )
-        if self.steps and self.minutes:
-            raise ConfigError(f"expected steps or minutes, found both: {self.steps} and {self.minutes}")
-        if isinstance(self.loss, Loss) and self.loss.steps < 1:
-            raise ConfigError(f"loss.steps: expected at least 1, found {self.loss.steps}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
-        if self.lr < 0 or self.clip <= 0 or not 0 <= self.warmup <= 1:
-            raise ConfigError(
-                f"expected lr >= 0, clip > 0 and warmup from 0 to 1, found {self.lr}, {self.clip}, {self.warmup}"
-            )
 
     def learning_rate(self, step: int, total: int, hidden: int) -> float:
         """Returns the rate of step 0, 1, ..: up in a line, then down in half a cosine."""

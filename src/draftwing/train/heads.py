@@ -58,10 +58,7 @@ def new_eagle3_head(
     config = _layer_config(target.config, ffn_size)
     aux_layers = tuple(aux_layers) or eagle3_aux_layers(target.config.num_layers)
     aux_layer_ids(aux_layers, target.config.num_layers)
-    rows = config.vocab_size
-    if target_ids is not None:
-        _check_ids(target_ids, rows)
-        rows = target_ids.shape[0]
+    rows = _checked_count(target_ids, config.vocab_size) or config.vocab_size
     device = target.embed.weight.device
     head = Eagle3Head(config, Eagle3Config(aux_layers, config.hidden_size, rows), target, TRAINED, device)
     head.target_ids = None if target_ids is None else target_ids.to(device)
@@ -135,14 +132,10 @@ def new_block_head(
     ascending ids of the target.
     """
     config = _layer_config(target.config, ffn_size, layers, qk_norm=True)
-    rows = 0
-    if target_ids is not None:
-        _check_ids(target_ids, config.vocab_size)
-        rows = len(target_ids)
+    rows = _checked_count(target_ids, config.vocab_size)
     tied = block.tied and rows > 0
     block = replace(block, windows=(0,) * layers, causal=(False,) * layers, draft_vocab=rows, tied=tied)
-    device = target.embed.weight.device
-    head = BlockHead(config, block, target, TRAINED, device)
+    head = BlockHead(config, block, target, TRAINED, target.embed.weight.device)
     _initialise(head, seed)
     head.draft_only(target_ids)
     with torch.no_grad():
@@ -344,8 +337,11 @@ def _initialise(head: FeatureHead, seed: int) -> None:
                 param.copy_(torch.rand(param.shape, generator=generator) * (2 * limit) - limit)
 
 
-def _check_ids(ids: Tensor, vocab: int) -> None:
-    if ids.dim() != 1 or ids.dtype != torch.int64 or not ids.numel():
-        raise ConfigError(f"draft vocabulary: expected int64 ids [n], found {ids.dtype} {list(ids.shape)}")
+def _checked_count(ids: Tensor | None, vocab: int) -> int:
+    """Returns how many tokens a draft vocabulary [n] has, 0 of none. Raises ConfigError."""
+    if ids is None:
+        return 0
+    assert ids.dim() == 1 and ids.dtype == torch.int64 and ids.numel()
     if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
         raise ConfigError(f"draft vocabulary: expected ascending, different ids below {vocab}")
+    return len(ids)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from draftwing.engine.devices.cpu import has_native_bfloat16
 
 OptimizerName = Literal["adamw", "muon"]
-OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "muon")
 _TABLES = ("lm_head", "markov.above", "markov.out", "confidence")  # in names of matrices whose rows are no directions
 
 

@@ -132,14 +132,12 @@ def read_responses(files: Sequence[Path], skipped: Skipped) -> Iterator[Response
     for file in files:
         for number, line in enumerate(_lines(file), 1):
             skipped.read += 1
-            where = f"{file.name}:{number}"
             try:
                 response = Response.parse(line)
+                if response.key in seen:
+                    raise BadData("repeated")
             except BadData as error:
-                skipped.note(error, where)
-                continue
-            if response.key in seen:
-                skipped.note("repeated", where)
+                skipped.note(error, f"{file.name}:{number}")
                 continue
             seen.add(response.key)
             yield response

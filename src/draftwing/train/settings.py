@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.config.drafters import DEFAULT, NO_DRAFTER, TRAINED, DrafterSpec, Training, training
-from draftwing.config.fields import check_fields, flag, kinds, option
+from draftwing.config.fields import check_fields, flag, option
 from draftwing.config.options import Options
 from draftwing.config.trees import checked_shape
 from draftwing.core import TreeShape
@@ -32,6 +32,11 @@ _OF_DSPARK = ("markov_head", "markov_rank")
 # What a head is made like; one that is loaded is like that already.
 _OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, "mask_token", "ffn_size")
 _HOTTEST = 100  # as `SamplingParams.temperature`
+# What a run keeps for good: of a head that is trained, what may change is the saved state's matter.
+_FIXED = (
+    "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
+    "held_out", "init_head",
+)  # fmt: skip
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 
@@ -47,19 +52,18 @@ class Settings:
 
     prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts that the model answers: JSON lines, JSON, CSV or lines of text, also as .gz; "
-        "FILE:N takes a random N", fixed=False, common=True,
+        "FILE:N takes a random N", common=True,
     )  # fmt: skip
     conversations: tuple[str, ...] = option(
         (),
         DATA,
         "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are",
-        fixed=False,
         common=True,
     )
     regenerate: bool = option(False, DATA, "replace the answers in --conversations by the model's own")
     eval_prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts to measure acceptance on; prompts that share 13 words in a row with them are not "
-        "trained on (default: some prompts are held out)", fixed=False, common=True,
+        "trained on (default: some prompts are held out)", common=True,
     )  # fmt: skip
     max_length: int = option(2048, DATA, "tokens of a conversation; longer ones are skipped", minimum=32)
 
@@ -79,110 +83,95 @@ class Settings:
         None, CAPTURE, "folder of another run whose answers and hidden states are used (default: --out)", common=True
     )
     online: bool = option(
-        False, CAPTURE, "compute hidden states while training, for data that would not fit on the disk", fixed=False
+        False, CAPTURE, "compute hidden states while training, for data that would not fit on the disk"
     )
     aux_layers: tuple[int, ...] = option(
         (),
         CAPTURE,
         "auxiliary hidden states that heads of several depths read, as layers before them (default: EAGLE3 2, L/2, "
         "L-3; DFLASH and DSPARK five)",
-        fixed=False,
     )
     held_out: float = option(0.02, CAPTURE, "share of conversations held out to measure the loss", minimum=0, maximum=1)
 
-    # What of these may change is the saved state's matter.
     init_head: tuple[str, ...] = option(
         (), FIT, "head to start from, in place of a fresh one; the mean of several that came from one head"
     )
     draft_vocab_size: int | None = option(
         None, FIT, "tokens that heads of several depths may draft (default: EAGLE3 a quarter of the vocabulary, at "
-        "most 32000; DFLASH and DSPARK all, with the target's lm_head)", minimum=64, fixed=False,
+        "most 32000; DFLASH and DSPARK all, with the target's lm_head)", minimum=64,
     )  # fmt: skip
-    draft_layers: int = option(5, FIT, "layers of a head that drafts blocks", minimum=1, maximum=64, fixed=False)
-    block_steps: int = option(
-        0, FIT, "tokens that DFLASH and DSPARK draft at once (default: 7)", minimum=0, maximum=63, fixed=False
-    )
+    draft_layers: int = option(5, FIT, "layers of a head that drafts blocks", minimum=1, maximum=64)
+    block_steps: int = option(0, FIT, "tokens that DFLASH and DSPARK draft at once (default: 7)", minimum=0, maximum=63)
     draft_lm_head: str = option(
         "own", FIT, "lm_head of DFLASH and DSPARK over --draft-vocab-size tokens: one that is trained, or these rows "
-        "of the target's, which is not stored", choices=("own", "target"), fixed=False,
+        "of the target's, which is not stored", choices=("own", "target"),
     )  # fmt: skip
-    markov_head: str = option(
-        "vanilla", FIT, "what corrects DSPARK's tokens by those above them", choices=MARKOV_HEADS, fixed=False
-    )
-    markov_rank: int = option(256, FIT, "rank of that correction", minimum=1, fixed=False)
+    markov_head: str = option("vanilla", FIT, "what corrects DSPARK's tokens by those above them", choices=MARKOV_HEADS)
+    markov_rank: int = option(256, FIT, "rank of that correction", minimum=1)
     mask_token: int | None = option(
         None, FIT, "token id that stands for those to be drafted (default: the highest that no text has)", minimum=0,
-        fixed=False,
     )  # fmt: skip
     block_loss: str | None = option(
-        None, FIT, "what a block is trained for (default: DFLASH kl, DSPARK tv)", choices=BLOCK_LOSSES, fixed=False
+        None, FIT, "what a block is trained for (default: DFLASH kl, DSPARK tv)", choices=BLOCK_LOSSES
     )
     anchors: float = option(
-        0.25, FIT, "share of a text's tokens that open a block in each forward", minimum=0.001, maximum=1, fixed=False
+        0.25, FIT, "share of a text's tokens that open a block in each forward", minimum=0.001, maximum=1
     )
-    ffn_size: int = option(0, FIT, "width of the head's MLP (default: the target's)", minimum=0, fixed=False)
+    ffn_size: int = option(0, FIT, "width of the head's MLP (default: the target's)", minimum=0)
     epochs: float = option(
         1.0,
         FIT,
         "passes over the data; 0: train nothing and keep --init-head as it is",
         minimum=0,
-        fixed=False,
         common=True,
     )
-    steps: int = option(0, FIT, "steps of the optimizer, in place of epochs", minimum=0, fixed=False)
+    steps: int = option(0, FIT, "steps of the optimizer, in place of epochs", minimum=0)
     minutes: float = option(
         0.0, FIT, "minutes of training, in place of epochs and steps: the learning rate follows the clock", minimum=0,
-        fixed=False, common=True,
+        common=True,
     )  # fmt: skip
     optimizer: str = option(
         "adamw",
         FIT,
         "muon: Muon for the matrices of the layer, AdamW for the rest",
         choices=("adamw", "muon"),
-        fixed=False,
     )
     lr: float = option(
-        0.0, FIT, "highest learning rate (default: 0.4 / hidden size; DFLASH and DSPARK 6e-4)", minimum=0, fixed=False
+        0.0, FIT, "highest learning rate (default: 0.4 / hidden size; DFLASH and DSPARK 6e-4)", minimum=0
     )
-    warmup: float = option(
-        0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1, fixed=False
-    )
-    batch_tokens: int = option(8192, FIT, "tokens of one forward", minimum=1, fixed=False)
-    accumulate: int = option(1, FIT, "forwards per step and GPU", minimum=1, fixed=False)
+    warmup: float = option(0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1)
+    batch_tokens: int = option(8192, FIT, "tokens of one forward", minimum=1)
+    accumulate: int = option(1, FIT, "forwards per step and GPU", minimum=1)
     ttt_steps: int | None = option(
-        None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", minimum=1, fixed=False
+        None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", minimum=1
     )
     ttt_decay: float | None = option(
         None,
         FIT,
         "weight of each draft of a chain, relative to the one before (default: 0.8; blocks: exp(-1/4))",
         minimum=0,
-        fixed=False,
     )
     target_temperature: float = option(
         1.0, FIT, "temperature of the target's distribution in the loss; below 1 for greedy traffic", minimum=0.01,
-        fixed=False,
     )  # fmt: skip
-    clip: float = option(0.5, FIT, "largest norm of a gradient", minimum=0, fixed=False)
-    save_every: int = option(500, FIT, "steps after which the state is saved", minimum=1, fixed=False)
-    eval_every: int = option(500, FIT, "steps after which held-out loss is measured", minimum=1, fixed=False)
-    log_every: int = option(20, FIT, "steps between lines of metrics.csv", minimum=1, fixed=False)
-    gpus: int = option(
-        1, FIT, "GPUs (or with --device cpu processes) that generate and train", minimum=1, fixed=False, common=True
-    )
+    clip: float = option(0.5, FIT, "largest norm of a gradient", minimum=0)
+    save_every: int = option(500, FIT, "steps after which the state is saved", minimum=1)
+    eval_every: int = option(500, FIT, "steps after which held-out loss is measured", minimum=1)
+    log_every: int = option(20, FIT, "steps between lines of metrics.csv", minimum=1)
+    gpus: int = option(1, FIT, "GPUs (or with --device cpu processes) that generate and train", minimum=1, common=True)
 
     shapes: tuple[str, ...] = option(
-        ("3,1,4", "5,4,16", "6,10,60"), EVAL, "trees to measure: steps, topk, draft tokens", fixed=False
+        ("3,1,4", "5,4,16", "6,10,60"), EVAL, "trees to measure: steps, topk, draft tokens"
     )
-    eval_count: int = option(80, EVAL, "most prompts of each evaluation file", minimum=1, fixed=False)
-    eval_tokens: int = option(128, EVAL, "tokens of an answer that is measured", minimum=1, fixed=False)
+    eval_count: int = option(80, EVAL, "most prompts of each evaluation file", minimum=1)
+    eval_tokens: int = option(128, EVAL, "tokens of an answer that is measured", minimum=1)
     eval_temperatures: tuple[float, ...] = option(
-        (0.0, 1.0), EVAL, "temperatures to measure at", minimum=0, maximum=_HOTTEST, fixed=False
+        (0.0, 1.0), EVAL, "temperatures to measure at", minimum=0, maximum=_HOTTEST
     )
-    eval_concurrency: int = option(8, EVAL, "requests at once", minimum=1, fixed=False)
+    eval_concurrency: int = option(8, EVAL, "requests at once", minimum=1)
 
-    licence: tuple[str, ...] = option((), CARD, "source and licence of the data, one text per source", fixed=False)
-    max_file_mb: int = option(5000, CARD, "largest file of the head, in MB", minimum=1, fixed=False)
+    licence: tuple[str, ...] = option((), CARD, "source and licence of the data, one text per source")
+    max_file_mb: int = option(5000, CARD, "largest file of the head, in MB", minimum=1)
 
     def check(self) -> None:
         """Raises ConfigError for values that cannot work."""
@@ -199,21 +188,17 @@ class Settings:
         if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
             able = " and ".join(name for name in TRAINED if training(name).aux_hidden_states)
             raise ConfigError(f"--aux-layers and --draft-vocab-size are for --algorithm {able}")
-        odd = self._given(("ttt_steps",) if self.training.block else _OF_BLOCKS)
-        if odd:
-            able = " and ".join(name for name in TRAINED if bool(training(name).block) != bool(self.training.block))
-            raise ConfigError(f"{odd}: for --algorithm {able}, found {self.algorithm}")
-        odd = self._given(_OF_DSPARK) if self.drafter.heads[0] != "dspark" else ""
-        if odd:
-            raise ConfigError(f"{odd}: for --algorithm DSPARK, found {self.algorithm}")
-        odd = self._given(("ffn_size",)) if self.drafter.heads[0] == "mtp" else ""
-        if odd:
-            able = " and ".join(name for name, spec in TRAINED.items() if spec.heads[0] != "mtp")
-            raise ConfigError(
-                f"{odd}: for --algorithm {able}, found {self.algorithm}, a layer of the target's own shape"
-            )
-        odd = self._given(_OF_FRESH) if self.init_head else ""
-        if odd:
+        blocks = {name for name in TRAINED if bool(training(name).block)}
+        for names, algorithms, why in (
+            (_OF_BLOCKS, blocks, ""),
+            (("ttt_steps",), TRAINED.keys() - blocks, ""),
+            (_OF_DSPARK, {"DSPARK"}, ""),
+            (("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
+        ):
+            if self.algorithm not in algorithms and (odd := self._given(names)):
+                shown = " and ".join(name for name in TRAINED if name in algorithms)
+                raise ConfigError(f"{odd}: for --algorithm {shown}, found {self.algorithm}{why}")
+        if self.init_head and (odd := self._given(_OF_FRESH)):
             raise ConfigError(f"{odd}: for fresh heads; one of --init-head is as it was made, so leave this out")
         if self.steps and self.minutes:
             raise ConfigError(f"--steps and --minutes: expected one of them, found {self.steps} and {self.minutes}")
@@ -282,13 +267,9 @@ class Run:
     def command(self) -> str:
         """Returns what to type to make the same."""
         words = ["draftwing", "train", "--out", str(self.out)]
-        for name, value in self.options.items():
-            words += [flag(name)] + ([] if value is True else [str(value)])
-        for spec in dataclasses.fields(Settings):
-            value = getattr(self.settings, spec.name)
-            if value == spec.default:
-                continue
-            words.append(flag(spec.name))
+        changed = {name: value for name, value in vars(self.settings).items() if value != _FIELDS[name]["default"]}
+        for name, value in {**self.options, **changed}.items():
+            words.append(flag(name))
             if value is not True:
                 words += map(str, value) if isinstance(value, tuple) else [str(value)]
         return shlex.join(words)
@@ -305,7 +286,7 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
     given: fields of `Settings`; options: of the engine. With another run's data (`data`), what made that data is taken
     from there. Raises ConfigError for values that cannot work, and for those that would make the run another one.
     """
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    given = _tuples(given)
     before = _load(out)
     source = given.get("data", before[0].get("data") if before else None)
     made = _load(Path(source)) if source is not None else None
@@ -344,8 +325,8 @@ def _check_same(
 ) -> None:
     """Raises ConfigError where a run in `folder`, made with settings `kept` and options `chosen`, is asked to be
     another one."""
-    for name in kept.keys() & given.keys():
-        if _FIELDS[name]["fixed"] and given[name] != kept[name]:
+    for name in _FIXED:
+        if name in kept and given.get(name, kept[name]) != kept[name]:
             raise _changed(folder, name, kept[name], given[name])
     for name in MODEL_OPTIONS:
         before = chosen.get(name, getattr(Options, name))
@@ -371,14 +352,12 @@ def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     known = {spec.name for spec in dataclasses.fields(Settings)}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        settings = {name: _read(name, value) for name, value in content["settings"].items() if name in known}
-        return settings, dict(content["options"])
+        settings = {name: value for name, value in content["settings"].items() if name in known}
+        return _tuples(settings), dict(content["options"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): name another --out") from None
 
 
-def _read(name: str, value: Any) -> Any:
-    """Reads a setting from JSON. Where several values are allowed, older folders hold one, or null."""
-    if not kinds(Settings)[name].many:
-        return value
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are typed, or read from JSON: where several values are allowed there are lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

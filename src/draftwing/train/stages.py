@@ -31,7 +31,7 @@ from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 from draftwing.train import heads
 from draftwing.train.blocks import checked_mask, fresh_block, unused_token
-from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_aux_layers
+from draftwing.train.capture import FeatureModel, bytes_per_token, capture, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Prompt, Skipped, held_out, original
@@ -43,7 +43,7 @@ from draftwing.train.forecast import Text, count_text, forecast, longest_text, p
 from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import read_responses, responses_files
 from draftwing.train.settings import Run
-from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, SourceMeta, Tokens
+from draftwing.train.store import FeatureStore, OnlineSource, Part, SourceMeta, Tokens
 from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class Stages:
         head = self._head(target, tokens)
         wanted = {one.key for one in tokens}
         chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
-        train, watch = _parts(source, source.order, wanted, chosen)
+        train, watch = _parts(source, wanted, chosen)
         report = Fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit").run()
         if not self.rank:
             self._save(head, report)
@@ -321,7 +321,8 @@ class Stages:
         """Returns the target, of which only embedding and head are needed beside stored features, and the features."""
         if self.settings.online:
             features = self._target()
-            return features.model, online(features, self.engine_options.model, self.settings.algorithm, tokens)
+            meta = features.meta(self.engine_options.model, self.settings.algorithm)
+            return features.model, OnlineSource(meta, tokens, features.batch)
         store = FeatureStore(self.features)
         missing = sum(one.key not in store.keys for one in tokens)
         if missing:
@@ -358,13 +359,13 @@ class Stages:
         size = self.settings.draft_vocab_size or (vocab if self.settings.training.block else min(32000, vocab // 4))
         found = draft_vocabulary(tokens, size, vocab, self.tokenizer.stop_ids)
         self._note(found)
-        return found.target_ids() if len(found.ids) < vocab else None
+        return torch.tensor(found.ids) if len(found.ids) < vocab else None
 
     def _note(self, found: Vocabulary) -> None:
         logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the answers", len(found.ids),
                     self.config.vocab_size, 100 * found.coverage)  # fmt: skip
         if not self.rank:
-            found.save(self.run.out / "vocabulary.json")
+            write_json(self.run.out / "vocabulary.json", found._asdict(), None)
 
     def _fit_config(self) -> FitConfig:
         settings = self.settings
@@ -390,9 +391,10 @@ class Stages:
         pick_device(self.engine_options.device).trim()
 
 
-def _parts(source: FeatureSource, keys: Sequence[str], wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
+def _parts(source: FeatureStore | OnlineSource, wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
     """Splits the samples `wanted` into those that are trained on and the chosen ones; in the order of their keys,
-    however they came into a store. keys: of the source's samples."""
+    however they came into a store."""
+    keys = source.order
     numbers = sorted((i for i, key in enumerate(keys) if key in wanted), key=lambda i: keys[i])
     train, watch = ([i for i in numbers if (keys[i] in chosen) == part] for part in (False, True))
     return Part(source, train), Part(source, watch)

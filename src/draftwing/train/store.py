@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,20 +79,6 @@ class SourceMeta:
         return dtype
 
 
-class FeatureSource(Protocol):
-    """What training reads: `FeatureStore`, `OnlineSource` or a `Part` of them."""
-
-    @property
-    def meta(self) -> SourceMeta: ...
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, i: int) -> Sample: ...
-
-
 @dataclass(frozen=True)
 class _Shard:
     file: str
@@ -111,8 +97,8 @@ class FeatureStore:
         """Opens a store that is there."""
         self.folder = Path(folder)
         self.meta, self._shards = _read_index(self.folder)
-        self._open: OrderedDict[int, Any] = OrderedDict()
-        self._starts: list[int] = []  # number of the first sample of each shard
+        self._file = lru_cache(_OPEN_SHARDS)(self._opened)
+        self._places: list[tuple[str, int]] = []  # of each sample, its shard's file and where it begins there
         self.lengths: list[int] = []
         self.order: list[str] = []  # keys, by number
         self.keys: set[str] = set()
@@ -176,20 +162,11 @@ class FeatureStore:
         self._add(shard)
 
     def read(self, i: int) -> Sample:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        number = bisect_right(self._starts, i) - 1
-        shard, within = self._shards[number], i - self._starts[number]
-        start = sum(shard.lengths[:within])
-        end = start + shard.lengths[within]
-        file = self._file(number)
+        name, start = self._places[i]
+        end, file = start + self.lengths[i], self._file(name)
         ids, mask, final = (file.get_slice(name)[start:end] for name in ("ids", "loss_mask", "final"))
         aux_hidden = final if self._final_only else file.get_slice(_AUX)[start:end]
-        return Sample(ids, mask, aux_hidden, final, shard.keys[within])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Open files stay behind: a store may be sent to a loader's worker."""
-        return self.__dict__ | {"_open": OrderedDict()}
+        return Sample(ids, mask, aux_hidden, final, self.order[i])
 
     @property
     def _final_only(self) -> bool:
@@ -197,23 +174,22 @@ class FeatureStore:
         return not training(self.meta.algorithm).aux_hidden_states
 
     def _add(self, shard: _Shard) -> None:
-        self._starts.append(len(self.lengths))
+        self._places += [
+            (shard.file, end - length) for end, length in zip(accumulate(shard.lengths), shard.lengths, strict=True)
+        ]
         self.lengths += shard.lengths
         self.order += shard.keys
         self.keys |= set(shard.keys)
 
-    def _file(self, number: int) -> Any:
-        file = self._open.pop(number, None)
-        if file is None:
-            path = self.folder / self._shards[number].file
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path} cannot be read: {error}; remove {self.folder} and capture again") from None
-            if len(self._open) >= _OPEN_SHARDS:
-                self._open.popitem(last=False)
-        self._open[number] = file
-        return file
+    def read_many(self, numbers: Sequence[int]) -> list[Sample]:
+        return [self.read(i) for i in numbers]
+
+    def _opened(self, name: str) -> Any:
+        path = self.folder / name
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}; remove {self.folder} and capture again") from None
 
 
 Features = Callable[[Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
@@ -234,11 +210,8 @@ class OnlineSource:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def read(self, i: int) -> Sample:
-        return self.read_many([i])[0]
-
     def read_many(self, numbers: Sequence[int]) -> list[Sample]:
-        """Reads several samples by one forward."""
+        """Reads several samples, by one forward."""
         chosen = [self._tokens[i] for i in numbers]
         ids = [torch.from_numpy(one.ids) for one in chosen]
         found = []
@@ -250,22 +223,15 @@ class OnlineSource:
 class Part:
     """Some samples of a source."""
 
-    def __init__(self, source: FeatureSource, numbers: Sequence[int]) -> None:
-        self.source, self.numbers = source, list(numbers)
-
-    @property
-    def meta(self) -> SourceMeta:
-        return self.source.meta
-
-    @property
-    def lengths(self) -> list[int]:
-        return [self.source.lengths[i] for i in self.numbers]
+    def __init__(self, source: FeatureStore | OnlineSource, numbers: Sequence[int]) -> None:
+        self.source, self.numbers, self.meta = source, list(numbers), source.meta
+        self.lengths = [source.lengths[i] for i in self.numbers]
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def read(self, i: int) -> Sample:
-        return self.source.read(self.numbers[i])
+
+FeatureSource = FeatureStore | OnlineSource | Part  # what training reads
 
 
 def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:

@@ -139,10 +139,10 @@ def unroll(head: ChainHead, ids: Tensor, features: Tensor, steps: int) -> Iterat
     sequences, length = ids.shape
     padded = F.pad(ids, (0, steps))  # [B, T + steps]
     positions = torch.arange(length, device=ids.device).repeat(sequences)
-    attention, kv_heads = ChainAttention(sequences, length), head.config.attention.kv_heads
+    attention = ChainAttention(sequences, length, head.config.attention.kv_heads)
     for k in range(steps):
         tokens = padded[:, k + 1 : k + 1 + length].flatten()
-        features = head.run(tokens, positions + k, features, k, attention.step(k, kv_heads))
+        features = head.run(tokens, positions + k, features, k, attention)
         yield features
 
 

@@ -6,16 +6,12 @@ Its own head has a row for each of them alone, which is most of what a draft ste
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.files import write_json
 from draftwing.train.store import Tokens
 
 MULTIPLE = 64  # rows of a product that run at full speed on a GPU
@@ -27,13 +23,6 @@ class Vocabulary(NamedTuple):
     ids: tuple[int, ...]
     counted: int
     coverage: float
-
-    def target_ids(self) -> Tensor:
-        """Returns the target's id of each draft token, [n] int64."""
-        return torch.tensor(self.ids, dtype=torch.int64)
-
-    def save(self, path: Path) -> None:
-        write_json(path, self._asdict(), None)
 
 
 def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: Iterable[int]) -> Vocabulary:
