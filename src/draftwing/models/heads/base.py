@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
-from draftwing.models.weight_map import stored_tensors
+from draftwing.models.weight_map import named, stored_tensors
 from draftwing.ops.attention import Attend
 from draftwing.ops.contracts import HeadTopK
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks
 
 SPREAD = 256 << 20  # bytes of a head's layers; to read fewer takes a rank less time than two sums a layer
@@ -61,8 +62,9 @@ class FeatureHead(nn.Module):
         assert rotates is not None and len(self.kv_layers) == len(kept), "layers of heads are alike, and keep something"
         self.rope = Rope(config.ropes[rotates[0]], rotates[1], dtype)
         self.target_ids: Tensor | None = None  # [vocab] int64
+        self.lm_head: Linear | None = None  # of its own, see `add_lm_head`
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
-        self._head_rows: Linear | None = None
+        self.head_rows: Linear | None = None  # of the target's head, which `restrict` took
         self.top_k: HeadTopK | None = None  # once packed
         self.ops = PLAIN
 
@@ -93,38 +95,41 @@ class FeatureHead(nn.Module):
         head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device, self.config.vocab_format)
         if not head.op.keep(ParamSlice("weight", 0, rows.shape[0]), rows):
             head.weight.data.copy_(rows)
-        self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
+        self.head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
 
-    @property
-    def head_rows(self) -> Linear | None:
-        """The rows of the target's head that `restrict` took, a copy."""
-        return self._head_rows
+    def add_lm_head(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Gives it a head of its own, over so many tokens."""
+        lm_head = Linear(self.width, self.ranks.share(rows).size, False, dtype, device, self.config.vocab_format)
+        self.lm_head, self.vocab = vocab_parallel(lm_head, self.ranks, rows), rows
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
-        """What `logits` is made of: perhaps a norm, and the target's head or the rows that were chosen of it."""
-        return None, self.target.lm_head if self._head_rows is None else self._head_rows
+        """What `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of it."""
+        heads = self.lm_head, self.head_rows, self.target.lm_head
+        return None, next(head for head in heads if head is not None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] of `run` -> [M, vocab]"""
         norm, lm_head = self.output_layer()
         return lm_head(hidden if norm is None else norm(hidden))
 
-    def shared_readout(self) -> Tensor:
-        """[vocab, hidden]: the weight of the GEMM that is shared with the target; of a packed target a copy."""
-        return (self.target.lm_head if self._head_rows is None else self._head_rows).dense_weight()
-
     def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [M, hidden] of `run` -> (state [M, hidden], weight [vocab, hidden]), whose product is `logits`. For
-        training, which need not keep the logits."""
-        return hidden, self.shared_readout()
+        training, which need not keep the logits. What a packed target shares comes as a copy."""
+        norm, lm_head = self.output_layer()
+        return hidden if norm is None else norm(hidden), lm_head.dense_weight()
 
     def names(self) -> dict[str, ParamSlice]:
-        """Name in a published checkpoint -> slice, complete for this head."""
-        raise NotImplementedError
+        """Name in a published checkpoint -> slice, complete for this head; of this class those of `lm_head`."""
+        if self.lm_head is None:
+            return {}
+        share = self.ranks.share(self.vocab)
+        return named(self.config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as a published checkpoint stores them; parameters come as views."""
+        """(name, tensor) as a published checkpoint stores them, with maps between the vocabularies where they differ;
+        parameters come as views."""
         yield from stored_tensors(self, self.names())
+        yield from vocabulary_maps(self.target_ids, self.config.vocab_size)
 
     def pack(self, ops: LayerOps) -> None:
         """Lets every layer prepare for inference, weights and kernels; the head is not trainable afterwards.
