@@ -97,6 +97,10 @@ class FeatureHead(nn.Module):
             head.weight.data.copy_(rows)
         self.head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
 
+    def draft_only(self, ids: Tensor | None) -> None:
+        """Says which of the target's tokens are drafted, [vocab] int64, None: all."""
+        self.target_ids = None if ids is None else ids.to(self.target.norm.weight.device)
+
     def add_lm_head(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Gives it a head of its own, over so many tokens."""
         lm_head = Linear(self.width, self.ranks.share(rows).size, False, dtype, device, self.config.vocab_format)

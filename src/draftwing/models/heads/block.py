@@ -64,11 +64,10 @@ class BlockHead(FeatureHead):
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
     def draft_only(self, ids: Tensor | None) -> None:
-        """Says which of the target's tokens are drafted, [vocab] int64, None: all. Takes their rows of the target's
-        lm_head where the head has none of its own."""
+        """As of all heads. Takes their rows of the target's lm_head where the head has none of its own."""
         if ids is not None and self.config_of_block.tied:
             self.restrict(ids)
-        self.target_ids = None if ids is None else ids.to(self.norm.weight.device)
+        super().draft_only(ids)
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]: what keys and values are made of"""
