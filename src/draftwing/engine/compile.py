@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.base import DraftHead
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.spec.heads import DraftHead
 
 
 class Opaque(Attend):

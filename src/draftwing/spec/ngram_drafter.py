@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from draftwing.core import MAX_CONFIDENCE
 from draftwing.errors import ConfigError
-from draftwing.ops.reference.ngram import NGramOps
+from draftwing.ops.reference.ngram import NGramIndex, NGramOps
 from draftwing.spec.drafter import SeenTokens
 from draftwing.spec.lookup_drafter import LookupDrafter
 
 
 class NGramDrafter(LookupDrafter):
     """Tree drafts from token matches; a `LookupDrafter` around an `NGramIndex`."""
+
+    index: NGramIndex
 
     def __init__(
         self,
@@ -33,11 +35,11 @@ class NGramDrafter(LookupDrafter):
             raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
         if branch_length < 1 or capacity < 1:
             raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
-        self.index = ops.ngram_index(
+        index = ops.ngram_index(
             rows, min_window=min_window, max_window=max_window, min_breadth=min_breadth, max_breadth=max_breadth,
             branch_length=branch_length, capacity=capacity,
         )  # fmt: skip
-        super().__init__(self.index, ops.draws_by_row)
+        super().__init__(index, ops.draws_by_row)
 
     def extend(self, seen: SeenTokens) -> None:
         """Decoding: the count[b] newest tokens of each row enter the memory. The end of a prefill: the row begins anew;

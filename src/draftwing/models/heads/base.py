@@ -1,4 +1,5 @@
-"""What the heads that read a target's features have in common: its embedding, its head, and a rotary table."""
+"""What a model must offer to draft (`DraftHead`), and what the heads that read a target's features have in common: its
+embedding, its head, and a rotary table."""
 
 from __future__ import annotations
 
@@ -36,14 +37,54 @@ def ranks_for(config: ModelConfig, target: DecoderModel, dtype: torch.dtype) -> 
     return target.ranks
 
 
-class FeatureHead(nn.Module):
+class DraftHead:
+    """lookahead: 0 where the row at position t is made of token t; 1 where it is made of token t + 1 and of the
+    target's feature at t; n where there are n layers, the last of which makes it of token t + n (`MTPDrafter`).
+    aux_layers: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
+    target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
+    top_k: `logits` and the best of them in one call, None where there is none.
+    forward_name: the method that runs the network, which --enable-torch-compile compiles."""
+
+    lookahead: int = 0
+    aux_layers: tuple[int, ...] = ()
+    width: int = 0
+    vocab: int
+    kv_layers: Sequence[SlotSpec]
+    target_ids: Tensor | None = None
+    top_k: HeadTopK | None = None
+    forward_name: str = "run"
+
+    def set_max_positions(self, positions: int) -> None:
+        """Makes the rotary table; every position of a later `run` must be below `positions`."""
+        raise NotImplementedError
+
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, width]: what rows made by the target are fed.
+        Of a head without auxiliary layers it is not called."""
+        raise NotImplementedError
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """ids, positions [M]; features [M, width] -> hidden [M, width or own size], fed back to the rows' children.
+        level: 0 for committed text, 1, 2, ... in tree expansion (a head may have one layer per level)."""
+        raise NotImplementedError
+
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        """What `run` leaves in the pool of committed text, for rows whose output nobody wants; heads of one layer need
+        not run it."""
+        self.run(ids, positions, features, 0, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden of `run` -> [M, vocab]"""
+        raise NotImplementedError
+
+
+class FeatureHead(DraftHead, nn.Module):
     """A `DraftHead` whose row at position t is made of the target's feature at t and of token t + 1.
 
     Trainable as long as it is not packed. What it shares with the target is not among its parameters.
     """
 
     lookahead = 1
-    forward_name = "run"  # see `DraftHead`
 
     def __init__(
         self, config: ModelConfig, target: DecoderModel, aux_layers: tuple[int, ...], dtype: torch.dtype
@@ -57,31 +98,20 @@ class FeatureHead(nn.Module):
         self.width = config.hidden_size
         self.vocab = target.config.vocab_size
         kept = [layer.mixer.keeps() for layer in self.layer_configs]
-        self.kv_layers: Sequence[SlotSpec] = [spec for spec in kept if spec is not None]
+        self.kv_layers = [spec for spec in kept if spec is not None]
         (rotates,) = {layer.mixer.rotates for layer in self.layer_configs}
         assert rotates is not None and len(self.kv_layers) == len(kept), "layers of heads are alike, and keep something"
         self.rope = Rope(config.ropes[rotates[0]], rotates[1], dtype)
-        self.target_ids: Tensor | None = None  # [vocab] int64
         self.lm_head: Linear | None = None  # of its own, see `add_lm_head`
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self.head_rows: Linear | None = None  # of the target's head, which `restrict` took
-        self.top_k: HeadTopK | None = None  # once packed
         self.ops = PLAIN
-
-    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
-        """As in `DraftHead`."""
-        raise NotImplementedError
-
-    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
-        """As in `DraftHead`; heads of one layer need not run it."""
-        self.run(ids, positions, features, 0, attend)
 
     @property
     def target(self) -> DecoderModel:
         return self._target[0]
 
     def set_max_positions(self, positions: int) -> None:
-        """Makes the rotary table; every position of a later `run` must be below `positions`."""
         weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
         self.rope.make(positions, weight.dtype, weight.device)
 

@@ -174,7 +174,7 @@ def streams(
     key: str, ids: list[int], count: int, layers: int, boundary: bool, from_embedding: bool = False
 ) -> tuple[int, ...]:
     """The ids of so many layers as `DecoderModel.forward` numbers them. layers: of the target.  boundary: whether they
-    count boundaries between layers, else outputs.  from_embedding: whether the output before the first has an id, -1."""
+    count boundaries between layers, else outputs.  from_embedding: whether the output before the first has one, -1."""
     if len(ids) != count:
         raise CheckpointError(f"fc.weight has columns for {count} hidden states, {key} names the layers {show(ids)}")
     highest = layers if boundary else layers - 1
