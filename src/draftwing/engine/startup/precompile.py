@@ -27,17 +27,27 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from draftwing import __version__
 from draftwing.config.options import SERVER, Options
+from draftwing.engine.devices.base import Download
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.precision import Precision
+from draftwing.engine.startup import memory as sizing
+from draftwing.engine.startup.executor import graph_size_of
+from draftwing.engine.startup.weights_without_data import hold_experts
+from draftwing.layers.experts import ExpertLinear
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_config
+from draftwing.models.quantised.config import Quantization
+from draftwing.ops.groups import WHOLE, shift_of
+from draftwing.parallel.ranks import ALONE, Absent
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from draftwing.engine.build import Parts
-    from draftwing.engine.devices.base import Device
-    from draftwing.models.decoder import DecoderModel
-    from draftwing.models.quantised.config import Quantization
     from draftwing.ops.cuda.gemm_experts import Layout
     from draftwing.ops.cuda.gemm_groups import Width
 
@@ -86,8 +96,9 @@ class Precompilation:
             return
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | hidden
-        # -P: nothing is imported from the current folder
-        command = [sys.executable, "-P", "-c", "from draftwing.engine.startup.precompile import main; main()"]
+        # -P: nothing is imported from the current folder.  nice: loading comes first
+        run = "import os; os.nice(5); from draftwing.engine.startup.precompile import main; main()"
+        command = [sys.executable, "-P", "-c", run]
         with tempfile.TemporaryFile() as source:  # a pipe would have to be read before there is room for all of it
             source.write(packed)
             source.seek(0)
@@ -157,7 +168,6 @@ def _digest(job: bytes) -> str:
 
 
 def main() -> None:
-    os.nice(5)  # loading comes first
     job = pickle.load(sys.stdin.buffer)
     assert isinstance(job, Job)
     launches, experts = collect(job)
@@ -197,7 +207,6 @@ def compile_launch(launch: Launch) -> None:
 
 
 def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
-    from draftwing.layers.experts import ExpertLinear
     from draftwing.ops.cuda import gemm_experts
 
     weights = [part.device_weight for part in model.modules() if isinstance(part, ExpertLinear)]
@@ -205,7 +214,6 @@ def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
 
 
 def _compile_products(job: Job, experts: set[Layout]) -> None:
-    from draftwing.models.loader import load_config
     from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups, gemm_tall
 
     gemm.compile_ahead(job.dtype, job.capability)
@@ -219,7 +227,6 @@ def _compile_products(job: Job, experts: set[Layout]) -> None:
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     """Of the weights that stay quantised, as far as the config says. asked: `--quantization`."""
     from draftwing.ops.cuda.gemm_groups import Width
-    from draftwing.ops.groups import WHOLE, shift_of
 
     if asked == "none":
         return set()
@@ -264,19 +271,10 @@ class _Nothing:
 
 
 def _run_without_data(job: Job) -> Parts:
-    import torch
-
-    from draftwing.engine import build
-    from draftwing.engine.precision import Precision
-    from draftwing.engine.startup import memory as sizing
-    from draftwing.engine.startup.executor import graph_size_of
-    from draftwing.engine.startup.weights_without_data import hold_experts
-    from draftwing.models.decoder import DecoderModel
-    from draftwing.models.loader import load_config
-    from draftwing.parallel.ranks import ALONE, Absent
+    from draftwing.engine import build  # which imports this module
 
     torch.set_num_threads(1)  # the process forks
-    device = _no_device()
+    device = NoDevice()
     config = load_config(job.path)
     tokens = 2 * config.max_positions + 4096  # any pool that the context fits into
     options = dataclasses.replace(
@@ -287,42 +285,32 @@ def _run_without_data(job: Job) -> Parts:
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     model.pack(device.ops, options.deterministic)
     precision = Precision(job.dtype, job.kv_dtype)
-    drafter, policy = build.make_drafter(
-        options, job.draft_path or job.path, job.token_ids, model, precision, device
-    )  # fmt: skip
+    draft_path = job.draft_path or job.path
+    drafter, policy = build.make_drafter(options, draft_path, job.token_ids, model, precision, device)
     rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
     return build.assemble(options, model, precision, device, drafter, policy)
 
 
-def _no_device() -> Device:
-    import numpy as np
-    import torch
+class NoDevice(CpuDevice):
+    """Takes everything and does nothing."""
 
-    from draftwing.engine.devices.base import Download
-    from draftwing.engine.devices.cpu import CpuDevice
+    kind = "meta"
+    has_own_memory = True
 
-    class NoDevice(CpuDevice):
-        """Takes everything and does nothing."""
+    def upload(self, host: Any) -> Tensor:
+        return torch.empty(len(host), dtype=torch.int64, device=self.device)
 
-        kind = "meta"
-        has_own_memory = True
+    def upload_into(self, out: Tensor, host: Any) -> None:
+        pass
 
-        def upload(self, host: Any) -> Tensor:
-            return torch.empty(len(host), dtype=torch.int64, device=self.device)
+    def download(self, tensor: Tensor) -> Download:
+        shape = tuple(tensor.shape)
+        return Download(lambda: np.zeros(shape, np.int64), 0.0)
 
-        def upload_into(self, out: Tensor, host: Any) -> None:
-            pass
+    def record(self, fn: Any) -> Any:
+        return (lambda: None), fn()
 
-        def download(self, tensor: Tensor) -> Download:
-            shape = tuple(tensor.shape)
-            return Download(lambda: np.zeros(shape, np.int64), 0.0)
-
-        def record(self, fn: Any) -> Any:
-            return (lambda: None), fn()
-
-        def peak(self, fn: Any) -> int:
-            fn()
-            return 0
-
-    return NoDevice()
+    def peak(self, fn: Any) -> int:
+        fn()
+        return 0
