@@ -144,7 +144,7 @@ def test_a_step_needs_no_data(harness, drafter, shape, sampling, tmp_path):
         )
         for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)
-            packed = rig.executor.commit(pending)._download.wait()
+            packed = rig.executor.commit(pending).download.wait()
             commit = plan.shape.max_commit
             assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
 
@@ -163,7 +163,7 @@ def test_layers_that_differ_without_data(harness, kind):
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
         rig = harness.Rig(model, shapes=SHAPES[2:], drafter="oracle", book=book, fake_device=device)
         for plan in plans(SHAPES[2], SamplingParams(temperature=0.0)):
-            rig.executor.commit(rig.executor.launch(plan))._download.wait()
+            rig.executor.commit(rig.executor.launch(plan)).download.wait()
 
 
 class Watch(TorchDispatchMode):

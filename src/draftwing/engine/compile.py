@@ -26,12 +26,10 @@ class Opaque(Attend):
         self.norms_heads = attend.norms_heads
 
     def __call__(self, *args: Any) -> Tensor:
-        out: Tensor = self._attend(*args)
-        return out
+        return self._attend(*args)
 
     def fused(self, *args: Any) -> Tensor | None:
-        out: Tensor | None = self._fused(*args)
-        return out
+        return self._fused(*args)
 
 
 def compile_forwards(

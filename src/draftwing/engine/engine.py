@@ -204,10 +204,8 @@ class Engine:
             if parts is not None:
                 parts.keep_prices()
                 parts.executor.close()
-            self.__dict__.pop("_loop", None)
-            self.__dict__.pop("_page_table_check", None)
-            self.__dict__.pop("reporter", None)
-            self.__dict__.pop("explainer", None)
+            for name in ("_loop", "_page_table_check", "reporter", "explainer"):
+                self.__dict__.pop(name, None)
 
     def _turn(self) -> None:
         try:

@@ -47,10 +47,7 @@ class SampleInputs(NamedTuple):
 
     def pick(self, at: Tensor) -> SampleInputs:
         """Returns the batch indices `at` alone."""
-        rows, logits, hidden, positions, depth, depth_max, tokens, path, path_len = self
-        return SampleInputs(
-            rows[at], logits[at], hidden[at], positions[at], depth[at], depth_max, tokens[at], path[at], path_len[at]
-        )
+        return SampleInputs(*(part[at] if isinstance(part, Tensor) else part for part in self))  # type: ignore[arg-type]
 
 
 class Logprobs(NamedTuple):

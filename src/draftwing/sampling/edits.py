@@ -142,19 +142,8 @@ class EditTable:
 
     def features(self, rows: Iterable[int], guided: bool = False) -> Features:
         """Returns what rows of the table use, together; guided: `apply` will be given masks."""
-        merged = Features(masks=guided)
-        for row in rows:
-            own = self._features[row]
-            merged = Features(
-                counts=merged.counts or own.counts,
-                seen=merged.seen or own.seen,
-                biases=max(merged.biases, own.biases),
-                allowed=merged.allowed or own.allowed,
-                bad_words=max(merged.bad_words, own.bad_words),
-                bad_tokens=max(merged.bad_tokens, own.bad_tokens),
-                masks=guided,
-            )
-        return merged
+        every = [Features(masks=guided), *(self._features[row] for row in rows)]
+        return Features(*map(max, zip(*every, strict=True)))
 
     def apply(
         self,

@@ -95,7 +95,7 @@ def test_a_rank_that_fails_while_it_serves_says_why() -> None:
         ranks.check()
     ranks._why = None
     with pytest.raises(RankDied, match="rank 1 of the engine ended: exit code 1"):
-        ranks._compare(1, 192, 3)
+        ranks._compare((192, 3))
 
 
 def test_ranks_that_draw_other_tokens_are_noticed_on_the_way(folder: Path) -> None:

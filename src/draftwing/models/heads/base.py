@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear import Linear, vocab_parallel
-from draftwing.layers.linear_ops.base import PackMode, ParamSlice
+from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
@@ -122,10 +122,8 @@ class FeatureHead(DraftHead, nn.Module):
         """
         ids = ids.to(self.target.norm.weight.device)
         rows = self.target.lm_head.rows(ids).detach()  # [n, hidden]
-        head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device, self.config.vocab_format)
-        if not head.op.keep(ParamSlice("weight", 0, rows.shape[0]), rows):
-            head.weight.data.copy_(rows)
-        self.head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
+        self.head_rows = linear_of(rows, None, self.config.vocab_format)
+        self.target_ids, self.vocab = ids, ids.shape[0]
 
     def draft_only(self, ids: Tensor | None) -> None:
         """Says which of the target's tokens are drafted, [vocab] int64, None: all."""
@@ -180,6 +178,16 @@ class FeatureHead(DraftHead, nn.Module):
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""
         return self.rope(positions, self.ops)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None, form: WeightFormat) -> Linear:
+    """Returns a new layer with copies of a weight [rows, columns] and a bias [rows]."""
+    made = Linear(weight.shape[1], len(weight), bias is not None, weight.dtype, weight.device, form)
+    if not made.op.keep(ParamSlice("weight", 0, len(weight)), weight):
+        made.weight.data.copy_(weight)
+    if bias is not None and made.bias is not None:
+        made.bias.data.copy_(bias)
+    return made
 
 
 def vocabulary_maps(target_ids: Tensor | None, vocab: int) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.base import FeatureHead, linear_of
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.markov import ConfidenceHead, DominoHead, MarkovHead
 from draftwing.models.weight_map import layer_names, named
@@ -97,15 +97,9 @@ class BlockHead(FeatureHead):
         biases = [one.qkv.bias[one.heads * one.head_dim :] for one in layers if one.qkv.bias is not None]
         return weight, torch.cat(biases) if biases else None
 
+    @torch.no_grad()
     def pack(self, ops: LayerOps) -> None:
-        weight, bias = self._kv_rows()
-        form = self.config.weight_format
-        made = Linear(weight.shape[1], len(weight), bias is not None, weight.dtype, weight.device, form)
-        if not made.op.keep(ParamSlice("weight", 0, len(weight)), weight.detach()):
-            made.weight.data.copy_(weight.detach())
-        if bias is not None and made.bias is not None:
-            made.bias.data.copy_(bias.detach())
-        self.text_kv = made
+        self.text_kv = linear_of(*self._kv_rows(), self.config.weight_format)
         if self.confidence is not None:
             self.confidence.settle(self.markov)
         if self.markov is not None:

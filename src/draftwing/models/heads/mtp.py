@@ -102,8 +102,7 @@ class MTPHead(FeatureHead):
         cos, sin = self._rotation(positions)
         mtp = self.layers[layer]
         assert isinstance(mtp, MTPLayer)
-        out: Tensor = mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
-        return out
+        return mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
 
     def names(self) -> dict[str, ParamSlice]:
         hidden, table = self.config.hidden_size, {}
