@@ -9,15 +9,15 @@ from functools import partial
 
 import pytest
 import torch
+from engine_rig import Cycle
 from reference.exact_heads import MAKERS, disturbed
 from toy_grammar import ToyGrammar
 
-from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.sched.policy import ShapePolicy
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
@@ -98,22 +98,15 @@ def test_with_chunks_preemption_and_prefix_hits(case, lag):
     assert rig.accept_length > 1.5
 
 
-class Turns(ShapePolicy):
+class Turns(Cycle):
     """Both of a pair draft, then the lookup alone, deeper, then the model alone, then nobody."""
 
-    sees_predictions = True
-    menu = (TREE, COPIED._replace(by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9), PLAIN)
-
     def __init__(self):
-        self.steps = 0
+        super().__init__(TREE, COPIED._replace(by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9))
 
     def choose(self, load):
         assert all(load.confidences), "the model can always propose"
-        self.steps += 1
-        return self.menu[self.steps % len(self.menu)]
-
-    def record(self, shape, load, result, plain=True):
-        pass
+        return super().choose(load)
 
 
 @pytest.mark.further(case=["EAGLE", "NEXTN"])

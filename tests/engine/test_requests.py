@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from engine_rig import CUDA, RANKS
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
@@ -17,10 +18,6 @@ from draftwing.errors import RequestError
 from draftwing.requests.request import LogprobParams, SpecLimits
 from draftwing.sched import async_mask
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
-RANKS = pytest.param("ranks", marks=pytest.mark.slow)
 pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness="ranks", lag=0),
