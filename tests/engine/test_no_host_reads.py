@@ -12,6 +12,7 @@ import pytest
 import torch
 from layer_kinds import KINDS, config_of
 from reference import exact_heads
+from reference.draft_cases import load_head
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from toy_grammar import ToyGrammar
 
@@ -20,7 +21,6 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Download
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.layers.config import ExpertConfig
-from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
@@ -118,10 +118,7 @@ def test_a_step_needs_no_data(on_cpu, drafter, shape, sampling, tmp_path):
     if name in HEADS:
         exact = HEADS[name]()
         model = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
-        if exact.head is None:
-            head = load_mtp_head(tmp_path / "target", model, torch.float32, "cpu")
-        else:
-            head = load_draft_head(exact.head.write(tmp_path / "head"), model, name, torch.float32, "cpu")
+        head = load_head(exact.head, name, tmp_path, model)
         head.to("meta")
         if getattr(head, "target_ids", None) is not None:
             head.target_ids = head.target_ids.to("meta")

@@ -120,12 +120,13 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def load_head(case: Case, folder: Path, target: Any, dtype: torch.dtype = torch.float32) -> Any:
+def load_head(
+    head: Checkpoint | None, algorithm: str, folder: Path, target: Any, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", **options: Any,
+) -> Any:  # fmt: skip
     """The head, from a checkpoint in the folder, where `target` was written to."""
-    if case.head is None:
-        return load_mtp_head(folder / "target", target, dtype, "cpu", **case.options)
+    if head is None:
+        return load_mtp_head(folder / "target", target, dtype, device, **options)
     # The official files are pickles, third-party ones safetensors.
-    file = "pytorch_model.bin" if case.algorithm == "EAGLE" else "model.safetensors"
-    return load_draft_head(
-        case.head.write(folder / "draft", file), target, case.algorithm, dtype, "cpu", **case.options
-    )
+    path = head.write(folder / "draft", "pytorch_model.bin" if algorithm == "EAGLE" else "model.safetensors")
+    return load_draft_head(path, target, algorithm, dtype, device, **options)

@@ -54,7 +54,7 @@ def load_drafter(case: Case, folder: Any, topk: int, rows: int) -> tuple[Any, Mo
         draft.pack(ops)
         head: Any = DraftLM(draft, VOCAB)
     else:
-        head = load_head(case, folder, model)
+        head = load_head(case.head, case.algorithm, folder, model, **case.options)
         head.pack(ops)
     model.pack(ops)
     return model, make_model_drafter(head, rows, topk, torch.float32, ops)

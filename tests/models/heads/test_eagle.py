@@ -70,7 +70,7 @@ HEADS: dict[str, Callable[[], Case]] = {
 def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[Case, DecoderModel, Any]:
     case = HEADS[name]()
     target = load_model(case.target.write(folder / "target"), dtype, "cpu")
-    head = load_head(case, folder, target, dtype)
+    head = load_head(case.head, case.algorithm, folder, target, dtype, **case.options)
     head.set_max_positions(64)
     return case, target, head
 
