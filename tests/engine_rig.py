@@ -21,7 +21,7 @@ from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
-from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ def in_blocks(model, ops):
     form = BlockFormat("Q8_0", ops)
     config = replace(model.config, weight_format=form, vocab_format=form)
     quantized = DecoderModel(config, torch.float32, "cpu")
-    fill_parameters(quantized, checkpoint_names(config), checkpoint_tensors(model, model.config), "cpu")
+    fill_parameters(quantized, checkpoint_names(config), stored_tensors(model, checkpoint_names(model.config)), "cpu")
     quantized.pack(ops)
     return quantized.eval()
 

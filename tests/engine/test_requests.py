@@ -163,6 +163,21 @@ def test_predicted_outputs(harness, cases, drafter):
     assert np.mean(right) > 2.0
 
 
+@pytest.mark.further(harness="ranks")
+def test_predictions_stay_with_their_request(harness):
+    """The row of a request with a prediction goes to one without."""
+    h, prompt = harness, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+    model = h.tiny_model(seed=3)
+    rig = h.Rig(model, shapes=(TreeShape(6, 1, 7),), rows=1, radix=False)
+    rig.submit("plain", prompt, h.greedy(30))
+    text = rig.run().tokens["plain"]
+    rig.submit("predicted", prompt, h.greedy(30), prediction=tuple(text))
+    assert rig.run().final["predicted"].meta["spec_accept_length"] > 3.0
+    rig.submit("after", prompt, h.greedy(30))
+    got = rig.run()
+    assert got.tokens["after"] == text and got.final["after"].meta["spec_num_proposed_drafts"] == 0
+
+
 def test_a_guided_request_beside_unguided_ones_with_overlap(harness, cases):
     model, every, expected, book = cases
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, lag=1, rows=24)

@@ -25,9 +25,7 @@ class NGramDrafter(LookupDrafter):
         branch_length: int = 18,
         capacity: int = 10_000_000,
     ) -> None:
-        """rows: R + 1, the rows of the row table with its dummy. A match has min_window to max_window tokens (longer
-        ones count as max_window); a node has min_breadth to max_breadth children at most; branch_length: tokens of a
-        continuation; capacity: tokens of the shared memory's log."""
+        """As of `NGramIndex`. Raises ConfigError for numbers that cannot be."""
         if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:
             found = f"{min_window} and {max_window}"
             raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_CONFIDENCE}, found {found}")

@@ -64,7 +64,7 @@ def expected(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), tp_size=2, speculative_algorithm="NGRAM", chunked_prefill_size=16, **SETTINGS) as llm:
-        (pid,) = processes(llm).pids
+        (pid,) = (process.pid for process in processes(llm)._processes)
         yield llm
     assert gone(pid), "a process is left behind"
 
@@ -129,7 +129,7 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None:
     llm = LLM(str(folder), tp_size=2, **SETTINGS)
-    (pid,) = processes(llm).pids
+    (pid,) = (process.pid for process in processes(llm)._processes)
     assert llm.generate("a", {"max_new_tokens": 2})
     os.kill(pid, number)
     begun = time.monotonic()

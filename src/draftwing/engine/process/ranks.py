@@ -84,11 +84,6 @@ class RankProcesses(RemoteBroadcast):
         self.ranks = meeting.join(size, device.device, device.collectives)
         threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, in the order of the ranks."""
-        return [process.pid for process in self._processes]
-
     def wait_loaded(self) -> None:
         """Until every rank has its weights. Raises what one of them has raised, or RankDied."""
         for rank, plans in enumerate(self._plans, 1):

@@ -38,18 +38,18 @@ from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import graph_size_of
-from draftwing.engine.startup.weights_without_data import hold_experts
+from draftwing.engine.startup.weights_without_data import MADE, hold_experts, width_of
 from draftwing.layers.experts import ExpertLinear
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
 from draftwing.models.quantised.config import Quantization
-from draftwing.ops.groups import WHOLE, shift_of
+from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.groups import WHOLE
 from draftwing.parallel.ranks import ALONE, Absent
 
 if TYPE_CHECKING:
     from draftwing.engine.build import Parts
     from draftwing.ops.cuda.gemm_experts import Layout
-    from draftwing.ops.cuda.gemm_groups import Width
 
 log = logging.getLogger("draftwing")
 
@@ -226,17 +226,11 @@ def _compile_products(job: Job, experts: set[Layout]) -> None:
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     """Of the weights that stay quantised, as far as the config says. asked: `--quantization`."""
-    from draftwing.ops.cuda.gemm_groups import Width
-
     if asked == "none":
         return set()
     schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
-    made = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1)}
-    found = {made[asked]} if asked in made else set()
-    for scheme in schemes:
-        zeros = not scheme.symmetric and not scheme.real
-        if scheme.bits <= 4 or not zeros:
-            found.add(Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real))
+    found = {MADE[asked]} if asked in MADE else set()
+    found |= {width_of(scheme) for scheme in schemes if scheme.bits <= 4 or scheme.symmetric or scheme.real}
     return found | ({Width(8, False, WHOLE)} if found else set())  # of draft heads
 
 

@@ -9,11 +9,18 @@ from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.quantised.config import Quantization
+from draftwing.models.quantised.config import Quantization, Scheme
+from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
 from draftwing.ops.types import MX_BLOCK, MXRows
 
 _ANY_EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
+MADE = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1)}  # by `--quantization`
+
+
+def width_of(scheme: Scheme) -> Width:
+    zeros = not scheme.symmetric and not scheme.real
+    return Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real)
 
 
 def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Quantization | None) -> None:
@@ -42,18 +49,13 @@ def _held(
     if stored is not None and stored.method == "mxfp4":
         return MXRows(_bytes(rows, columns // 2), _bytes(rows, columns // MX_BLOCK))
     scheme = None if stored is None else stored.scheme_of(_ANY_EXPERT)
-    if scheme is not None:
-        fp8, bits, zeros = scheme.real, 8 if scheme.real or scheme.bits > 4 else 4, not scheme.symmetric
-        shift = shift_of(scheme.wide)
-    elif asked in ("fp8", "w4a16"):
-        fp8, bits, zeros, shift = asked == "fp8", 8 if asked == "fp8" else 4, False, WHOLE if asked == "fp8" else 1
-    else:
+    width = MADE.get(asked) if scheme is None else width_of(scheme)
+    if width is None or rows % 16 or columns % 64:
         return None
-    if rows % 16 or columns % 64:
-        return None
-    scales = torch.empty(rows // 16, groups_of_row(columns, shift), 8, 2, dtype=dtype, device="meta")
-    own_zeros = torch.empty_like(scales) if zeros and not fp8 else None
-    return PackedGroups(_bytes(rows // 16, columns * 2 * bits), scales, own_zeros, bits, shift, None, fp8)
+    scales = torch.empty(rows // 16, groups_of_row(columns, width.shift), 8, 2, dtype=dtype, device="meta")
+    zeros = torch.empty_like(scales) if width.zeros else None
+    codes = _bytes(rows // 16, columns * 2 * width.bits)
+    return PackedGroups(codes, scales, zeros, width.bits, width.shift, None, width.fp8)
 
 
 def _bytes(*shape: int) -> Tensor:
