@@ -107,6 +107,10 @@ class FeatureHead(DraftHead, nn.Module):
         self.head_rows: Linear | None = None  # of the target's head, which `restrict` took
         self.ops = PLAIN
 
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """As they are: what heads read that go on from the target's output after its final norm."""
+        return aux_hidden
+
     @property
     def target(self) -> DecoderModel:
         return self._target[0]

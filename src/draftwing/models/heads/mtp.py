@@ -75,10 +75,6 @@ class MTPHead(FeatureHead):
         )
         self.lookahead = layers
 
-    def features(self, aux_hidden: Tensor) -> Tensor:
-        """aux_hidden [M, hidden]: the target's output after its final norm, as it is."""
-        return aux_hidden
-
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden]: the rows in every layer that has its turn at this
         level or later, for their keys and values; the output is that of the first of these."""
