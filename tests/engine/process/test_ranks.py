@@ -74,7 +74,7 @@ def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: 
         (found, values), (wanted, known) = texts(pair), expected
         assert found == wanted
         assert all(one == pytest.approx(other, abs=1e-5) for one, other in zip(values, known, strict=True))
-    assert pair.engine.accept_length > 1.0
+    assert pair.engine.reporter.accept_length > 1.0
 
 
 def test_a_rank_that_fails_while_it_serves_says_why() -> None:
