@@ -28,7 +28,7 @@ from draftwing import LLM, Completion
 from draftwing.layers.linear_ops import formats
 from draftwing.models.config import FAMILIES, from_hf
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.weight_map import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -166,7 +166,10 @@ def test_contributing_add_a_kind_of_layer(tmp_path: Path, monkeypatch: pytest.Mo
         if param.dim() == 2:
             scale = (2 if name.startswith("lm_head") else 1) * param.shape[1] ** -0.5
             param.data.copy_(torch.randn(param.shape, generator=generator) * scale)
-    save_file({name: part.clone() for name, part in checkpoint_tensors(model, config)}, folder / "model.safetensors")
+    save_file(
+        {name: part.clone() for name, part in stored_tensors(model, checkpoint_names(config))},
+        folder / "model.safetensors",
+    )
     drafted = answer(str(folder), speculative_algorithm="NGRAM", speculative_fixed_shape=True)
     assert drafted.token_ids == answer(str(folder), speculative_algorithm="none").token_ids
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0 and len(set(drafted.token_ids)) > 10

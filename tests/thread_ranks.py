@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.engine.rank_broadcast import Follower, RemoteBroadcast
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
-from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.parallel.ranks import Ranks
 
 SECONDS = 60.0  # that a rank waits for another one
@@ -52,7 +52,7 @@ def shares_of(model: DecoderModel, ops: Any, size: int = 2) -> list[DecoderModel
         cuts = {name: part.cut for name, part in table.items()}
         tensors = (
             (name, tensor if cuts[name] is None else cuts[name].of(name, tensor))
-            for name, tensor in checkpoint_tensors(model, model.config)
+            for name, tensor in stored_tensors(model, checkpoint_names(model.config))
         )
         fill_parameters(share, table, tensors, "cpu")
         share.pack(ops)

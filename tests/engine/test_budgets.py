@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_rig import BLOCKS, CUDA, RANKS
 from reference.budgets import machine
 from toy_grammar import ToyGrammar
 
@@ -16,10 +17,6 @@ from draftwing.requests.request import ThinkingBudget
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
-BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),

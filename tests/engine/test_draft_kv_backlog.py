@@ -3,13 +3,13 @@ else's KV is touched on the way."""
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_rig import InTurn, Told
 
 from draftwing.core import AT_ONCE, LAG, LOOKUP_ALONE, PLAIN, CatchUp, Deferral, TreeShape
 from draftwing.engine.devices import pick_device
@@ -19,7 +19,7 @@ from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
+from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -30,22 +30,6 @@ pytestmark = pytest.mark.slow
 
 TREE = TreeShape(3, 2, 5)
 WIDTH = 6
-
-
-class Scripted(ShapePolicy):
-    """Plain steps, and from time to time one that drafts."""
-
-    sees_predictions, adapts = True, False
-
-    def __init__(self) -> None:
-        self.menu = (TREE, PLAIN)
-        self._next = itertools.cycle([PLAIN] * 2 + [TREE] + [PLAIN] * (LAG + 7) + [TREE] * 2)
-
-    def choose(self, confidences: Any) -> TreeShape:
-        return next(self._next)
-
-    def record(self, *args: Any) -> None:
-        pass
 
 
 def drafts_of(
@@ -62,7 +46,8 @@ def drafts_of(
     drafter = make_model_drafter(head, 7, TREE.topk, dtype, ops)
     if not lagging:
         drafter.lags = lambda shape: False
-    rig = harness.Rig(model, drafter=drafter, policy=Scripted(), lag=lag, attn=ops.attention, deferral=deferral)
+    now_and_then = InTurn(PLAIN, PLAIN, TREE, *[PLAIN] * (LAG + 7), TREE, TREE)
+    rig = harness.Rig(model, drafter=drafter, policy=now_and_then, lag=lag, attn=ops.attention, deferral=deferral)
     found, propose = [], drafter.propose
     layer = len(model.kv_layers)
 
@@ -84,21 +69,17 @@ def drafts_of(
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_the_same_bits(harness: Any, kind: str, lag: int) -> None:
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
-    expected, found = (drafts_of(harness, kind, lagging, lag) for lagging in (False, True))
+def test_the_same_bits(on_cpu: Any, kind: str, lag: int) -> None:
+    expected, found = (drafts_of(on_cpu, kind, lagging, lag) for lagging in (False, True))
     assert len(found) == len(expected) >= 40
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("deferral", [Deferral(0, 100, True), Deferral(0, 50, True, 20)], ids=["late", "at rest"])
-def test_text_that_the_host_knows_is_seen_as_a_prompt_is(harness: Any, lag: int, deferral: Deferral) -> None:
+def test_text_that_the_host_knows_is_seen_as_a_prompt_is(on_cpu: Any, lag: int, deferral: Deferral) -> None:
     """Of several rows in a pass, and by a drafter that needs tokens alone further behind than a pass over rows goes."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
-    expected = drafts_of(harness, "STANDALONE", False, lag, dtype=torch.float32)
+    expected = drafts_of(on_cpu, "STANDALONE", False, lag, dtype=torch.float32)
     passes, see = [], DraftKVBacklog._see
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -106,7 +87,7 @@ def test_text_that_the_host_knows_is_seen_as_a_prompt_is(harness: Any, lag: int,
             "_see",
             lambda self, parts: (passes.append([part.length for part in parts]), see(self, parts)),
         )
-        found = drafts_of(harness, "STANDALONE", True, lag, deferral, torch.float32)
+        found = drafts_of(on_cpu, "STANDALONE", True, lag, deferral, torch.float32)
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
@@ -114,13 +95,11 @@ def test_text_that_the_host_knows_is_seen_as_a_prompt_is(harness: Any, lag: int,
     assert max(map(sum, passes)) <= deferral.most
 
 
-def test_hidden_states_beside_spoilt_slots_are_zeroed(harness: Any) -> None:
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
-    model = harness.tiny_model()
+def test_hidden_states_beside_spoilt_slots_are_zeroed(on_cpu: Any) -> None:
+    model = on_cpu.tiny_model()
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
     drafter = make_model_drafter(head, 7, TREE.topk, torch.float32, make_ops(torch.device("cpu")))
-    rig = harness.Rig(model, drafter=drafter, deferral=Deferral(0, 50, by_slot=True))
+    rig = on_cpu.Rig(model, drafter=drafter, deferral=Deferral(0, 50, by_slot=True))
     kept = rig.executor._backlog._slots.fill_(float("nan"))
     rig.executor.clear(np.array([3, 5]))
     assert torch.isfinite(kept).all(1).nonzero().flatten().tolist() == [3, 5]
@@ -128,37 +107,19 @@ def test_hidden_states_beside_spoilt_slots_are_zeroed(harness: Any) -> None:
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
-def test_hidden_states_that_lie_with_the_slots(harness: Any, kind: str, lag: int, monkeypatch: Any) -> None:
+def test_hidden_states_that_lie_with_the_slots(on_cpu: Any, kind: str, lag: int, monkeypatch: Any) -> None:
     """A drafter that saw neither prompts nor answers while nothing was drafted is where one is that saw all."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
     monkeypatch.setattr("draftwing.sched.lag.RESTED", -1)
-    expected = drafts_of(harness, kind, False, lag, dtype=torch.float32)
+    expected = drafts_of(on_cpu, kind, False, lag, dtype=torch.float32)
     passes, see = [], DraftKVBacklog._see
     monkeypatch.setattr(
         DraftKVBacklog, "_see", lambda self, parts: (passes.append([part.length for part in parts]), see(self, parts))
     )
-    found = drafts_of(harness, kind, True, lag, Deferral(0, 50, by_slot=True), torch.float32)
+    found = drafts_of(on_cpu, kind, True, lag, Deferral(0, 50, by_slot=True), torch.float32)
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*pair, rtol=0, atol=1e-5)
     assert max(map(len, passes)) >= 2 and max(map(max, passes)) > LAG and max(map(sum, passes)) <= 50
-
-
-class Told(ShapePolicy):
-    """Steps of the shape that the test wants."""
-
-    sees_predictions, adapts = True, False
-
-    def __init__(self, *menu: TreeShape) -> None:
-        self.menu = (*menu, PLAIN)
-        self.shape = PLAIN
-
-    def choose(self, load: Any) -> TreeShape:
-        return self.shape
-
-    def record(self, *args: Any) -> None:
-        pass
 
 
 def mixed_prefills(rig: Any) -> set[tuple[bool, ...]]:
@@ -178,21 +139,19 @@ def mixed_prefills(rig: Any) -> set[tuple[bool, ...]]:
 @pytest.mark.parametrize("chunk", [40, 64])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_long_prompt_beside_a_short_one_at_rest(
-    harness: Any, lag: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    on_cpu: Any, lag: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head sees the long one at once, whichever comes first, and the other when it drafts."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
     monkeypatch.setattr(
         "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
     )  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
-    model, policy = harness.tiny_model(), Told(TREE)
-    prompts, params = [[0, 7, 7], [1, *range(2, 46)], [2, 3, 4, 5, 6, 9]], [harness.greedy(20)] * 3
-    book = harness.make_book(prompts, expected := harness.plain_answers(model, prompts, params))
+    model, policy = on_cpu.tiny_model(), Told(TREE)
+    prompts, params = [[0, 7, 7], [1, *range(2, 46)], [2, 3, 4, 5, 6, 9]], [on_cpu.greedy(20)] * 3
+    book = on_cpu.make_book(prompts, expected := on_cpu.plain_answers(model, prompts, params))
     deferral = Deferral(0, 16, by_slot=True)
-    rig = harness.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, chunk=chunk, deferral=deferral)
+    rig = on_cpu.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, chunk=chunk, deferral=deferral)
     mixed = mixed_prefills(rig)
     rig.submit("0", prompts[0], params[0])
     rig.run()  # which looks at all of the drafter's KV
@@ -209,17 +168,15 @@ def test_a_long_prompt_beside_a_short_one_at_rest(
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("turns", range(2, 6))
 def test_answers_to_a_prompt_that_was_not_seen(
-    harness: Any, lag: int, turns: int, monkeypatch: pytest.MonkeyPatch
+    on_cpu: Any, lag: int, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They begin to draft together, soon after their prompt; the head sees it once."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
     monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
-    model, policy = harness.tiny_model(), Told(TREE)
-    prompts, params = [[0, 7, 7], [1, *range(2, 46)]], [harness.greedy(20)] * 2
-    book = harness.make_book(prompts, expected := harness.plain_answers(model, prompts, params))
+    model, policy = on_cpu.tiny_model(), Told(TREE)
+    prompts, params = [[0, 7, 7], [1, *range(2, 46)]], [on_cpu.greedy(20)] * 2
+    book = on_cpu.make_book(prompts, expected := on_cpu.plain_answers(model, prompts, params))
     deferral = Deferral(0, 50, by_slot=True)
-    rig = harness.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, deferral=deferral)
+    rig = on_cpu.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, deferral=deferral)
     policy.shape = PLAIN
     rig.submit("0", prompts[0], params[0])
     rig.run()
@@ -235,22 +192,20 @@ def test_answers_to_a_prompt_that_was_not_seen(
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_lookup_sees_prompts_that_its_head_does_not(harness: Any, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_sees_prompts_that_its_head_does_not(on_cpu: Any, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row is the new request's, which is told nothing of what the one before it said."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
     monkeypatch.setattr(
         "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
     )  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
-    ops, model, alone = make_ops(torch.device("cpu")), harness.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
+    ops, model, alone = make_ops(torch.device("cpu")), on_cpu.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
     head.pack(ops)
     lookup, policy = NGramDrafter(4, ops, capacity=4096), Told(TREE, alone)
     drafter = PairDrafter(make_model_drafter(head, 4, 2, torch.float32, ops), lookup, TREE, TreeShape(6, 2, 8))
-    rig = harness.Rig(model, policy=policy, drafter=drafter, lag=lag, rows=3, radix=False)
+    rig = on_cpu.Rig(model, policy=policy, drafter=drafter, lag=lag, rows=3, radix=False)
     assert rig.executor.deferral.by_slot
-    mixed, params = mixed_prefills(rig), harness.greedy(14)
+    mixed, params = mixed_prefills(rig), on_cpu.greedy(14)
     for i in range(2):
         rig.submit(str(i), [9 - i, 2, 3], params, salt=1)
     answer = rig.run().tokens["1"]
@@ -273,20 +228,18 @@ def test_a_lookup_sees_prompts_that_its_head_does_not(harness: Any, lag: int, mo
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_head_that_rests_does_not_run(harness: Any, lag: int) -> None:
+def test_a_head_that_rests_does_not_run(on_cpu: Any, lag: int) -> None:
     """Neither for prompts nor for answers nor for the cache, and who goes on from there has it see what it needs."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
-    ops, model, policy = make_ops(torch.device("cpu")), harness.tiny_model(), FixedShape(TREE)
+    ops, model, policy = make_ops(torch.device("cpu")), on_cpu.tiny_model(), FixedShape(TREE)
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
     drafter = make_model_drafter(head, 7, TREE.topk, torch.float32, ops)
-    rig = harness.Rig(model, drafter=drafter, policy=policy, lag=lag, chunk=16)
+    rig = on_cpu.Rig(model, drafter=drafter, policy=policy, lag=lag, chunk=16)
     ran: list[int] = []
     features = head.features
     head.features = lambda hidden: (ran.append(len(hidden)), features(hidden))[1]
     policy.choose = lambda load: PLAIN  # type: ignore[method-assign]
-    prompts, params = harness.prompts_for(6, longest=40), [harness.greedy(45)] * 6
-    whole = harness.plain_answers(model, prompts, params).tokens
+    prompts, params = on_cpu.prompts_for(6, longest=40), [on_cpu.greedy(45)] * 6
+    whole = on_cpu.plain_answers(model, prompts, params).tokens
     for part in (slice(0, 1), slice(1, 6)):
         ran.clear()
         for i in range(6)[part]:
@@ -295,7 +248,7 @@ def test_a_head_that_rests_does_not_run(harness: Any, lag: int) -> None:
     assert not ran, "not even once"
     policy.choose = lambda load: TREE  # type: ignore[method-assign]
     text = prompts[3] + whole["3"][:30]
-    req = rig.submit("3", text, harness.greedy(15))
+    req = rig.submit("3", text, on_cpu.greedy(15))
     assert rig.run().tokens["3"] == whole["3"][30:] and req.cached_tokens == len(text) - 1
     pieces = -(-(len(text) - 1) // 16)  # as long as a prefill
     assert sum(ran[:pieces]) == len(text) - 1 and max(ran) == 16
@@ -362,16 +315,14 @@ def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "MTP", "DSPARK"])
-def test_queries_that_are_rounded_up(harness: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_that_are_rounded_up(on_cpu: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: what is added to a prompt's queries changes nothing of its KV."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
-    expected, passes = kv_of_prompts(harness, kind, AT_ONCE)
+    expected, passes = kv_of_prompts(on_cpu, kind, AT_ONCE)
     asked: list[int] = []
     monkeypatch.setattr(TorchOps, "even_rows", lambda self, count: asked.append(count) or -(-count // 16) * 16)
     for deferral in (AT_ONCE, Deferral(200, 100))[: 1 + (kind in ("EAGLE3", "STANDALONE"))]:
         asked.clear()
-        found, passes = kv_of_prompts(harness, kind, deferral)
+        found, passes = kv_of_prompts(on_cpu, kind, deferral)
         assert passes and any(count % 16 for count in asked)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
@@ -424,16 +375,14 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
 
 
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
-def test_a_prompt_that_is_seen_in_one_pass(harness: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_seen_in_one_pass(on_cpu: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its KV is that of a prompt that is seen chunk by chunk, whatever was aborted and found in the cache."""
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
-    expected, parts = kv_of_prompts(harness, kind, AT_ONCE)
+    expected, parts = kv_of_prompts(on_cpu, kind, AT_ONCE)
     assert max(span.length for span in parts if not span.final) == 5
     monkeypatch.setattr("draftwing.sched.lag.RESTED", -1)
     more = Deferral(0, 22, kind == "STANDALONE", by_slot=kind == "EAGLE3")
     for deferral in (Deferral(200, 100), Deferral(22, 22), more):
-        found, passes = kv_of_prompts(harness, kind, deferral)
+        found, passes = kv_of_prompts(on_cpu, kind, deferral)
         assert len(passes) < len(parts) / 2 and max(span.length for span in passes) >= 20
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)

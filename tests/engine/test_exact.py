@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_rig import BLOCKS, CUDA, RANKS
 from made_up_prices import OnMadeUpMachine
 
 from draftwing.core import LOOKUP_ALONE, PLAIN, Deferral, TreeShape
@@ -18,10 +19,6 @@ from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.suffix_drafter import SuffixDrafter
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
-BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
 MENU = (TreeShape(6, 2, 8), CHAIN, TreeShape(1, 1, 2), TreeShape(6, 2, 8, by=LOOKUP_ALONE), PLAIN)  # of a pair

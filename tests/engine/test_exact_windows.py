@@ -4,6 +4,7 @@ model with windows of its own."""
 
 import pytest
 import torch
+from engine_rig import RANKS
 from exactness import TOKENS, Exactness
 
 from draftwing.engine.devices import pick_device
@@ -14,7 +15,6 @@ CUDA = pytest.param(
     "windows cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
-RANKS = pytest.param("ranks", marks=pytest.mark.slow)
 EXPERTS = ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=7.0)
 
 pytestmark = [

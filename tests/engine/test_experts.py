@@ -6,7 +6,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
-import torch
+from engine_rig import BLOCKS, CUDA, RANKS
 
 from draftwing.core import TreeShape
 from draftwing.engine.devices import pick_device
@@ -15,10 +15,6 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.sched.policy.cost import StepCost
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
-BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
 EXPERTS = {
     "softmax": ExpertConfig(6, 2, 32, renormalise=False),
     "renormalised": ExpertConfig(6, 3, 32),

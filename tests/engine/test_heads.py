@@ -9,15 +9,15 @@ from functools import partial
 
 import pytest
 import torch
+from engine_rig import Cycle
+from reference.draft_cases import load_head
 from reference.exact_heads import MAKERS, disturbed
 from toy_grammar import ToyGrammar
 
-from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
-from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.sched.policy.shape_policy import ShapePolicy
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
@@ -38,19 +38,15 @@ class Case:
         make, scale = MAKERS[kind]
         exact = make()
         self.kind, self.device, self.h = kind, device, harness
-        self.target_path = disturbed(exact.target, scale).write(folder / "target")
-        self.head_path = exact.head.write(folder / "head") if exact.head is not None else None
-        self.target = load_model(self.target_path, torch.float32, device)
+        self.head, self.folder = exact.head, folder
+        self.target = load_model(disturbed(exact.target, scale).write(folder / "target"), torch.float32, device)
         self.prompts = harness.prompts_for(count, seed=3, longest=longest)
         self.params = [harness.greedy(tokens) if i % 3 else harness.seeded(tokens, seed=i) for i in range(count)]
         self.expected = harness.plain_answers(self.target, self.prompts, self.params)
         self.constrained = None  # plain answers with grammars and penalties, once they are asked for
 
     def rig(self, shape, rows=5, lookup=None, **kw):
-        if self.head_path is None:
-            head = load_mtp_head(self.target_path, self.target, torch.float32, self.device)
-        else:
-            head = load_draft_head(self.head_path, self.target, self.kind, torch.float32, self.device)
+        head = load_head(self.head, self.kind, self.folder, self.target, device=self.device)
         ops = make_ops(torch.device(self.device))
         drafter = make_model_drafter(head, rows + 1, shape.topk, torch.float32, ops)
         if lookup is not None:
@@ -98,22 +94,15 @@ def test_with_chunks_preemption_and_prefix_hits(case, lag):
     assert rig.accept_length > 1.5
 
 
-class Turns(ShapePolicy):
+class Turns(Cycle):
     """Both of a pair draft, then the lookup alone, deeper, then the model alone, then nobody."""
 
-    sees_predictions = True
-    menu = (TREE, COPIED._replace(by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9), PLAIN)
-
     def __init__(self):
-        self.steps = 0
+        super().__init__(TREE, COPIED._replace(by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9))
 
     def choose(self, load):
         assert all(load.confidences), "the model can always propose"
-        self.steps += 1
-        return self.menu[self.steps % len(self.menu)]
-
-    def record(self, shape, context, result, priced=True):
-        pass
+        return super().choose(load)
 
 
 @pytest.mark.further(case=["EAGLE", "NEXTN", "DFLASH"])

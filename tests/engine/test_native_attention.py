@@ -23,18 +23,16 @@ def native(pool):
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def case(harness, one_thread, request):
+def case(on_cpu, one_thread, request):
     """Model, prompts, parameters and the answers of plain decoding, one request at a time."""
-    if harness.device != "cpu":
-        pytest.skip("kernels for the CPU")
-    model = harness.tiny_model(dtype=request.param)
+    model = on_cpu.tiny_model(dtype=request.param)
     if not onednn.takes(model.norm.weight):
         pytest.skip("this CPU has no bfloat16 products")
     model.pack(make_ops(torch.device("cpu")))
-    prompts = harness.prompts_for(12)
-    params = [harness.greedy(40) if i % 2 else harness.seeded(40, seed=i) for i in range(len(prompts))]
-    expected = harness.plain_answers(model, prompts, params, attn=native)
-    return model, prompts, params, expected, harness.make_book(prompts, expected)
+    prompts = on_cpu.prompts_for(12)
+    params = [on_cpu.greedy(40) if i % 2 else on_cpu.seeded(40, seed=i) for i in range(len(prompts))]
+    expected = on_cpu.plain_answers(model, prompts, params, attn=native)
+    return model, prompts, params, expected, on_cpu.make_book(prompts, expected)
 
 
 @pytest.mark.further(lag=0, chunk=64)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from layer_kinds import KINDS, config_of
 from reference import exact_heads
+from reference.draft_cases import load_head
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from toy_grammar import ToyGrammar
 
@@ -20,7 +21,6 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Download
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.layers.config import ExpertConfig
-from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
@@ -114,58 +114,51 @@ PARAMS = {
     ],
     ids=str,
 )
-def test_a_step_needs_no_data(harness, drafter, shape, sampling, tmp_path):
-    if harness.device != "cpu":
-        pytest.skip("tensors without data are the same everywhere")
-    model, head, params = harness.tiny_model(), None, PARAMS[sampling]
+def test_a_step_needs_no_data(on_cpu, drafter, shape, sampling, tmp_path):
+    model, head, params = on_cpu.tiny_model(), None, PARAMS[sampling]
     name, _, lookup = (drafter or "").partition("+")
     if name in HEADS:
         exact = HEADS[name]()
         model = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
-        if exact.head is None:
-            head = load_mtp_head(tmp_path / "target", model, torch.float32, "cpu")
-        else:
-            head = load_draft_head(exact.head.write(tmp_path / "head"), model, name, torch.float32, "cpu")
+        head = load_head(exact.head, name, tmp_path, model)
         head.to("meta")
         if getattr(head, "target_ids", None) is not None:
             head.target_ids = head.target_ids.to("meta")
     elif drafter == "STANDALONE":
-        head = DraftLM(model, harness.VOCAB)
+        head = DraftLM(model, on_cpu.VOCAB)
     model.to("meta")
     device = FakeDevice()
     with device.device:
-        book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+        book = torch.zeros(on_cpu.VOCAB, on_cpu.CONTEXT + 64, dtype=torch.int64)
         if drafter == "suffix":  # each node takes time
             drafter = SuffixDrafter(7, device.ops, SHAPES[-1], capacity=4096)
         if head is not None:
             drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.ops)
             if lookup:
                 drafter = PairDrafter(drafter, NGramDrafter(7, device.ops, capacity=4096), shape, shape)
-        rig = harness.Rig(
+        rig = on_cpu.Rig(
             model, shapes=(shape,), drafter=drafter, book=book, fake_device=device, deferral=Deferral(8, 8)
         )
         for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)
-            packed = rig.executor.commit(pending)._download.wait()
+            packed = rig.executor.commit(pending).download.wait()
             commit = plan.shape.max_commit
             assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "experts and windows"])
-def test_layers_that_differ_without_data(harness, kind):
-    if harness.device != "cpu":
-        pytest.skip("tensors without data are the same everywhere")
+def test_layers_that_differ_without_data(on_cpu, kind):
     device = FakeDevice()
     if kind in KINDS:
-        model = harness.model_of(config_of(KINDS[kind], harness.CONTEXT)).to("meta")
+        model = on_cpu.model_of(config_of(KINDS[kind], on_cpu.CONTEXT)).to("meta")
     else:
-        model = harness.tiny_model(experts=ExpertConfig(6, 2, 32), windows=(6, 0), sinks=True).to("meta")
+        model = on_cpu.tiny_model(experts=ExpertConfig(6, 2, 32), windows=(6, 0), sinks=True).to("meta")
     model.pack(device.ops)
     with device.device:
-        book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
-        rig = harness.Rig(model, shapes=SHAPES[2:], drafter="oracle", book=book, fake_device=device)
+        book = torch.zeros(on_cpu.VOCAB, on_cpu.CONTEXT + 64, dtype=torch.int64)
+        rig = on_cpu.Rig(model, shapes=SHAPES[2:], drafter="oracle", book=book, fake_device=device)
         for plan in plans(SHAPES[2], SamplingParams(temperature=0.0)):
-            rig.executor.commit(rig.executor.launch(plan))._download.wait()
+            rig.executor.commit(rig.executor.launch(plan)).download.wait()
 
 
 class Watch(TorchDispatchMode):
@@ -208,11 +201,9 @@ def liked(tokens, logits):
 
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "the CPU's own operations"])
 @pytest.mark.parametrize("drafter", [None, "oracle", "ngram", "suffix", "STANDALONE", "STANDALONE+NGRAM"])
-def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, drafter, own, monkeypatch):
+def test_special_rows_talk_with_the_host_by_uploads_and_downloads(on_cpu, drafter, own, monkeypatch):
     """What torch does not dispatch it does not watch: the CPU's own operations hide those that a GPU would run."""
-    if harness.device != "cpu":
-        pytest.skip("there every test of the engine runs with implicit synchronisation an error")
-    h, watch = harness, Watch()
+    h, watch = on_cpu, Watch()
     device = pick_device("cpu") if own else pick_device("cpu", ops=TorchOps(torch.device("cpu")))
     device.upload = watch.around_upload(device.upload)
     processed = RequestFeatures._processed

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.draft_cases import load_head
 from reference.exact_heads import MAKERS, disturbed, exact_eagle3
 from thread_ranks import shares_of
 from toy_grammar import ToyGrammar
@@ -17,7 +18,6 @@ from toy_grammar import ToyGrammar
 from draftwing.core import PLAIN, Deferral, TreeShape
 from draftwing.engine.startup.warm_up import try_prompts
 from draftwing.models.heads import base
-from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.requests.request import LogprobParams
@@ -45,9 +45,8 @@ class Case:
         self.pair = "+" in kind
         make, scale = MAKERS.get(self.kind, (exact_eagle3, 0.65))
         exact = make()
-        self.target_path = disturbed(exact.target, scale).write(folder / "target")
-        self.head_path = exact.head.write(folder / "head") if exact.head is not None else None
-        whole = load_model(self.target_path, torch.float32, CPU)
+        self.head, self.folder = exact.head, folder
+        whole = load_model(disturbed(exact.target, scale).write(folder / "target"), torch.float32, CPU)
         self.target, *others = shares_of(whole, make_ops(CPU))
         self.target.others, self.target.whole = others, (whole,)
         self.prompts = harness.prompts_for(6, seed=3)
@@ -57,13 +56,10 @@ class Case:
     def drafter(self, target: Any) -> Any:
         ops, rows = make_ops(CPU), 6
         if self.kind == "STANDALONE":
-            draft = load_model(self.target_path, torch.float32, CPU)
+            draft = load_model(self.folder / "target", torch.float32, CPU)
             draft.pack(ops)
             return ModelDrafter(DraftLM(draft, draft.config.vocab_size), rows, TREE.topk, torch.float32, ops)
-        if self.head_path is None:
-            head: Any = load_mtp_head(self.target_path, target, torch.float32, CPU)
-        else:
-            head = load_draft_head(self.head_path, target, self.kind, torch.float32, CPU)
+        head = load_head(self.head, self.kind, self.folder, target)
         head.pack(ops)
         drafter = make_model_drafter(head, rows, TREE.topk, torch.float32, ops)
         if self.pair:

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from engine_rig import CUDA, RANKS
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
@@ -17,10 +18,6 @@ from draftwing.errors import RequestError
 from draftwing.requests.request import LogprobParams, SpecLimits
 from draftwing.sched import async_mask
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
-RANKS = pytest.param("ranks", marks=pytest.mark.slow)
 pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness="ranks", lag=0),
@@ -166,6 +163,21 @@ def test_predicted_outputs(harness, cases, drafter):
     assert got.tokens == expected.tokens
     right = [got.final[str(i)].meta["spec_accept_length"] for i in range(len(every)) if i % 3]
     assert np.mean(right) > 2.0
+
+
+@pytest.mark.further(harness="ranks")
+def test_predictions_stay_with_their_request(harness):
+    """The row of a request with a prediction goes to one without."""
+    h, prompt = harness, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+    model = h.tiny_model(seed=3)
+    rig = h.Rig(model, shapes=(TreeShape(6, 1, 7),), rows=1, radix=False)
+    rig.submit("plain", prompt, h.greedy(30))
+    text = rig.run().tokens["plain"]
+    rig.submit("predicted", prompt, h.greedy(30), prediction=tuple(text))
+    assert rig.run().final["predicted"].meta["spec_accept_length"] > 3.0
+    rig.submit("after", prompt, h.greedy(30))
+    got = rig.run()
+    assert got.tokens["after"] == text and got.final["after"].meta["spec_num_proposed_drafts"] == 0
 
 
 def test_a_guided_request_beside_unguided_ones_with_overlap(harness, cases):

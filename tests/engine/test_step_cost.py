@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
+from engine_rig import Told
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.sched.policy.shape_policy import ShapePolicy
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head
 
@@ -32,20 +32,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Chosen(ShapePolicy):
-    """The shape that the test wants, whatever the confidence."""
-
-    menu = (TREE, PLAIN)
-    shape = PLAIN
-    sees_predictions = True
-
-    def choose(self, load):
-        return self.shape
-
-    def record(self, shape, context, result, priced=True):
-        pass
-
-
 def eagle3_drafter(model):
     head = new_eagle3_head(model, torch.arange(0, model.config.vocab_size, 2))
     head.pack(make_ops(torch.device("cpu")))
@@ -59,7 +45,7 @@ def steady_step(harness, shape, drafter):
     if drafter == "EAGLE3":
         drafter = eagle3_drafter(model)
     attn = make_ops(torch.device("cpu")).attention
-    rig = harness.Rig(model, drafter=drafter, policy=Chosen(), lag=1, ahead=60, attn=attn)
+    rig = harness.Rig(model, drafter=drafter, policy=Told(TREE), lag=1, ahead=60, attn=attn)
     for i, prompt in enumerate(harness.prompts_for(2)):
         rig.submit(str(i), prompt, harness.greedy(60))
     for _ in range(4):
@@ -98,11 +84,9 @@ def steady_step(harness, shape, drafter):
     ],
     ids=["none", "ngram plain", "ngram tree", "eagle3 plain", "eagle3 tree"],
 )
-def test_operations_of_a_step(harness, drafter, shape, work, views):
-    if harness.device != "cpu":
-        pytest.skip("the same everywhere, but for attention")
+def test_operations_of_a_step(on_cpu, drafter, shape, work, views):
     if load_extension() is None:
         pytest.skip("the C kernels were not built")
-    count = steady_step(harness, shape, drafter)
+    count = steady_step(on_cpu, shape, drafter)
     found = count.work.total(), count.views.total()
     assert found[0] <= work and found[1] <= views, f"found {found}: {count.work}, {count.views}"

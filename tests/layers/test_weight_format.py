@@ -21,7 +21,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import FORMATS
 from draftwing.models.loader import load_config, load_model
-from draftwing.models.weight_map import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops import make_ops
 from draftwing.ops.torch.layer_ops import LayerOps
 
@@ -125,7 +125,7 @@ def test_its_tensors_go_where_it_wants_them(
     parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(qkv.weight, torch.cat(parts))
     for (name, tensor), (other, same) in zip(
-        sorted(checkpoint_tensors(eight, eight.config)), sorted(stored.items()), strict=True
+        sorted(stored_tensors(eight, checkpoint_names(eight.config))), sorted(stored.items()), strict=True
     ):
         assert name == other and torch.equal(tensor, same)
     for model in (eight, wide):

@@ -1,10 +1,9 @@
-"""Draft checkpoints as they are published, small, with their float64 arithmetic written out anew."""
+"""Draft checkpoints as they are published, small."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,90 +142,11 @@ def write(folder: Path, weights: Mapping[str, Tensor], pickled: bool = False, **
     return folder
 
 
-# ---- float64 arithmetic ----------------------------------------------------------------------------------------------
-
-
-class Reference:
-    """Runs rows one by one over tensors by name; every row sees those before it."""
-
-    def __init__(self, weights: Mapping[str, Tensor], head_dim: int = 8, theta: float = 10000.0, kv: int = KV_HEADS):
-        self.w = {name: tensor.double() for name, tensor in weights.items() if tensor.is_floating_point()}
-        self.head_dim, self.theta, self.kv = head_dim, theta, kv
-        self.past: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def rms(self, x: Tensor, name: str) -> Tensor:
-        return x / math.sqrt(float((x * x).mean()) + 1e-5) * self.w[name]
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        y = self.w[f"{name}.weight"] @ x
-        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
-
-    def turn(self, head: Tensor, position: int) -> Tensor:
-        half = self.head_dim // 2
-        out = head.clone()
-        for i in range(half):
-            angle = position * self.theta ** (-2 * i / self.head_dim)
-            out[i] = head[i] * math.cos(angle) - head[half + i] * math.sin(angle)
-            out[half + i] = head[half + i] * math.cos(angle) + head[i] * math.sin(angle)
-        return out
-
-    def layer(self, prefix: str, normed: Tensor, residual: Tensor, position: int) -> Tensor:
-        q, k, v = (
-            self.linear(normed, f"{prefix}.self_attn.{name}_proj").view(-1, self.head_dim) for name in ("q", "k", "v")
-        )
-        k = torch.stack([self.turn(head, position) for head in k])
-        past = self.past.setdefault(prefix, [])
-        past.append((k, v))
-        out = []
-        for i, head in enumerate(q):
-            j = i // (len(q) // self.kv)
-            head = self.turn(head, position)
-            scores = torch.stack([head @ keys[j] for keys, _ in past]) / math.sqrt(self.head_dim)
-            weights = scores.softmax(0)
-            out.append(sum((p * values[j] for p, (_, values) in zip(weights, past, strict=True)), torch.zeros(())))
-        h = residual + self.linear(torch.cat(out), f"{prefix}.self_attn.o_proj")
-        x = self.rms(h, f"{prefix}.post_attention_layernorm.weight")
-        gate, up = self.linear(x, f"{prefix}.mlp.gate_proj"), self.linear(x, f"{prefix}.mlp.up_proj")
-        return h + self.linear(gate * gate.sigmoid() * up, f"{prefix}.mlp.down_proj")
-
-
-@torch.inference_mode()
-def check_chain(
-    head: Any, target: DecoderModel, row: Callable[[int, Tensor | None, Tensor, int, int], tuple[Tensor, Tensor]]
-) -> None:
-    """Five committed tokens and four of growth, against `row(id, auxiliary hidden states, feature, position, level)` ->
-    (hidden, logits), which gets the target's auxiliary hidden states for committed rows and its own last output as the
-    feature for others."""
-    ids = torch.tensor([4, 17, 3, 29, 8, 41])
-    _, aux_hidden = target(ids[:5], torch.arange(5), DenseCache(), head.aux_layers)
-    assert aux_hidden is not None
-    assert not any(param.is_meta for param in head.parameters())  # any comparison with meta tensors would pass
-    cache = DenseCache()
-    hidden = head.run(ids[1:], torch.arange(5), head.features(aux_hidden), 0, cache)
-    assert hidden.shape == (5, head.width)
-    expected: list[tuple[Tensor, Tensor]] = []
-    for i in range(5):
-        expected.append(row(int(ids[i + 1]), aux_hidden[i], aux_hidden[i], i, 0))
-    torch.testing.assert_close(hidden, torch.stack([h for h, _ in expected]), atol=1e-5, rtol=1e-5)
-    logits = head.logits(hidden)
-    assert logits.shape == (5, head.vocab)
-    torch.testing.assert_close(logits, torch.stack([z for _, z in expected]), atol=1e-5, rtol=1e-5)
-    hidden, feature = hidden[4:], expected[4][0]
-    for level in range(1, 5):
-        token = logits[-1:].argmax(-1)
-        if head.target_ids is not None:
-            token = head.target_ids[token]
-        hidden = head.run(token, torch.tensor([4 + level]), hidden, level, cache)
-        logits = head.logits(hidden)
-        feature, z = row(int(token), None, feature, 4 + level, level)
-        torch.testing.assert_close(logits[0], z, atol=1e-5, rtol=1e-5)
-
-
 @pytest.fixture(scope="session")
 def drafts() -> SimpleNamespace:
     """What the tests of draft heads are made of."""
     return SimpleNamespace(
-        CONFIG=CONFIG, Weights=Weights, Reference=Reference, DenseCache=DenseCache, make_target=make_target,
+        CONFIG=CONFIG, Weights=Weights, DenseCache=DenseCache, make_target=make_target,
         eagle_weights=eagle_weights, eagle3_weights=eagle3_weights, kept_ids=kept_ids, vocab_maps=vocab_maps,
-        write=write, check_chain=check_chain,
+        write=write,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
-from draftwing.models.weight_map import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import MXRows
@@ -195,7 +195,7 @@ def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel]
     if isinstance(reference, transformers.GptOssForCausalLM):
         pytest.skip("its checkpoints have tensors of all experts, which are taken apart when they are read")
     save_file(
-        {name: tensor.contiguous().clone() for name, tensor in checkpoint_tensors(model, model.config)},
+        {name: tensor.contiguous().clone() for name, tensor in stored_tensors(model, checkpoint_names(model.config))},
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
@@ -263,7 +263,7 @@ def test_experts_that_are_quantised_one_by_one(tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "gate"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path, torch.float32, "cpu")
-    found = dict(checkpoint_tensors(model, model.config))
+    found = dict(stored_tensors(model, checkpoint_names(model.config)))
     assert found.keys() == expected.keys() and sum("experts" in name for name in found) == 3 * 6 * 3
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)

@@ -16,7 +16,7 @@ from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import pool_layers
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
-from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.parallel.ranks import Absent
 from draftwing.train.capture import FeatureModel
 
@@ -64,7 +64,7 @@ def test_tensors_go_out_and_come_back(kind: str) -> None:
     model, other = DecoderModel(config, torch.float32, "cpu"), DecoderModel(config, torch.float32, "meta")
     for i, param in enumerate(model.parameters()):
         param.data.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
-    stored = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, config)}
+    stored = {name: tensor.clone() for name, tensor in stored_tensors(model, checkpoint_names(config))}
     fill_parameters(other, checkpoint_names(config), stored.items(), "cpu")
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)

@@ -19,7 +19,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
 from draftwing.models.generation import stop_ids
 from draftwing.models.loader import load_config, load_model
-from draftwing.models.weight_map import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -245,7 +245,7 @@ def test_memory_stays_within_the_weights_and_one_shard(tmp_path: Path, kind: str
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6}
     (large / "config.json").write_text(json.dumps({**CONFIG, **sizes, "architectures": ["LlamaForCausalLM"]}))
     model = load_model(large, torch.float32, "cpu", dummy=True)
-    tensors = [(name, tensor.clone()) for name, tensor in checkpoint_tensors(model, model.config)]
+    tensors = [(name, tensor.clone()) for name, tensor in stored_tensors(model, checkpoint_names(model.config))]
     total = sum(tensor.nbytes for _, tensor in tensors)
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors:

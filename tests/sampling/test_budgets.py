@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftwing.ops.reference.tree import derive
 from draftwing.requests.request import MAX_MARKER, ThinkingBudget
 from draftwing.sampling.budgets import BudgetTable
+from draftwing.sampling.edits import Nodes
 
 ROWS, LENGTH, VOCAB = 6, 60, 4  # few tokens, so that markers come up by themselves
 END = (1,), (1, 2), (1, 1, 2), (1, 2, 1, 3)
@@ -52,10 +53,9 @@ class Case:
     def forced(self, slack: int = 0) -> Tensor:
         rows = torch.tensor(self.rows)
         newest = self.newest[rows]
-        return self.table.forced(
-            self.rows, rows, self.history, newest, int(newest.max()) + slack, self.drafts, self.tree.path,
-            self.tree.path_len,
-        )  # fmt: skip
+        bound = int(newest.max()) + slack
+        nodes = Nodes(rows, self.history, newest, bound, self.drafts, self.tree.path, self.tree.path_len)
+        return self.table.forced(self.rows, nodes)
 
     def answer(self, b: int, n: int) -> list[int]:
         row = self.rows[b]
@@ -111,7 +111,8 @@ def test_a_marker_that_the_model_has_begun_is_finished() -> None:
         table.write(0, ThinkingBudget(tokens, (), (1, 1, 2), True), 2)
         history = torch.tensor([[1, 1, *answer, 0, 0], [0] * (len(answer) + 4)])  # the prompt ends as the marker begins
         newest = torch.tensor([len(answer) + 1])
-        return int(table.forced([0], zero[0], history, newest, len(answer) + 2, zero, zero[..., None], zero + 1))
+        nodes = Nodes(zero[0], history, newest, len(answer) + 2, zero, zero[..., None], zero + 1)
+        return int(table.forced([0], nodes))
 
     assert [following([0, 1, 1, 1], 4), following([0, 1, 1, 1], 5)] == [2, -1]
     assert [following([], 0), following([1], 0), following([1, 1], 0), following([1, 1, 2], 0)] == [1, 1, 2, -1]
@@ -126,10 +127,9 @@ def test_the_longest_markers_and_fake_tensors() -> None:
             zero = torch.zeros(2, nodes, dtype=torch.int64)
             tree = derive(zero, zero == 0, depth)
             table._longest[0] = len(long)
-            forced = table.forced(
-                [0, 1], zero[:, 0], torch.zeros(4, 30, dtype=torch.int64), zero[:, 0], 20, zero, tree.path,
-                tree.path_len,
-            )  # fmt: skip
+            history = torch.zeros(4, 30, dtype=torch.int64)
+            some = Nodes(zero[:, 0], history, zero[:, 0], 20, zero, tree.path, tree.path_len)
+            forced = table.forced([0, 1], some)
             assert forced.shape == (2, nodes)
     table, zero = BudgetTable(1, torch.device("cpu")), torch.zeros(1, 1, dtype=torch.int64)
     table.write(0, ThinkingBudget(3, long, long[::-1], False), 1)
@@ -137,6 +137,6 @@ def test_the_longest_markers_and_fake_tensors() -> None:
     for _ in range(40):
         history = torch.tensor([[*text, 0]])
         args = zero[0], history, torch.tensor([len(text) - 1]), len(text), zero, zero[..., None], zero + 1
-        told.append(int(table.forced([0], *args)))
+        told.append(int(table.forced([0], Nodes(*args))))
         text.append(told[-1] if told[-1] >= 0 else 9)
     assert told == [-1, -1, -1, *long[::-1], *[-1] * (40 - 3 - MAX_MARKER)]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from draftwing.ops.reference.tree import Tree, derive
 from draftwing.ops.torch.sampling import SamplingOps, SamplingRows
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sampling.edits import Edited, EditTable, Features
+from draftwing.sampling.edits import Edited, EditTable, Features, Nodes
 
 ROWS, LENGTH = 6, 40
 NONE = torch.empty(0, dtype=torch.int64)
@@ -101,10 +101,9 @@ class Case:
         features = self.table.features(self.rows, self.may is not None)
         masks = None if self.may is None else pack(self.may, self.vocab)
         newest = self.newest[rows]
-        return self.table.apply(
-            self.logits, features, rows, self.history, newest, int(newest.max()), self.drafts, self.tree.path,
-            self.tree.path_len, masks,
-        )  # fmt: skip
+        bound = int(newest.max())
+        nodes = Nodes(rows, self.history, newest, bound, self.drafts, self.tree.path, self.tree.path_len)
+        return self.table.apply(self.logits, features, nodes, masks)
 
     def tokens(self, b: int, n: int) -> list[int]:
         row = self.rows[b]
@@ -157,11 +156,10 @@ def test_a_node_equals_the_plain_sequence_bit_for_bit() -> None:
                 history = torch.full((ROWS, LENGTH), 7)
                 history[row, : len(tokens)] = torch.tensor(tokens)
                 zero = torch.zeros(1, 1, dtype=torch.int64)
-                alone = case.table.apply(
-                    case.logits[b : b + 1, n : n + 1], case.table.features([row], True), torch.tensor([row]), history,
-                    torch.tensor([len(tokens) - 1]), len(tokens) + 3, zero, zero[..., None], zero + 1,
-                    pack([[case.may[b][n]]], case.vocab),
-                )  # fmt: skip
+                newest, bound = torch.tensor([len(tokens) - 1]), len(tokens) + 3
+                nodes = Nodes(torch.tensor([row]), history, newest, bound, zero, zero[..., None], zero + 1)
+                logits, masks = case.logits[b : b + 1, n : n + 1], pack([[case.may[b][n]]], case.vocab)
+                alone = case.table.apply(logits, case.table.features([row], True), nodes, masks)
                 assert torch.equal(alone.logits[0, 0], edited.logits[b, n])
                 met += n > 0
     assert met > 50
@@ -233,10 +231,9 @@ def test_runs_on_fake_tensors(nodes: int, depth: int) -> None:
         tree = derive(zero, zero == 0, depth)
         for features in (every, Features()):
             masks = torch.zeros(2, nodes, 4, dtype=torch.int32) if features.masks else None
-            edited = table.apply(
-                torch.randn(2, nodes, 100), features, zero[:, 0], torch.zeros(4, 30, dtype=torch.int64), zero[:, 0],
-                20, zero, tree.path, tree.path_len, masks,
-            )  # fmt: skip
+            history = torch.zeros(4, 30, dtype=torch.int64)
+            some = Nodes(zero[:, 0], history, zero[:, 0], 20, zero, tree.path, tree.path_len)
+            edited = table.apply(torch.randn(2, nodes, 100), features, some, masks)
             assert edited.logits.shape == (2, nodes, 100)
             ids = torch.zeros(1, nodes, 8, dtype=torch.int64)
             assert edited.at(torch.randn(1, nodes, 8), ids, zero[:1, 0]).shape == (1, nodes, 8)

@@ -8,101 +8,30 @@ pass over the text so far, whatever chunks, trees, rejections, prefix hits and p
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import engine_rig
 import pytest
 import torch
+from engine_rig import InTurn
 from reference import checkpoints, draft_heads, exact_heads
-from reference.checkpoints import Checkpoint
+from reference.draft_cases import CASES, VOCAB, Case, load_head, mtp, mtp_rows
 
 from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
-from draftwing.engine.devices import pick_device
-from draftwing.engine.draft_kv_backlog import ROOM
-from draftwing.engine.executor import Executor
-from draftwing.engine.loop import Loop
-from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, KVSpec
-from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.noise import gumbel
-from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
-from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 
 pytestmark = pytest.mark.slow
 
-VOCAB = 12
-CONTEXT = 96
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
 CLOSE = 3e-4  # float32 engine against float64: logits and KV are of order one to ten
 TIE = 1e-3  # a tree that hangs on a smaller difference of scores may differ
-
-
-class Case(NamedTuple):
-    target: Checkpoint
-    head: Checkpoint | None  # None: built into the target
-    algorithm: str
-    reference: Callable[[list[int]], draft_heads.DraftPass]
-    options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-
-
-def eagle2(target: Checkpoint, **changes: Any) -> Case:
-    head = checkpoints.eagle2_head(target, vocab_size=VOCAB, **changes)
-    return Case(target, head, "EAGLE", lambda tokens: draft_heads.eagle2(*target, *head, tokens))
-
-
-def eagle3(**changes: Any) -> Case:
-    target = checkpoints.llama_target(4, num_hidden_layers=7, vocab_size=VOCAB)
-    head = checkpoints.eagle3_head(target, **{"vocab_size": VOCAB, "rows": 8, **changes})
-    return Case(target, head, "EAGLE3", lambda tokens: draft_heads.eagle3(*target, *head, tokens))
-
-
-def forced_ids() -> Case:
-    """Ids that look like layer outputs, read as boundaries because the option says so."""
-    case = eagle3(eagle_aux_hidden_state_layer_ids=[1, 3, 5])
-    target, head = case.target, case.head
-    assert head is not None
-    return case._replace(
-        reference=lambda tokens: draft_heads.eagle3(*target, *head, tokens, convention="boundary"),
-        options={"aux_layer_ids": "boundary"},
-    )
-
-
-def mtp(layers: int) -> Case:
-    target = checkpoints.mimo(5, layers, vocab_size=VOCAB)
-    several = layers > 1
-    return Case(target, None, "NEXTN", lambda tokens: (mtp_rows if several else draft_heads.mtp)(*target, tokens))
-
-
-def mtp_rows(target: Any, config: Any, tokens: list[int]) -> draft_heads.DraftPass:
-    """`draft_heads.mtp` as it reads several layers, and what it leaves out: steps past the last layer, which goes on
-    with its own output as a single layer does, and texts too short to give every layer a row."""
-    n, w, last = config["num_nextn_predict_layers"], draft_heads.cast(target, torch.float64), len(tokens) - 1
-    embed, features = w["model.embed_tokens.weight"], draft_heads.run_target(target, config, tokens[:-1]).hidden
-
-    def rows(layer: int, text: list[int], fed: torch.Tensor) -> tuple[torch.Tensor, draft_heads.KV]:
-        follow = embed[torch.tensor(text[1 + layer : 1 + layer + len(fed)], dtype=torch.int64)]
-        return draft_heads.mtp_step(w, config, layer, follow, fed[: len(follow)], torch.arange(len(follow)))
-
-    def output(path: tuple[int, ...]) -> torch.Tensor:
-        fed = features
-        for s in range(n, len(path) + 1):
-            fed = torch.cat((fed, rows(n - 1, [*tokens, *path[: s - 1]], fed)[0][-1:]))
-        out = rows(min(len(path), n - 1), [*tokens, *path], fed)[0]
-        assert len(out) == last + max(len(path) - n + 1, 0)
-        return out[-1]
-
-    head = draft_heads.lm_head_weight(w)
-    kv = [rows(j, tokens, features)[1] for j in range(n)]
-    return draft_heads.DraftPass(tokens, kv, torch.arange(len(head)), lambda path: head @ output(path), output(()))
 
 
 @pytest.mark.parametrize("layers", [2, 3])
@@ -115,70 +44,20 @@ def test_the_reference_of_several_layers(layers):
         torch.testing.assert_close(ours.logits(path), theirs.logits(path))
 
 
-def standalone() -> Case:
-    target = checkpoints.llama_target(6, vocab_size=VOCAB)
-    draft = checkpoints.small_llama_draft(vocab_size=VOCAB)
-    return Case(target, draft, "STANDALONE", lambda tokens: draft_heads.standalone(*draft, tokens))
-
-
-def token_map() -> Case:
-    case, kept = eagle2(checkpoints.llama_target(7, vocab_size=VOCAB)), [1, 2, 4, 5, 7, 9, 10]
-    target, head = case.target, case.head
-    assert head is not None
-    return case._replace(
-        reference=lambda tokens: draft_heads.eagle2(*target, *head, tokens, token_map=kept),
-        options={"token_ids": torch.tensor(kept)},
-    )
-
-
-CASES: dict[str, Callable[[], Case]] = {
-    "eagle2 llama": lambda: eagle2(checkpoints.llama_target(1, vocab_size=VOCAB)),
-    "eagle2 fc bias": lambda: eagle2(checkpoints.llama_target(2, vocab_size=VOCAB), fc_bias=True, embedding=True),
-    "eagle2 qwen2": lambda: eagle2(checkpoints.qwen2_target(3, vocab_size=VOCAB)),
-    "eagle2 tokens": token_map,
-    "eagle3 official": eagle3,
-    "eagle3 speculators": lambda: eagle3(style="speculators"),
-    "eagle3 prefix": lambda: eagle3(
-        style="layers", prefix="model.", norm_before_residual=True, rope_theta=1e6, embedding=True
-    ),
-    "eagle3 shared head": lambda: eagle3(rows=None),
-    "eagle3 fc_norm": lambda: eagle3(fc_norm=True, norm_output=True),
-    "eagle3 aux norm": lambda: eagle3(use_aux_norm=True),
-    "eagle3 norm before fc": lambda: eagle3(norm_before_fc=True),
-    "eagle3 five aux": lambda: eagle3(aux=5, eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5]),
-    "eagle3 forced ids": forced_ids,
-    "eagle3 two layers": lambda: eagle3(layers=2),
-    "eagle3 two layers, input norm": lambda: eagle3(layers=2, later_norm="input_layernorm"),
-    "eagle3 head_dim": lambda: eagle3(head_dim=16),
-    "eagle3 own width": lambda: eagle3(
-        hidden_size=24, num_attention_heads=3, num_key_value_heads=1, target_hidden_size=32
-    ),
-    "mtp": lambda: mtp(1),
-    "mtp 2 layers": lambda: mtp(2),
-    "mtp 3 layers": lambda: mtp(3),
-    "standalone": standalone,
-}
-
-
 def load_drafter(case: Case, folder: Any, topk: int, rows: int) -> tuple[Any, ModelDrafter]:
     """Target and drafter from checkpoints on disk, as the engine loads them."""
+    ops = make_ops(torch.device("cpu"))
     model = load_model(case.target.write(folder / "target"), torch.float32, "cpu")
     if case.algorithm == "STANDALONE":
         assert case.head is not None
         draft = load_model(case.head.write(folder / "draft"), torch.float32, "cpu")
-        draft.pack(make_ops(torch.device("cpu")))
+        draft.pack(ops)
         head: Any = DraftLM(draft, VOCAB)
-    elif case.head is None:
-        head = load_mtp_head(folder / "target", model, torch.float32, "cpu", **case.options)
-        head.pack(make_ops(torch.device("cpu")))
     else:
-        # The official files are pickles, third-party ones safetensors.
-        file = "pytorch_model.bin" if case.algorithm == "EAGLE" else "model.safetensors"
-        path = case.head.write(folder / "draft", file)
-        head = load_draft_head(path, model, case.algorithm, torch.float32, "cpu", **case.options)
-        head.pack(make_ops(torch.device("cpu")))
-    model.pack(make_ops(torch.device("cpu")))
-    return model, make_model_drafter(head, rows, topk, torch.float32, make_ops(torch.device("cpu")))
+        head = load_head(case.head, case.algorithm, folder, model, **case.options)
+        head.pack(ops)
+    model.pack(ops)
+    return model, make_model_drafter(head, rows, topk, torch.float32, ops)
 
 
 class Seen(NamedTuple):
@@ -195,49 +74,21 @@ class Seen(NamedTuple):
     verified_at: list[int]
 
 
-class Rig:
-    """Scheduler, executor and loop around the checkpoints, with a look at every proposal."""
+class Rig(engine_rig.Rig):
+    """One around the checkpoints, with a look at every proposal."""
 
     def __init__(
-        self, case: Case, folder: Any, policy: ShapePolicy, chunk: int = 64, lag: int = 0, slots: int = 1500,
-        rows: int = 4, deferral: Deferral = AT_ONCE,
+        self, case: Case, folder: Any, policy: ShapePolicy, slots: int = 1500, rows: int = 4,
+        deferral: Deferral = AT_ONCE, **how: int,
     ) -> None:  # fmt: skip
-        dev = pick_device("cpu")
-        topk = max(shape.topk for shape in policy.menu)
-        self.model, self.drafter = load_drafter(case, folder, topk, rows + 1)
-        config = self.model.config
-        layers = [KVSpec(config.attention.kv_heads, config.attention.head_dim)] * config.num_layers
-        self.first_layer = len(layers)
-        self.pool = KVPool([*layers, *self.drafter.kv_layers], slots, torch.float32, dev.device)
-        backend = TorchAttention(self.pool)
-        spans = {s: self.drafter.span(s) for s in policy.menu}
-        max_span, max_commit = max(spans.values()), max(s.max_commit for s in policy.menu)
-        length = CONTEXT + max_span + max_commit + ROOM
-        self.model.set_max_positions(length)
-        self.slots = RowTable(rows, length, dev)
-        self.drafter.attach(backend, len(layers), length)
-        self.executor = Executor(self.model, self.drafter, self.slots, backend, dev, deferral=deferral)
-        settings = SchedulerConfig(
-            slots=slots, max_rows=rows, max_span=max_span, chunk_tokens=chunk, lookahead=self.drafter.lookahead,
-            tail=self.drafter.tail, radix=True, initial_confidence=self.drafter.initial_confidence,
-            lagging=frozenset(filter(self.drafter.lags, policy.menu)), deferral=deferral,
-        )  # fmt: skip
-        self.sched = Scheduler(settings, policy, spans)
-        self.stats = SimpleNamespace(rows=0, tokens=0, moved=0, full=0)
-        self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
-        self.seen: list[Seen] = []
+        model, drafter = load_drafter(case, folder, max(shape.topk for shape in policy.menu), rows + 1)
+        super().__init__(model, policy=policy, drafter=drafter, slots=slots, rows=rows, deferral=deferral, **how)
+        self.stats.full, self.seen = 0, list[Seen]()
         self._spy()
 
     def _watch(self, plan, result):
-        if plan.kind == "tree":
-            self.stats.rows += len(plan.rows)
-            self.stats.tokens += int(result.count.sum())
-            self.stats.moved += int((result.order != range(plan.shape.nodes)).any(1).sum())
-            self.stats.full += int((result.count == plan.shape.max_commit).sum())
-
-    @property
-    def accept_length(self) -> float:
-        return self.stats.tokens / max(self.stats.rows, 1)
+        super()._watch(plan, result)
+        self.stats.full += int((result.count == plan.shape.max_commit).sum()) if plan.kind == "tree" else 0
 
     def _spy(self):
         drafter, head, executor = self.drafter, self.drafter.head, self.executor
@@ -295,33 +146,10 @@ class Rig:
         tokens = slots.tokens[row, : length + 1].tolist()
         assert tokens[-1] == int(slots.last[row])
         at = slots.page_table[row, :length]
-        kv = [self.pool.kv[self.first_layer + j][at].clone() for j in range(len(drafter.kv_layers))]
+        kv = [self.pool.kv[len(self.executor.model.kv_layers) + j][at].clone() for j in range(len(drafter.kv_layers))]
         noise = (int(slots.seed[row]), float(slots.floats[row, 0])) if noisy else None
         first = (drafter._first.ids[row, :topk].clone(), drafter._first.logp[row, :topk].clone())
         return tokens, kv, drafter._first.feature[row].clone(), noise, first
-
-    def submit(self, uid: str, prompt: list[int], params: SamplingParams) -> None:
-        wanted = min(CONTEXT - len(prompt), params.max_new_tokens or CONTEXT)
-        req = Req(
-            GenerationRequest(uid, list(prompt), params), seed=params.sampling_seed or 0,
-            max_total=len(prompt) + wanted, stop_ids=frozenset(),
-        )  # fmt: skip
-        self.sched.submit(req)
-
-    def run(self) -> tuple[dict[str, list[int]], dict[str, Any]]:
-        tokens: dict[str, list[int]] = {}
-        final: dict[str, Any] = {}
-        for _ in range(10_000):
-            if self.loop.idle:
-                break
-            self.loop.turn()
-            self.sched.check_integrity()
-            for out in self.sched.take_outputs():
-                tokens.setdefault(out.uid, []).extend(out.token_ids)
-                if out.finish_reason:
-                    final[out.uid] = out
-        assert self.loop.idle
-        return tokens, final
 
 
 def growth_positions(case: Case, last: int, level: int) -> list[int]:
@@ -390,7 +218,7 @@ def prompts_for(count: int, seed: int) -> list[list[int]]:
     return [[*(common if i % 2 else []), *draw(2 + (i * 5) % 16)] for i in range(count)]
 
 
-def ask(rig: Rig, prompts: list[list[int]], tokens: int = 34, tag: str = "") -> tuple[dict[str, list[int]], Any]:
+def ask(rig: Rig, prompts: list[list[int]], tokens: int = 34, tag: str = "") -> Any:
     for i, prompt in enumerate(prompts):
         # at a high temperature the shared noise makes even random heads agree with the target now and then
         how = {"temperature": 4.0, "sampling_seed": 40 + i} if i % 3 else {"temperature": 0.0}
@@ -426,9 +254,9 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
     case = CASES[name]()
     rig = Rig(case, tmp_path, FixedShape(shape), chunk=7, lag=1, deferral=DEFERRAL)
     prompts = prompts_for(4, seed=3)
-    answers, _ = ask(rig, prompts, 20)
+    answers = ask(rig, prompts, 20).tokens
     more = [[*prompts[i], *answers[str(i)][:13]] for i in (1, 3)]  # go on in the middle of what was generated
-    _, final = ask(rig, more, 8, "more ")
+    final = ask(rig, more, 8, "more ").final
     for i, prompt in enumerate(more):
         assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 1 - rig.drafter.lookahead
     assert rig.accept_length > 1.15 and rig.stats.full < rig.stats.rows, "accepts and rejections must mix"
@@ -459,27 +287,11 @@ def test_several_layers_with_chunks_of_any_length(layers, chunk, tmp_path):
     rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, lag=chunk % 2, deferral=deferral)
     prompts = [prompt[:length] for length, prompt in enumerate(prompts_for(6, seed=6), 1)]
     prompts.append(prompts_for(8, seed=6)[7])
-    answers, _ = ask(rig, prompts, 7)
+    answers = ask(rig, prompts, 7).tokens
     more = [[*prompt, *answers[str(i)]][: 5 + 2 * i] for i, prompt in enumerate(prompts)]
-    _, final = ask(rig, more, 4, "more ")
+    final = ask(rig, more, 4, "more ").final
     assert sum(out.meta["cached_tokens"] for out in final.values()) > 20
     check_some(case, rig, 16)
-
-
-class InTurn(ShapePolicy):
-    """Every shape of the menu in turn."""
-
-    sees_predictions = True
-
-    def __init__(self, *menu: TreeShape) -> None:
-        self.menu, self.step = menu, 0
-
-    def choose(self, confidences):
-        self.step += 1
-        return self.menu[self.step % len(self.menu)]
-
-    def record(self, shape, confidences, accepted, seconds):
-        pass
 
 
 @pytest.mark.further(name=["mtp", "mtp 2 layers"])
@@ -503,12 +315,12 @@ def test_catching_up(name, lag, tmp_path):
     policy = InTurn(*[PLAIN] * 3, TREE, *[PLAIN] * 37, CHAIN, TREE)
     rig = Rig(case, tmp_path, policy, chunk=9, lag=lag)
     prompts = prompts_for(6, seed=7)
-    answers, _ = ask(rig, prompts, 45)
+    answers = ask(rig, prompts, 45).tokens
     seen = len(rig.seen)
     assert seen > 6
     policy.menu = (CHAIN, PLAIN)
     more = [[*prompts[i], *answers[str(i)][:39]] for i in (1, 3, 4)]
-    _, final = ask(rig, more, 8, "more ")
+    final = ask(rig, more, 8, "more ").final
     for i, prompt in enumerate(more):
         assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 1 - rig.drafter.lookahead
     assert len(rig.seen) > seen + 3
@@ -551,13 +363,13 @@ def test_constructed_heads_are_always_accepted(name, shape, lag, tmp_path):
         start = torch.randint(0, checkpoints.VOCAB, (2 + 4 * i,), generator=generator).tolist()
         prompts.append([*start, exact.starts[3 * i]])
         rig.submit(str(i), prompts[-1], SamplingParams(max_new_tokens=41, temperature=0.0))
-    tokens, final = rig.run()
+    answers = rig.run()
     for i, prompt in enumerate(prompts):
         expected = [prompt[-1]]
         for _ in range(41):
             expected.append(int(exact.successor[expected[-1]]))
-        assert tokens[str(i)] == expected[1:]
+        assert answers.tokens[str(i)] == expected[1:]
         # one token of the prefill, then eight full steps
-        meta = final[str(i)].meta
+        meta = answers.final[str(i)].meta
         assert meta["spec_verify_ct"] == 8
         assert meta["spec_correct_drafts_histogram"] == [0] * shape.depth + [8]

@@ -140,7 +140,7 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
     with LLM(bench.target, **options, **spec) as llm:
         found = llm.generate(prompts, params)
         assert [completion.token_ids for completion in found] == expected
-        assert llm.engine.accept_length > 1.5
+        assert llm.engine.reporter.accept_length > 1.5
     card = (run / "head" / "README.md").read_text()
     for part in (
         "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "100 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} ± ",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.base import DraftHead
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.spec.heads import DraftHead
 
 
 class Opaque(Attend):
@@ -26,12 +26,10 @@ class Opaque(Attend):
         self.norms_heads = attend.norms_heads
 
     def __call__(self, *args: Any) -> Tensor:
-        out: Tensor = self._attend(*args)
-        return out
+        return self._attend(*args)
 
     def fused(self, *args: Any) -> Tensor | None:
-        out: Tensor | None = self._fused(*args)
-        return out
+        return self._fused(*args)
 
 
 def compile_forwards(

@@ -149,10 +149,6 @@ class Engine:
             self.parts.sched.flush_cache()  # steps are measured on slots of the pool
             self.parts.measure_prices(batches, seconds)
 
-    @property
-    def accept_length(self) -> float:
-        return self.reporter.accept_length
-
     def stats(self) -> dict[str, Any]:
         """Counts of the scheduler, the executor and the reporter; during a step they may be of different moments."""
         sched = self.parts.sched
@@ -166,7 +162,7 @@ class Engine:
             "uncomputed_tokens": waiting + begun,  # of prompts; what is cached of those that wait is not yet known
             "free_tokens": sched.kv.pool.available,
             "cached_tokens": sched.kv.radix.evictable,
-            "accept_length": self.accept_length,
+            "accept_length": self.reporter.accept_length,
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
             "graph_replays": self.parts.executor.replays,
@@ -204,10 +200,8 @@ class Engine:
             if parts is not None:
                 parts.keep_prices()
                 parts.executor.close()
-            self.__dict__.pop("_loop", None)
-            self.__dict__.pop("_page_table_check", None)
-            self.__dict__.pop("reporter", None)
-            self.__dict__.pop("explainer", None)
+            for name in ("_loop", "_page_table_check", "reporter", "explainer"):
+                self.__dict__.pop(name, None)
 
     def _turn(self) -> None:
         try:

@@ -272,8 +272,7 @@ class Executor:
     ) -> Tensor:
         """The packed result, as in `Committed`."""
         key = None if step.key is None else (step.key, step.filtered)
-        packed: Tensor = run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
-        return packed
+        return run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
 
     def _draft(self, step: TreeStep) -> DraftBatch:
         rows, shape, special, guidance = step.rows, step.shape, step.special, step.guidance

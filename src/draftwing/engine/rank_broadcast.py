@@ -152,14 +152,12 @@ class ReceivedGuidance:
         self.processed, self._receive = processed, receive
 
     def roots(self) -> Masks | None:
-        found: Masks | None = self._receive()
-        return found
+        return self._receive()
 
     def fit(
         self, tokens: IntArray, parent: IntArray, alive: BoolArray, max_depth: int
     ) -> tuple[IntArray, IntArray, BoolArray]:
-        found: tuple[IntArray, IntArray, BoolArray] = self._receive()
-        return found
+        return self._receive()
 
     def masks(self) -> Masks | None:
         return self.roots()

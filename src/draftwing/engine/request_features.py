@@ -22,7 +22,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import Calibration, Draft
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.budgets import BudgetTable
-from draftwing.sampling.edits import EditTable
+from draftwing.sampling.edits import EditTable, Nodes
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
 from draftwing.sched.guidance import Guides, Masks
 from draftwing.spec.drafter import Drafter
@@ -47,10 +47,7 @@ class SampleInputs(NamedTuple):
 
     def pick(self, at: Tensor) -> SampleInputs:
         """Returns the batch indices `at` alone."""
-        rows, logits, hidden, positions, depth, depth_max, tokens, path, path_len = self
-        return SampleInputs(
-            rows[at], logits[at], hidden[at], positions[at], depth[at], depth_max, tokens[at], path[at], path_len[at]
-        )
+        return SampleInputs(*(part[at] if isinstance(part, Tensor) else part for part in self))  # type: ignore[arg-type]
 
 
 class Logprobs(NamedTuple):
@@ -155,10 +152,11 @@ class RequestFeatures:
         """After all else: nothing forbids the end marker, but a grammar may first want the rest of a character."""
         at = self._rows_of(plan.thinking)
         drew, rows = target.index_select(0, at), plan.rows[plan.thinking].tolist()
-        forced = self.budgets.forced(
-            rows, drawn.rows[at], self.table.tokens, drawn.positions[at, 0], plan.max_kv_len, drawn.tokens[at],
+        nodes = Nodes(
+            drawn.rows[at], self.table.tokens, drawn.positions[at, 0], plan.max_kv_len, drawn.tokens[at],
             drawn.path[at], drawn.path_len[at],
         )  # fmt: skip
+        forced = self.budgets.forced(rows, nodes)
         now = forced >= 0
         bits = self._masks_of(plan.thinking, plan, masks)
         if bits is not None:
@@ -181,10 +179,10 @@ class RequestFeatures:
         guided = _places(plan.guided, which)  # of `plan.guided`
         bits = self._masks_of(which, plan, masks)
         features = self.edits.features(plan.rows[which].tolist(), guided=bits is not None)
-        edit = self.edits.apply(
-            part.logits.float(), features, part.rows, self.table.tokens, part.positions[:, 0], plan.max_kv_len,
-            part.tokens, part.path, part.path_len, bits,
-        )  # fmt: skip
+        nodes = Nodes(
+            part.rows, self.table.tokens, part.positions[:, 0], plan.max_kv_len, part.tokens, part.path, part.path_len
+        )
+        edit = self.edits.apply(part.logits.float(), features, nodes, bits)
         logits = edit.logits
         processing = guidance is not None and len(guided) > 0 and int(guided[0]) in guidance.processed
         if guidance is not None and processing:

@@ -54,34 +54,24 @@ class Pending(NamedTuple):
     drafts: Download | None = None  # of the traced rows, see `DraftTraces`
 
 
-class InFlight:
+class InFlight(NamedTuple):
     """A committed step whose result is on its way to the host."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        download: Download,
-        seconds: Callable[[], tuple[float, float]],
-        logprobs: Logprobs | None = None,
-        drafts: Download | None = None,
-        on_result: Callable[[StepResult], None] | None = None,
-    ) -> None:
-        """seconds: that the device took, from the later of the launch and the end of the step before, and of them those
-        in which the drafter caught up; known once the result is there.  drafts: as `DraftTraces.fetch` gives them.
-        on_result: is told the result."""
-        self.plan = plan
-        self._download = download
-        self._seconds = seconds
-        self._logprobs = logprobs
-        self._drafts = drafts
-        self._on_result = on_result
+    plan: Plan
+    download: Download
+    # Seconds that the device took, from the later of the launch and the end of the step before, and of them those in
+    # which the drafter caught up; known once the result is there.
+    seconds: Callable[[], tuple[float, float]]
+    logprobs: Logprobs | None = None
+    drafts: Download | None = None  # as `DraftTraces.fetch` gives them
+    on_result: Callable[[StepResult], None] | None = None  # is told the result
 
     def wait(self) -> StepResult:
-        packed = self._download.wait()
-        rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
-        seconds, catching_up = self._seconds()
-        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
+        packed = self.download.wait()
+        rows, parts = unpacked(self.plan, self.logprobs) if self.logprobs is not None else ((), ())
+        seconds, catching_up = self.seconds()
+        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=fetched(self.drafts))
         result = unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, **rest)
-        if self._on_result is not None and self.plan.step:  # before the first request rows may compute on the same slot
-            self._on_result(result)
+        if self.on_result is not None and self.plan.step:  # before the first request rows may compute on the same slot
+            self.on_result(result)
         return result

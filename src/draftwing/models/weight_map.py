@@ -134,13 +134,8 @@ def canonical(name: str) -> str:
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
-def checkpoint_tensors(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as a Hugging Face checkpoint stores them; the tensors mostly are views of the parameters."""
-    return stored_tensors(model, checkpoint_names(config))
-
-
 def stored_tensors(module: nn.Module, table: Mapping[str, ParamSlice]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every entry of `table`, which names parameters of `module`."""
+    """(name, tensor) of every entry of `table`, which names parameters of `module`; mostly views of these."""
     params = dict(module.named_parameters(remove_duplicate=False))
     for name, part in table.items():
         own = part.of(params[part.param])

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from draftwing.core import IntArray
 from draftwing.requests.request import MAX_MARKER, ThinkingBudget
+from draftwing.sampling.edits import Nodes
 
 _ANY: Final = -1  # before the beginning of a marker: equal to every token
 _NOTHING: Final = -2  # where a text has no token
@@ -58,21 +59,10 @@ class BudgetTable:
         self._state[row].copy_(self._upload(host))
         self._longest[row], self._prompt_len[row] = max(len(begin), len(end)), prompt_len
 
-    def forced(
-        self,
-        known_rows: Sequence[int],
-        rows: Tensor,
-        history: Tensor,
-        newest: Tensor,
-        bound: int,
-        drafts: Tensor,
-        path: Tensor,
-        path_len: Tensor,
-    ) -> Tensor:
-        """What must follow each node: a token of the end marker, [b, N] int64; -1 where the model decides.
-
-        known_rows: the rows, on the host; all else as of `EditTable.apply`. What a dead node gets is not defined.
-        """
+    def forced(self, known_rows: Sequence[int], nodes: Nodes) -> Tensor:
+        """What must follow each node: a token of the end marker, [b, N] int64; -1 where the model decides. What a dead
+        node gets is not defined. known_rows: the rows, on the host."""
+        rows, history, newest, bound, drafts, path, path_len = nodes
         longest = max(self._longest[row] for row in known_rows)
         first = min(self._prompt_len[row] for row in known_rows) - 1  # a prompt may be long, and says nothing here
         state = self._state.index_select(0, rows)[:, None, None]  # [b, 1, 1, S]

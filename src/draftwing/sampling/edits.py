@@ -38,16 +38,20 @@ class Features(NamedTuple):
     masks: bool = False  # of grammars and the like: a mask for each node
 
 
-class _Nodes(NamedTuple):
-    """The nodes of a sub-batch, see `EditTable.apply`."""
+class Nodes(NamedTuple):
+    """The nodes of a sub-batch, and the text before them; int64.
 
-    rows: Tensor  # [b] int64
-    history: Tensor  # [R + 1, L] int64
-    newest: Tensor  # [b] int64
-    drafts: Tensor  # [b, N] int64
-    path: Tensor  # [b, N, D + 1] int64
-    path_len: Tensor  # [b, N] int64
-    prompt_len: Tensor  # [b, 1] int64
+    In a tree step `newest` is kv_len before the step. For a prefill's last query, N = 1 and D = 0 with zeros for drafts
+    and path and ones for path_len, it is kv_len after the step minus 1.
+    """
+
+    rows: Tensor  # [b] of the table
+    history: Tensor  # [R + 1, L] the tokens of all rows
+    newest: Tensor  # [b] the position of the root, up to which they count
+    bound: int  # of `newest`, known to the host
+    drafts: Tensor  # [b, N] token 0 the root's
+    path: Tensor  # [b, N, D + 1] as in `ops.types.Tree`
+    path_len: Tensor  # [b, N]
 
 
 class _Rows(NamedTuple):
@@ -142,48 +146,17 @@ class EditTable:
 
     def features(self, rows: Iterable[int], guided: bool = False) -> Features:
         """Returns what rows of the table use, together; guided: `apply` will be given masks."""
-        merged = Features(masks=guided)
-        for row in rows:
-            own = self._features[row]
-            merged = Features(
-                counts=merged.counts or own.counts,
-                seen=merged.seen or own.seen,
-                biases=max(merged.biases, own.biases),
-                allowed=merged.allowed or own.allowed,
-                bad_words=max(merged.bad_words, own.bad_words),
-                bad_tokens=max(merged.bad_tokens, own.bad_tokens),
-                masks=guided,
-            )
-        return merged
+        every = [Features(masks=guided), *(self._features[row] for row in rows)]
+        return Features(*map(max, zip(*every, strict=True)))
 
-    def apply(
-        self,
-        logits: Tensor,
-        features: Features,
-        rows: Tensor,
-        history: Tensor,
-        newest: Tensor,
-        bound: int,
-        drafts: Tensor,
-        path: Tensor,
-        path_len: Tensor,
-        masks: Tensor | None = None,
-    ) -> Edited:
-        """Edits the logits of every node.
+    def apply(self, logits: Tensor, features: Features, nodes: Nodes, masks: Tensor | None = None) -> Edited:
+        """Edits the logits of every node. What a dead node gets is not defined.
 
-        logits [b, N, V] float32, not changed; rows [b] int64, of the table; history [R + 1, L] int64, the tokens of
-        all rows; newest [b] int64, the position of the root, up to which they count; bound: host bound of `newest`;
-        drafts [b, N] int64, token 0 the root's; path [b, N, D + 1] and path_len [b, N] int64 as in
-        `ops.types.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w is set where token 32 * w + i
-        may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
-
-        In a tree step `newest` is kv_len before the step. For a prefill's last query, N = 1 and D = 0 with zeros for
-        drafts and path and ones for path_len, it is kv_len after the step minus 1. What a dead node gets is not
-        defined.
+        logits [b, N, V] float32, not changed; masks [b, N, W] int32 with features.masks: bit i of word w is set where
+        token 32 * w + i may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
         """
         assert (masks is not None) == features.masks
-        nodes = _Nodes(rows, history, newest, drafts, path, path_len, self.prompt_len.index_select(0, rows)[:, None])
-        here = self._gather(features, nodes, bound, masks)
+        here, drafts, path = self._gather(features, nodes, masks), nodes.drafts, nodes.path
         x = _edited(logits, here, here.counts, here.seen, here.bias)
         if x is logits:
             x = logits.clone()
@@ -199,16 +172,17 @@ class EditTable:
             x.scatter_reduce_(-1, here.bad_last.clamp(min=0)[:, None].expand_as(limit), limit, "amin")
         return Edited(x, here)
 
-    def _gather(self, features: Features, nodes: _Nodes, bound: int, masks: Tensor | None) -> _Rows:
+    def _gather(self, features: Features, nodes: Nodes, masks: Tensor | None) -> _Rows:
         count, seen, bias, below, bad_last, active = None, None, None, None, None, None
         rows, drafts, path = nodes.rows, nodes.drafts, nodes.path
+        prompt_len = self.prompt_len.index_select(0, rows)[:, None]
         if features.counts or features.seen:
-            known = nodes.history[:, : bound + 1].index_select(0, rows)  # [b, L]
+            known = nodes.history[:, : nodes.bound + 1].index_select(0, rows)  # [b, L]
             position = torch.arange(known.shape[1], device=rows.device)
             past = position <= nodes.newest[:, None]
             zeros = torch.zeros(rows.shape[0], self.vocab, dtype=torch.float32, device=rows.device)
             if features.counts:
-                count = zeros.scatter_add(1, known, ((position >= nodes.prompt_len) & past).float())
+                count = zeros.scatter_add(1, known, ((position >= prompt_len) & past).float())
             if features.seen:
                 seen = zeros.scatter_add(1, known, past.float()).clamp_(max=1)
             level = torch.arange(1, path.shape[-1], device=rows.device)
@@ -222,7 +196,7 @@ class EditTable:
             bad_last = self.bad_last[:, : features.bad_words].index_select(0, rows)  # [b, S]
             active = (bad_last >= 0)[:, None].expand(-1, drafts.shape[1], -1)  # [b, N, S]
             if features.bad_tokens > 1:
-                recent = _recent(features.bad_tokens - 1, nodes)  # [b, N, J]
+                recent = _recent(features.bad_tokens - 1, nodes, prompt_len)  # [b, N, J]
                 before = self.bad_before[:, : features.bad_words, : features.bad_tokens - 1].index_select(0, rows)
                 before = before[:, None]  # [b, 1, S, J]
                 active = active & ((before == recent[:, :, None]) | (before < 0)).all(-1)
@@ -302,10 +276,10 @@ def _edited_at(values: Tensor, ids: Tensor, rows: _Rows) -> Tensor:
     return x
 
 
-def _recent(length: int, nodes: _Nodes) -> Tensor:
+def _recent(length: int, nodes: Nodes, prompt_len: Tensor) -> Tensor:
     """Returns the newest `length` answer tokens of every node's path, its own first, [b, N, length]; `_BEFORE` before
-    the answer's beginning."""
-    rows, history, newest, drafts, path, path_len, prompt_len = nodes
+    the answer's beginning. prompt_len [b, 1]."""
+    rows, history, newest, _, drafts, path, path_len = nodes
     back = torch.arange(length, device=rows.device)
     level = (path_len - 1)[..., None] - back  # [b, N, J]: below the root where positive
     position = level + newest[:, None, None]

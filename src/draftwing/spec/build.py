@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import cast
 
 from draftwing.errors import ConfigError
-from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.base import DraftHead, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext
-from draftwing.spec.heads import DraftHead, DraftLM
+from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
+from draftwing.models.heads.base import DraftHead
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.contracts import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTensors
 from draftwing.sched.policy.menus import chain_menu, tree_menu
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
-from draftwing.spec.heads import DraftHead
 
 BANNED = -1e30  # a logit that nothing legal has
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftwing.models.heads.base import DraftHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops.attention import Batch, ChunkSpan
@@ -32,7 +33,6 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftStep, SeenTokens
-from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
 

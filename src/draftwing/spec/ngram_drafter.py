@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from draftwing.core import MAX_CONFIDENCE
 from draftwing.errors import ConfigError
-from draftwing.ops.reference.ngram import NGramOps
+from draftwing.ops.reference.ngram import NGramIndex, NGramOps
 from draftwing.spec.drafter import SeenTokens
 from draftwing.spec.lookup_drafter import LookupDrafter
 
 
 class NGramDrafter(LookupDrafter):
     """Tree drafts from token matches; a `LookupDrafter` around an `NGramIndex`."""
+
+    index: NGramIndex
 
     def __init__(
         self,
@@ -23,9 +25,7 @@ class NGramDrafter(LookupDrafter):
         branch_length: int = 18,
         capacity: int = 10_000_000,
     ) -> None:
-        """rows: R + 1, the rows of the row table with its dummy. A match has min_window to max_window tokens (longer
-        ones count as max_window); a node has min_breadth to max_breadth children at most; branch_length: tokens of a
-        continuation; capacity: tokens of the shared memory's log."""
+        """As of `NGramIndex`. Raises ConfigError for numbers that cannot be."""
         if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:
             found = f"{min_window} and {max_window}"
             raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_CONFIDENCE}, found {found}")
@@ -33,10 +33,10 @@ class NGramDrafter(LookupDrafter):
             raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
         if branch_length < 1 or capacity < 1:
             raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
-        self.index = ops.ngram_index(
+        index = ops.ngram_index(
             rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity
         )
-        super().__init__(self.index, ops.draws_by_row)
+        super().__init__(index, ops.draws_by_row)
 
     def extend(self, seen: SeenTokens) -> None:
         """Decoding: the count[b] newest tokens of each row enter the memory. The end of a prefill: the row begins anew;

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from draftwing.config.trees import most_nodes
 from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.models.heads.base import DraftHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import new_calibration
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
-from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from draftwing.config.drafters import SUFFIXES
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
-from draftwing.ops.reference.suffix import LENGTHS, SuffixOps
+from draftwing.ops.reference.suffix import LENGTHS, SuffixIndex, SuffixOps
 from draftwing.spec.drafter import SeenTokens
 from draftwing.spec.lookup_drafter import LookupDrafter
 
 
 class SuffixDrafter(LookupDrafter):
     """Trees from counts of what followed; a `LookupDrafter` around a `SuffixIndex`."""
+
+    index: SuffixIndex
 
     def __init__(
         self,
@@ -32,10 +34,8 @@ class SuffixDrafter(LookupDrafter):
             raise ConfigError(f"suffix probability: expected above 0 and at most 1, found {min_prob:g}")
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
-        self.index = ops.suffix_index(
-            rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret
-        )
-        super().__init__(self.index, ops.draws_by_row)
+        index = ops.suffix_index(rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret)
+        super().__init__(index, ops.draws_by_row)
 
     def extend(self, seen: SeenTokens) -> None:
         """Decoding: the trie learns the count[b] newest tokens of each row. The end of a prefill: all tokens of the

@@ -48,17 +48,15 @@ def packed_model():
 
 
 @pytest.fixture(scope="module")
-def case(harness, one_thread):
-    if harness.device != "cpu":
-        pytest.skip("for the CPU")
+def case(on_cpu, one_thread):
     if not onednn.takes(torch.empty(0, dtype=torch.bfloat16)) or not KERNELS.has_product:
         pytest.skip("this CPU has no kernel for few rows")
     model = packed_model()
     if model.layers[0]._whole is None:
         pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
-    prompts = harness.prompts_for(6)
-    params = [harness.greedy(24) for _ in prompts]
-    expected = harness.plain_answers(model, prompts, params, attn=native)
+    prompts = on_cpu.prompts_for(6)
+    params = [on_cpu.greedy(24) for _ in prompts]
+    expected = on_cpu.plain_answers(model, prompts, params, attn=native)
     return model, prompts, params, expected
 
 

@@ -64,7 +64,7 @@ def expected(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), tp_size=2, speculative_algorithm="NGRAM", chunked_prefill_size=16, **SETTINGS) as llm:
-        (pid,) = processes(llm).pids
+        (pid,) = (process.pid for process in processes(llm)._processes)
         yield llm
     assert gone(pid), "a process is left behind"
 
@@ -74,7 +74,7 @@ def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: 
         (found, values), (wanted, known) = texts(pair), expected
         assert found == wanted
         assert all(one == pytest.approx(other, abs=1e-5) for one, other in zip(values, known, strict=True))
-    assert pair.engine.accept_length > 1.0
+    assert pair.engine.reporter.accept_length > 1.0
 
 
 def test_a_rank_that_fails_while_it_serves_says_why() -> None:
@@ -95,7 +95,7 @@ def test_a_rank_that_fails_while_it_serves_says_why() -> None:
         ranks.check()
     ranks._why = None
     with pytest.raises(RankDied, match="rank 1 of the engine ended: exit code 1"):
-        ranks._compare(1, 192, 3)
+        ranks._compare((192, 3))
 
 
 def test_ranks_that_draw_other_tokens_are_noticed_on_the_way(folder: Path) -> None:
@@ -129,7 +129,7 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None:
     llm = LLM(str(folder), tp_size=2, **SETTINGS)
-    (pid,) = processes(llm).pids
+    (pid,) = (process.pid for process in processes(llm)._processes)
     assert llm.generate("a", {"max_new_tokens": 2})
     os.kill(pid, number)
     begun = time.monotonic()

@@ -24,11 +24,9 @@ TREE = TreeShape(5, 3, 8)
 
 
 @pytest.fixture
-def rig(harness):
-    if harness.device != "cpu":
-        pytest.skip("with a memory that the test makes up")
+def rig(on_cpu):
     drafter = NGramDrafter(capacity=4096, rows=7, ops=make_ops(torch.device("cpu")))
-    return sizing.Rig(harness.tiny_model(), drafter, (TREE, PLAIN), torch.float32, pick_device("cpu"))
+    return sizing.Rig(on_cpu.tiny_model(), drafter, (TREE, PLAIN), torch.float32, pick_device("cpu"))
 
 
 def options(**kw):
@@ -55,12 +53,10 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
 
 
-def test_the_drafters_layers_follow_what_the_targets_keep(harness, monkeypatch):
+def test_the_drafters_layers_follow_what_the_targets_keep(on_cpu, monkeypatch):
     """Of a target with fewer layers in the pool than it has: some read another's keys."""
-    if harness.device != "cpu":
-        pytest.skip("with a memory that the test makes up")
-    model, cpu = harness.model_of(config_of(KINDS["shared"], harness.CONTEXT)), pick_device("cpu")
-    draft = DraftLM(harness.model_of(config_of(KINDS["recurrent"], harness.CONTEXT)), harness.VOCAB)
+    model, cpu = on_cpu.model_of(config_of(KINDS["shared"], on_cpu.CONTEXT)), pick_device("cpu")
+    draft = DraftLM(on_cpu.model_of(config_of(KINDS["recurrent"], on_cpu.CONTEXT)), on_cpu.VOCAB)
     drafter = ModelDrafter(draft, 7, TREE.topk, torch.float32, cpu.ops)
     rig, firsts, attach = sizing.Rig(model, drafter, (TREE, PLAIN), torch.float32, cpu), [], drafter.attach
     monkeypatch.setattr(drafter, "attach", lambda attn, first, size: (firsts.append(first), attach(attn, first, size)))

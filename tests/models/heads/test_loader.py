@@ -15,11 +15,11 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.base import DraftHead
 from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
-from draftwing.spec.heads import DraftHead
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import FunctionAttend
 
 MIMO: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -59,28 +57,6 @@ def mimo(drafts: SimpleNamespace, mtp_layers: int) -> Any:
     return weights
 
 
-def mtp_row(drafts: SimpleNamespace, target: Any, weights: Any, layers: int) -> Any:
-    """Every layer sees every row that a later one of its turns may attend to."""
-    reference = drafts.Reference(weights, theta=640000.0)
-
-    def row(token: int, aux_hidden: Tensor | None, feature: Tensor, position: int, level: int) -> tuple[Tensor, Tensor]:
-        embedding = target.embed.weight[token] if position else torch.zeros(32, dtype=torch.float64)
-        outputs = []
-        for i in range(layers):
-            prefix = f"model.mtp_layers.{i}"
-            parts = (
-                reference.rms(feature, f"{prefix}.hidden_layernorm.weight"),
-                reference.rms(embedding, f"{prefix}.token_layernorm.weight"),
-            )
-            y = reference.linear(torch.cat(parts), f"{prefix}.input_proj")
-            x = reference.layer(prefix, reference.rms(y, f"{prefix}.input_layernorm.weight"), y, position)
-            outputs.append(reference.rms(x, f"{prefix}.final_layernorm.weight"))
-        hidden = outputs[min(level, layers - 1)]
-        return hidden, target.lm_head.weight @ hidden
-
-    return row
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 def test_mimo(drafts: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture, layers: int) -> None:
     weights = mimo(drafts, layers)
@@ -90,31 +66,9 @@ def test_mimo(drafts: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCapture
     assert target.config.attention.qkv_bias and not target.config.attention.o_bias and not target.config.tie_embeddings
     head = load_mtp_head(tmp_path, target, torch.float64, "cpu")
     assert isinstance(head, MTPHead)
-    head.set_max_positions(64)
     assert head.aux_layers == (3,) and head.width == 32 and len(head.kv_layers) == layers
-    drafts.check_chain(head, target, mtp_row(drafts, target, weights, layers))
     assert {name for name, _ in head.stored_tensors()} == {name for name in weights if "mtp_layers" in name}
     assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in head.stored_tensors())
-
-
-def test_gradients_and_fake_tensors(drafts: SimpleNamespace, tmp_path: Path) -> None:
-    """Every layer can be trained at its level, and no data is read on the host."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    target = load_model(drafts.write(tmp_path, mimo(drafts, 2), **MIMO), torch.float32, "cpu")
-    head: Any = load_mtp_head(tmp_path, target, torch.float32, "cpu")
-    head.set_max_positions(64)
-    ids, cache = torch.tensor([4, 17, 3]), drafts.DenseCache()
-    head.requires_grad_()
-    hidden = head.run(ids, torch.arange(3), torch.randn(3, 32), 0, cache)
-    hidden = head.run(ids, torch.arange(1, 4), hidden, 1, cache)
-    head.logits(hidden).logsumexp(-1).sum().backward()
-    for name, param in head.named_parameters():
-        assert param.grad is not None and param.grad.abs().max() > 0, name
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden = head.run(ids, positions, torch.empty(5, 32), 0, FunctionAttend(lambda layer, q, k, v: q.flatten(1)))
-        assert head.logits(hidden).shape == (5, 50)
 
 
 def test_the_body_is_qwen2(drafts: SimpleNamespace, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_what_is_damaged_is_named_or_another_matrix(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "suffix", "change", "message"),
     [
-        ("awq", "scales", lambda t: t[:-1], r"scales: expected floating point values of shape \[2, 16\], found"),
+        ("awq", "scales", lambda t: t[:-1], r"scales: expected shape \[2, 16\] in floating point, found"),
         ("awq", "qzeros", lambda t: t.long(), r"qzeros: expected shape \[2, 2\] in int32, found \[2, 2\] in int64"),
         ("gptq", "qzeros", lambda t: t + 1, r"qzeros: expected 7 or 8 everywhere, for quantization_config.sym is true"),
         ("gptq", "g_idx", lambda t: t.flip(0), r"g_idx: expected groups of 32 columns in order"),

@@ -22,5 +22,4 @@ def pick_device(asked: str | type[Any], rank: int = 0, ops: TorchOps | None = No
     missing = kind.missing()
     if missing:
         raise ConfigError(f"--device {asked}: {missing}; use --device cpu or auto")
-    device: Device = kind(rank, ops)
-    return device
+    return kind(rank, ops)

@@ -65,8 +65,7 @@ class RecordedStages(GraphCache):
         if known is not None:
             known[0].replay()
             self.replays += 1
-            out: T = known[1]
-            return out
+            return known[1]
         step = key if isinstance(key, Key) else key[0]  # a commit's has more
         first = (stage, key) not in self._met  # it may make constants, which are no part of a step
         self._met.add((stage, key))

@@ -84,11 +84,6 @@ class RankProcesses(RemoteBroadcast):
         self.ranks = meeting.join(size, device.device, device.collectives)
         threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, in the order of the ranks."""
-        return [process.pid for process in self._processes]
-
     def wait_loaded(self) -> None:
         """Until every rank has its weights. Raises what one of them has raised, or RankDied."""
         for rank, plans in enumerate(self._plans, 1):
@@ -117,31 +112,27 @@ class RankProcesses(RemoteBroadcast):
         due = self.digest.due
         if len(due) < 2:  # the others have not come to the newest yet, or have just told it
             return
-        steps, value = due.popleft()
-        for rank in range(1, len(self._plans) + 1):
-            self._compare(rank, steps, value)
+        self._compare(due.popleft())
 
     def compare(self) -> None:
         self.send((Digest, ()))
         while self.digest.due:
-            steps, value = self.digest.due.popleft()
-            for rank in range(1, len(self._plans) + 1):
-                self._compare(rank, steps, value)
-        for rank in range(1, len(self._plans) + 1):
-            self._compare(rank, *self.digest.now)
+            self._compare(self.digest.due.popleft())
+        self._compare(self.digest.now)
 
-    def _compare(self, rank: int, steps: int, value: int) -> None:
-        """Takes the next that a rank tells of what it has drawn, and waits for it. Raises why it failed."""
-        try:
-            with self._reading:
-                found = self._plans[rank - 1].recv()
-        except (EOFError, OSError):
-            self._over.wait(2 * LOOK)  # who watches knows how it ended
-            raise self._why or RankDied(self._failure or f"rank {rank} of the engine ended") from None
-        if isinstance(found, Failed):
-            raise _error(rank, found)
-        if found != (steps, value):
-            raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
+    def _compare(self, expected: tuple[int, int]) -> None:
+        """Takes the next that each rank tells of what it has drawn, and waits for it. Raises why it failed."""
+        for rank, plans in enumerate(self._plans, 1):
+            try:
+                with self._reading:
+                    found = plans.recv()
+            except (EOFError, OSError):
+                self._over.wait(2 * LOOK)  # who watches knows how it ended
+                raise self._why or RankDied(self._failure or f"rank {rank} of the engine ended") from None
+            if isinstance(found, Failed):
+                raise _error(rank, found)
+            if found != expected:
+                raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
 
     def blame(self, error: BaseException) -> BaseException:
         """What is to be raised in place of an error of this rank, which may be that another one is gone."""

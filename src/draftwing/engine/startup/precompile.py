@@ -27,24 +27,38 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from draftwing import __version__
 from draftwing.config.options import SERVER, Options
+from draftwing.engine.devices.base import Download
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.precision import Precision
+from draftwing.engine.startup import memory as sizing
+from draftwing.engine.startup.executor import graph_size_of
+from draftwing.layers.experts import ExpertLinear
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_config
+from draftwing.models.quantised.config import Quantization, Scheme
+from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
+from draftwing.ops.types import MX_BLOCK, MXRows
+from draftwing.parallel.ranks import ALONE, Absent
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from draftwing.engine.build import Parts
-    from draftwing.engine.devices.base import Device
-    from draftwing.models.decoder import DecoderModel
-    from draftwing.models.quantised.config import Quantization
     from draftwing.ops.cuda.gemm_experts import Layout
-    from draftwing.ops.cuda.gemm_groups import Width
 
 log = logging.getLogger("draftwing")
 
 PATIENCE = 60.0  # seconds that an engine which has loaded waits
 _MAX_PROCESSES = 16  # that compile; each has Triton's compiler in memory
+_ANY_EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
+MADE = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1)}  # by `--quantization`
 
 
 class Job(NamedTuple):
@@ -86,8 +100,9 @@ class Precompilation:
             return
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | hidden
-        # -P: nothing is imported from the current folder
-        command = [sys.executable, "-P", "-c", "from draftwing.engine.startup.precompile import main; main()"]
+        # -P: nothing is imported from the current folder.  nice: loading comes first
+        run = "import os; os.nice(5); from draftwing.engine.startup.precompile import main; main()"
+        command = [sys.executable, "-P", "-c", run]
         with tempfile.TemporaryFile() as source:  # a pipe would have to be read before there is room for all of it
             source.write(packed)
             source.seek(0)
@@ -157,7 +172,6 @@ def _digest(job: bytes) -> str:
 
 
 def main() -> None:
-    os.nice(5)  # loading comes first
     job = pickle.load(sys.stdin.buffer)
     assert isinstance(job, Job)
     launches, experts = collect(job)
@@ -197,7 +211,6 @@ def compile_launch(launch: Launch) -> None:
 
 
 def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
-    from draftwing.layers.experts import ExpertLinear
     from draftwing.ops.cuda import gemm_experts
 
     weights = [part.device_weight for part in model.modules() if isinstance(part, ExpertLinear)]
@@ -205,7 +218,6 @@ def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
 
 
 def _compile_products(job: Job, experts: set[Layout]) -> None:
-    from draftwing.models.loader import load_config
     from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups, gemm_tall
 
     gemm.compile_ahead(job.dtype, job.capability)
@@ -218,18 +230,11 @@ def _compile_products(job: Job, experts: set[Layout]) -> None:
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     """Of the weights that stay quantised, as far as the config says. asked: `--quantization`."""
-    from draftwing.ops.cuda.gemm_groups import Width
-    from draftwing.ops.groups import WHOLE, shift_of
-
     if asked == "none":
         return set()
     schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
-    made = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1)}
-    found = {made[asked]} if asked in made else set()
-    for scheme in schemes:
-        zeros = not scheme.symmetric and not scheme.real
-        if scheme.bits <= 4 or not zeros:
-            found.add(Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real))
+    found = {MADE[asked]} if asked in MADE else set()
+    found |= {width_of(scheme) for scheme in schemes if scheme.bits <= 4 or scheme.symmetric or scheme.real}
     return found | ({Width(8, False, WHOLE)} if found else set())  # of draft heads
 
 
@@ -264,19 +269,10 @@ class _Nothing:
 
 
 def _run_without_data(job: Job) -> Parts:
-    import torch
-
-    from draftwing.engine import build
-    from draftwing.engine.precision import Precision
-    from draftwing.engine.startup import memory as sizing
-    from draftwing.engine.startup.executor import graph_size_of
-    from draftwing.engine.startup.weights_without_data import hold_experts
-    from draftwing.models.decoder import DecoderModel
-    from draftwing.models.loader import load_config
-    from draftwing.parallel.ranks import ALONE, Absent
+    from draftwing.engine import build  # which imports this module
 
     torch.set_num_threads(1)  # the process forks
-    device = _no_device()
+    device = NoDevice()
     config = load_config(job.path)
     tokens = 2 * config.max_positions + 4096  # any pool that the context fits into
     options = dataclasses.replace(
@@ -287,42 +283,79 @@ def _run_without_data(job: Job) -> Parts:
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     model.pack(device.ops, options.deterministic)
     precision = Precision(job.dtype, job.kv_dtype)
-    drafter, policy = build.make_drafter(
-        options, job.draft_path or job.path, job.token_ids, model, precision, device
-    )  # fmt: skip
+    draft_path = job.draft_path or job.path
+    drafter, policy = build.make_drafter(options, draft_path, job.token_ids, model, precision, device)
     rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
     return build.assemble(options, model, precision, device, drafter, policy)
 
 
-def _no_device() -> Device:
-    import numpy as np
-    import torch
+class NoDevice(CpuDevice):
+    """Takes everything and does nothing."""
 
-    from draftwing.engine.devices.base import Download
-    from draftwing.engine.devices.cpu import CpuDevice
+    kind = "meta"
+    has_own_memory = True
 
-    class NoDevice(CpuDevice):
-        """Takes everything and does nothing."""
+    def upload(self, host: Any) -> Tensor:
+        return torch.empty(len(host), dtype=torch.int64, device=self.device)
 
-        kind = "meta"
-        has_own_memory = True
+    def upload_into(self, out: Tensor, host: Any) -> None:
+        pass
 
-        def upload(self, host: Any) -> Tensor:
-            return torch.empty(len(host), dtype=torch.int64, device=self.device)
+    def download(self, tensor: Tensor) -> Download:
+        shape = tuple(tensor.shape)
+        return Download(lambda: np.zeros(shape, np.int64), 0.0)
 
-        def upload_into(self, out: Tensor, host: Any) -> None:
-            pass
+    def record(self, fn: Any) -> Any:
+        return (lambda: None), fn()
 
-        def download(self, tensor: Tensor) -> Download:
-            shape = tuple(tensor.shape)
-            return Download(lambda: np.zeros(shape, np.int64), 0.0)
+    def peak(self, fn: Any) -> int:
+        fn()
+        return 0
 
-        def record(self, fn: Any) -> Any:
-            return (lambda: None), fn()
 
-        def peak(self, fn: Any) -> int:
-            fn()
-            return 0
+# -- weights of experts that stay quantised, without data: their form decides which kernels are launched ---------------
 
-    return NoDevice()
+
+def width_of(scheme: Scheme) -> Width:
+    zeros = not scheme.symmetric and not scheme.real
+    return Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real)
+
+
+def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Quantization | None) -> None:
+    """Of a model on the meta device that is to be packed. asked: `--quantization`."""
+    if asked == "none":
+        return
+    for part in model.modules():
+        if isinstance(part, ExpertLinear):
+            weight = _held(part.out_features, part.in_features, dtype, asked, stored)
+            if weight is not None:
+                part.op = _Held(part, weight)
+
+
+class _Held(LinearOp):
+    def __init__(self, layer: Linear, weight: PackedGroups | MXRows) -> None:
+        super().__init__(layer)
+        self._weight = weight
+
+    def groups(self) -> PackedGroups | MXRows | None:
+        return self._weight
+
+
+def _held(
+    rows: int, columns: int, dtype: torch.dtype, asked: str, stored: Quantization | None
+) -> PackedGroups | MXRows | None:
+    if stored is not None and stored.method == "mxfp4":
+        return MXRows(_bytes(rows, columns // 2), _bytes(rows, columns // MX_BLOCK))
+    scheme = None if stored is None else stored.scheme_of(_ANY_EXPERT)
+    width = MADE.get(asked) if scheme is None else width_of(scheme)
+    if width is None or rows % 16 or columns % 64:
+        return None
+    scales = torch.empty(rows // 16, groups_of_row(columns, width.shift), 8, 2, dtype=dtype, device="meta")
+    zeros = torch.empty_like(scales) if width.zeros else None
+    codes = _bytes(rows // 16, columns * 2 * width.bits)
+    return PackedGroups(codes, scales, zeros, width.bits, width.shift, None, width.fp8)
+
+
+def _bytes(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device="meta")

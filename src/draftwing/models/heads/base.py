@@ -1,4 +1,5 @@
-"""What the heads that read a target's features have in common: its embedding, its head, and a rotary table."""
+"""What a model must offer to draft (`DraftHead`), and what the heads that read a target's features have in common: its
+embedding, its head, and a rotary table."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
-from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import PackMode, ParamSlice
+from draftwing.layers.linear import Linear, vocab_parallel
+from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
-from draftwing.models.weight_map import stored_tensors
+from draftwing.models.weight_map import named, stored_tensors
 from draftwing.ops.attention import Attend
 from draftwing.ops.contracts import HeadTopK
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks
 
 SPREAD = 256 << 20  # bytes of a head's layers; to read fewer takes a rank less time than two sums a layer
@@ -35,14 +37,54 @@ def ranks_for(config: ModelConfig, target: DecoderModel, dtype: torch.dtype) -> 
     return target.ranks
 
 
-class FeatureHead(nn.Module):
+class DraftHead:
+    """lookahead: 0 where the row at position t is made of token t; 1 where it is made of token t + 1 and of the
+    target's feature at t; n where there are n layers, the last of which makes it of token t + n (`MTPDrafter`).
+    aux_layers: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
+    target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
+    top_k: `logits` and the best of them in one call, None where there is none.
+    forward_name: the method that runs the network, which --enable-torch-compile compiles."""
+
+    lookahead: int = 0
+    aux_layers: tuple[int, ...] = ()
+    width: int = 0
+    vocab: int
+    kv_layers: Sequence[SlotSpec]
+    target_ids: Tensor | None = None
+    top_k: HeadTopK | None = None
+    forward_name: str = "run"
+
+    def set_max_positions(self, positions: int) -> None:
+        """Makes the rotary table; every position of a later `run` must be below `positions`."""
+        raise NotImplementedError
+
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, width]: what rows made by the target are fed.
+        Of a head without auxiliary layers it is not called."""
+        raise NotImplementedError
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """ids, positions [M]; features [M, width] -> hidden [M, width or own size], fed back to the rows' children.
+        level: 0 for committed text, 1, 2, ... in tree expansion (a head may have one layer per level)."""
+        raise NotImplementedError
+
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        """What `run` leaves in the pool of committed text, for rows whose output nobody wants; heads of one layer need
+        not run it."""
+        self.run(ids, positions, features, 0, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden of `run` -> [M, vocab]"""
+        raise NotImplementedError
+
+
+class FeatureHead(DraftHead, nn.Module):
     """A `DraftHead` whose row at position t is made of the target's feature at t and of token t + 1.
 
     Trainable as long as it is not packed. What it shares with the target is not among its parameters.
     """
 
     lookahead = 1
-    forward_name = "run"  # see `DraftHead`
 
     def __init__(
         self, config: ModelConfig, target: DecoderModel, aux_layers: tuple[int, ...], dtype: torch.dtype
@@ -56,30 +98,24 @@ class FeatureHead(nn.Module):
         self.width = config.hidden_size
         self.vocab = target.config.vocab_size
         kept = [layer.mixer.keeps() for layer in self.layer_configs]
-        self.kv_layers: Sequence[SlotSpec] = [spec for spec in kept if spec is not None]
+        self.kv_layers = [spec for spec in kept if spec is not None]
         (rotates,) = {layer.mixer.rotates for layer in self.layer_configs}
         assert rotates is not None and len(self.kv_layers) == len(kept), "layers of heads are alike, and keep something"
         self.rope = Rope(config.ropes[rotates[0]], rotates[1], dtype)
-        self.target_ids: Tensor | None = None  # [vocab] int64
+        self.lm_head: Linear | None = None  # of its own, see `add_lm_head`
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
-        self._head_rows: Linear | None = None
-        self.top_k: HeadTopK | None = None  # once packed
+        self.head_rows: Linear | None = None  # of the target's head, which `restrict` took
         self.ops = PLAIN
 
-    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
-        """As in `DraftHead`."""
-        raise NotImplementedError
-
-    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
-        """As in `DraftHead`; heads of one layer need not run it."""
-        self.run(ids, positions, features, 0, attend)
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """As they are: what heads read that go on from the target's output after its final norm."""
+        return aux_hidden
 
     @property
     def target(self) -> DecoderModel:
         return self._target[0]
 
     def set_max_positions(self, positions: int) -> None:
-        """Makes the rotary table; every position of a later `run` must be below `positions`."""
         weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
         self.rope.make(positions, weight.dtype, weight.device)
 
@@ -90,41 +126,46 @@ class FeatureHead(nn.Module):
         """
         ids = ids.to(self.target.norm.weight.device)
         rows = self.target.lm_head.rows(ids).detach()  # [n, hidden]
-        head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device, self.config.vocab_format)
-        if not head.op.keep(ParamSlice("weight", 0, rows.shape[0]), rows):
-            head.weight.data.copy_(rows)
-        self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
+        self.head_rows = linear_of(rows, None, self.config.vocab_format)
+        self.target_ids, self.vocab = ids, ids.shape[0]
 
-    @property
-    def head_rows(self) -> Linear | None:
-        """The rows of the target's head that `restrict` took, a copy."""
-        return self._head_rows
+    def draft_only(self, ids: Tensor | None) -> None:
+        """Says which of the target's tokens are drafted, [vocab] int64, None: all."""
+        self.target_ids = None if ids is None else ids.to(self.target.norm.weight.device)
+
+    def add_lm_head(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Gives it a head of its own, over so many tokens."""
+        lm_head = Linear(self.width, self.ranks.share(rows).size, False, dtype, device, self.config.vocab_format)
+        self.lm_head, self.vocab = vocab_parallel(lm_head, self.ranks, rows), rows
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
-        """What `logits` is made of: perhaps a norm, and the target's head or the rows that were chosen of it."""
-        return None, self.target.lm_head if self._head_rows is None else self._head_rows
+        """What `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of it."""
+        heads = self.lm_head, self.head_rows, self.target.lm_head
+        return None, next(head for head in heads if head is not None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] of `run` -> [M, vocab]"""
         norm, lm_head = self.output_layer()
         return lm_head(hidden if norm is None else norm(hidden))
 
-    def shared_readout(self) -> Tensor:
-        """[vocab, hidden]: the weight of the GEMM that is shared with the target; of a packed target a copy."""
-        return (self.target.lm_head if self._head_rows is None else self._head_rows).dense_weight()
-
     def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [M, hidden] of `run` -> (state [M, hidden], weight [vocab, hidden]), whose product is `logits`. For
-        training, which need not keep the logits."""
-        return hidden, self.shared_readout()
+        training, which need not keep the logits. What a packed target shares comes as a copy."""
+        norm, lm_head = self.output_layer()
+        return hidden if norm is None else norm(hidden), lm_head.dense_weight()
 
     def names(self) -> dict[str, ParamSlice]:
-        """Name in a published checkpoint -> slice, complete for this head."""
-        raise NotImplementedError
+        """Name in a published checkpoint -> slice, complete for this head; of this class those of `lm_head`."""
+        if self.lm_head is None:
+            return {}
+        share = self.ranks.share(self.vocab)
+        return named(self.config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as a published checkpoint stores them; parameters come as views."""
+        """(name, tensor) as a published checkpoint stores them, with maps between the vocabularies where they differ;
+        parameters come as views."""
         yield from stored_tensors(self, self.names())
+        yield from vocabulary_maps(self.target_ids, self.config.vocab_size)
 
     def pack(self, ops: LayerOps) -> None:
         """Lets every layer prepare for inference, weights and kernels; the head is not trainable afterwards.
@@ -141,6 +182,16 @@ class FeatureHead(nn.Module):
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""
         return self.rope(positions, self.ops)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None, form: WeightFormat) -> Linear:
+    """Returns a new layer with copies of a weight [rows, columns] and a bias [rows]."""
+    made = Linear(weight.shape[1], len(weight), bias is not None, weight.dtype, weight.device, form)
+    if not made.op.keep(ParamSlice("weight", 0, len(weight)), weight):
+        made.weight.data.copy_(weight)
+    if bias is not None and made.bias is not None:
+        made.bias.data.copy_(bias)
+    return made
 
 
 def vocabulary_maps(target_ids: Tensor | None, vocab: int) -> Iterator[tuple[str, Tensor]]:

@@ -8,25 +8,22 @@ other. With a correction branches of a tree differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
-from draftwing.layers.linear import Linear, vocab_parallel
+from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.heads.base import FeatureHead, vocabulary_maps
+from draftwing.models.heads.base import FeatureHead, linear_of
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.markov import ConfidenceHead, DominoHead, MarkovHead
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.parallel.cut import Cut
 
 
 class BlockHead(FeatureHead):
@@ -56,12 +53,9 @@ class BlockHead(FeatureHead):
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i, layer in enumerate(self.layer_configs))
         self.norm = RMSNorm(hidden, eps, dtype, device)
         self.text_kv: Linear | None = None  # once packed: `_kv_rows`
-        self.lm_head: Linear | None = None
         self.vocab = block.draft_vocab or self.vocab  # rows of a tied lm_head come with `draft_only`
         if block.draft_vocab and not block.tied:
-            share = self.ranks.share(block.draft_vocab)
-            lm_head = Linear(hidden, share.size, False, dtype, device, config.vocab_format)
-            self.lm_head = vocab_parallel(lm_head, self.ranks, block.draft_vocab)
+            self.add_lm_head(block.draft_vocab, dtype, device)
         self.markov: MarkovHead | DominoHead | None = None
         if block.markov == "domino":
             self.markov = DominoHead(config, block, self.vocab, target.embed, dtype, device)
@@ -70,11 +64,10 @@ class BlockHead(FeatureHead):
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
     def draft_only(self, ids: Tensor | None) -> None:
-        """Says which of the target's tokens are drafted, [vocab] int64, None: all. Takes their rows of the target's
-        lm_head where the head has none of its own."""
+        """As of all heads. Takes their rows of the target's lm_head where the head has none of its own."""
         if ids is not None and self.config_of_block.tied:
             self.restrict(ids)
-        self.target_ids = None if ids is None else ids.to(self.norm.weight.device)
+        super().draft_only(ids)
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]: what keys and values are made of"""
@@ -104,19 +97,13 @@ class BlockHead(FeatureHead):
         biases = [one.qkv.bias[one.heads * one.head_dim :] for one in layers if one.qkv.bias is not None]
         return weight, torch.cat(biases) if biases else None
 
+    @torch.no_grad()
     def pack(self, ops: LayerOps) -> None:
-        weight, bias = self._kv_rows()
-        form = self.config.weight_format
-        made = Linear(weight.shape[1], len(weight), bias is not None, weight.dtype, weight.device, form)
-        if not made.op.keep(ParamSlice("weight", 0, len(weight)), weight.detach()):
-            made.weight.data.copy_(weight.detach())
-        if bias is not None and made.bias is not None:
-            made.bias.data.copy_(bias.detach())
-        self.text_kv = made
+        self.text_kv = linear_of(*self._kv_rows(), self.config.weight_format)
         if self.confidence is not None:
             self.confidence.settle(self.markov)
         if self.markov is not None:
-            self.markov.use(ops)
+            self.markov.ops = ops
         super().pack(ops)
 
     def block(self, ids: Tensor, positions: Tensor, *attends: Attend) -> Tensor:
@@ -140,20 +127,11 @@ class BlockHead(FeatureHead):
         """Size of what a node hands down to its children, 0: nothing."""
         return 0 if self.markov is None else self.markov.width
 
-    def output_layer(self) -> tuple[RMSNorm | None, Linear]:
-        return None, super().output_layer()[1] if self.lm_head is None else self.lm_head
-
-    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden, self.shared_readout() if self.lm_head is None else self.lm_head.weight
-
     def names(self) -> dict[str, ParamSlice]:
-        config, block, hidden = self.config, self.config_of_block, self.config.hidden_size
-        table = named(config.weight_format, "fc", "fc", 0, hidden)
+        config, hidden = self.config, self.config.hidden_size
+        table = super().names() | named(config.weight_format, "fc", "fc", 0, hidden)
         for norm in ("hidden_norm.weight", "norm.weight"):
             table[norm] = ParamSlice(norm, 0, hidden)
-        if self.lm_head is not None:
-            share = self.ranks.share(block.draft_vocab)
-            table |= named(config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
         if self.markov is not None:
             table |= self.markov.names(config, self.vocab)
         if self.confidence is not None:
@@ -161,8 +139,3 @@ class BlockHead(FeatureHead):
         for i in range(config.num_layers):
             table |= layer_names(config, f"layers.{i}", f"layers.{i}", ranks=self.ranks, index=i)
         return table
-
-    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As published: with the maps between the vocabularies, where the head has one of its own."""
-        yield from super().stored_tensors()
-        yield from vocabulary_maps(self.target_ids, self.config.vocab_size)

@@ -12,6 +12,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.fields import Fields
+from draftwing.models.heads.config import aux_count, layer_ids, matrix, streams
 from draftwing.requests.refusals import show
 
 Markov = Literal["", "vanilla", "gated", "rnn", "domino"]
@@ -19,7 +20,7 @@ Confidence = Literal["", "plain", "markov"]
 
 MAX_ROWS = 64  # of a block
 MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
-_GRU = "prefix_gru.weight_hh_l0"
+_GRU, _DOMINO_IN, _MARKOV_IN = "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "markov_head.markov_w1.weight"
 # Scalars that change the arithmetic, with the values at which they do not.
 _NEUTRAL = {
     "input_embedding_scale": 1,
@@ -100,14 +101,12 @@ def block_config(
 
 def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
     """As the weights have it; where these say nothing, that they are not there."""
-    first = weights.get("markov_head.markov_w1.weight")
     if _GRU in weights or raw.get("projector_type") == "domino":
         _check_domino(raw, weights)
         return "domino"
-    if first is None:
+    if _MARKOV_IN not in weights:
         return ""
-    if first.dim() != 2:
-        raise CheckpointError(f"markov_head.markov_w1.weight: expected a matrix, found the shape {list(first.shape)}")
+    matrix(weights, _MARKOV_IN)
     parts = (("gated", "gate_proj"), ("rnn", "joint_proj"))
     stored = [kind for kind, name in parts if f"markov_head.{name}.weight" in weights]
     kind = raw.get("markov_head_type") or (stored or ["vanilla"])[0]
@@ -117,13 +116,8 @@ def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
 
 
 def _check_domino(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    missing = [name for name in (_GRU, "embed_proj.0.weight") if name not in weights]
-    if missing:
-        raise CheckpointError(f"tensors missing from the checkpoint: {', '.join(missing)}, which Domino's has")
-    odd = next((name for name in (_GRU, "embed_proj.0.weight") if weights[name].dim() != 2), None)
-    if odd is not None:
-        raise CheckpointError(f"{odd}: expected a matrix, found the shape {list(weights[odd].shape)}")
-    rows, memory = weights[_GRU].shape
+    matrix(weights, _DOMINO_IN)
+    rows, memory = matrix(weights, _GRU).shape
     if not memory or rows != 3 * memory:
         raise CheckpointError(f"{_GRU}: expected three times as many rows as columns, found the shape {[rows, memory]}")
     alone = raw.get("pure_draft_prefix_len")
@@ -134,7 +128,7 @@ def _check_domino(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
 def _rank(weights: Mapping[str, Any], markov: Markov) -> int:
     if not markov:
         return 0
-    name, of = ("embed_proj.0.weight", 0) if markov == "domino" else ("markov_head.markov_w1.weight", 1)
+    name, of = (_DOMINO_IN, 0) if markov == "domino" else (_MARKOV_IN, 1)
     return int(weights[name].shape[of])
 
 
@@ -163,28 +157,11 @@ def _reach(fields: Fields, raw: Mapping[str, Any], layers: int) -> tuple[tuple[i
 
 def _aux_layers(raw: Mapping[str, Any], weights: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
     """Residual streams that the head reads, numbered as `DecoderModel.forward` does."""
-    size, layers = target.hidden_size, target.num_layers
-    columns = weights["fc.weight"].shape[-1]
-    if weights["fc.weight"].dim() != 2 or columns % size:
-        raise CheckpointError(
-            f"fc.weight: expected a multiple of the target's hidden size {size} as columns, found the shape "
-            f"{list(weights['fc.weight'].shape)}"
-        )
-    count = columns // size
+    count, layers = aux_count(weights, target.hidden_size), target.num_layers
     # The speculators library counts boundaries, the others name layers whose output is meant.
     boundary = raw.get("target_layer_ids") is None and raw.get("aux_hidden_state_layer_ids") is not None
     key = "aux_hidden_state_layer_ids" if boundary else "target_layer_ids"
-    ids = raw.get(key)
+    ids = layer_ids(raw, key)
     if ids is None:
         ids = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        raise CheckpointError(f"{key}: expected a list of integers, found {show(ids)}")
-    if len(ids) != count:
-        raise CheckpointError(f"fc.weight has columns for {count} hidden states, {key} names the layers {show(ids)}")
-    found = tuple(one if boundary else one + 1 for one in ids)
-    if not all(0 <= layer <= layers for layer in found):
-        low, high = (0, layers) if boundary else (-1, layers - 1)
-        raise CheckpointError(
-            f"{key}: expected {max(low, 0)} to {high} for a target of {layers} layers, found {show(ids)}"
-        )
-    return found
+    return streams(key, ids, count, layers, boundary, from_embedding=True)

@@ -93,16 +93,7 @@ def eagle3_config(
     config: ModelConfig, raw: Mapping[str, Any], weights: Weights, target: DecoderModel, convention: AuxLayerIds
 ) -> Eagle3Config:
     aux_size, vocab = target.config.hidden_size, target.config.vocab_size
-    if "fc.weight" not in weights:
-        raise CheckpointError("tensors missing from the checkpoint: fc.weight")
-    if weights["fc.weight"].dim() != 2:
-        raise CheckpointError(f"fc.weight: expected a matrix, found the shape {list(weights['fc.weight'].shape)}")
-    columns = weights["fc.weight"].shape[1]
-    if columns % aux_size:
-        raise CheckpointError(
-            f"fc.weight: expected a multiple of the target's hidden size {aux_size} as columns, found {columns}"
-        )
-    count = columns // aux_size
+    count = aux_count(weights, aux_size)
     same("num_aux_hidden_states", count, raw.get("num_aux_hidden_states") or count)
     own_embedding = aux_size != config.hidden_size
     lm_head, draft_vocab = weights.get("lm_head.weight"), raw.get("draft_vocab_size")
@@ -138,11 +129,10 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
     Ids are written in two ways: k for the output of layer k, or k for the stream after k layers. Files say nothing of
     it, but the first and last ids that trainers choose by default do.
     """
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = layer_ids(raw, key)
     if raw.get("use_aux_hidden_state") is False:
         raise CheckpointError("use_aux_hidden_state = false is not supported")
-    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-        raise CheckpointError(f"eagle_aux_hidden_state_layer_ids: expected a list of integers, found {show(ids)}")
     if not ids:
         ids, boundary = [2, layers // 2, layers - 3], True
     elif convention != "auto":
@@ -151,17 +141,46 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
         boundary = max(ids) == layers or ids[0] == 2
         meaning = "boundaries between layers" if boundary else "layers whose output is meant"
         logger.info("aux layer ids %s are taken as %s", ids, meaning)
+    return streams(key, ids, count, layers, boundary)
+
+
+def matrix(weights: Weights, name: str) -> Tensor:
+    """A tensor of two dimensions; raises CheckpointError for none."""
+    if name not in weights:
+        raise CheckpointError(f"tensors missing from the checkpoint: {name}")
+    if weights[name].dim() != 2:
+        raise CheckpointError(f"{name}: expected a matrix, found the shape {list(weights[name].shape)}")
+    return weights[name]
+
+
+def aux_count(weights: Weights, size: int) -> int:
+    """How many of the target's hidden states fc reads. size: of each."""
+    columns = matrix(weights, "fc.weight").shape[1]
+    if columns % size:
+        raise CheckpointError(
+            f"fc.weight: expected a multiple of the target's hidden size {size} as columns, found {columns}"
+        )
+    return columns // size
+
+
+def layer_ids(raw: Mapping[str, Any], key: str) -> list[int] | None:
+    ids = raw.get(key)
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise CheckpointError(f"{key}: expected a list of integers, found {show(ids)}")
+    return ids
+
+
+def streams(
+    key: str, ids: list[int], count: int, layers: int, boundary: bool, from_embedding: bool = False
+) -> tuple[int, ...]:
+    """The ids of so many layers as `DecoderModel.forward` numbers them. layers: of the target.  boundary: whether they
+    count boundaries between layers, else outputs.  from_embedding: whether the output before the first has one, -1."""
     if len(ids) != count:
-        raise CheckpointError(
-            f"fc.weight has columns for {count} hidden states, the config names the layers {show(ids)}"
-        )
-    aux_layers = tuple(i if boundary else i + 1 for i in ids)
-    if min(ids) < 0 or not all(0 <= layer <= layers for layer in aux_layers):
-        highest = layers if boundary else layers - 1
-        raise CheckpointError(
-            f"aux layer ids: expected 0 to {highest} for a target of {layers} layers, found {show(ids)}"
-        )
-    return aux_layers
+        raise CheckpointError(f"fc.weight has columns for {count} hidden states, {key} names the layers {show(ids)}")
+    highest = layers if boundary else layers - 1
+    if not all((-1 if from_embedding and not boundary else 0) <= i <= highest for i in ids):
+        raise CheckpointError(f"{key}: expected 0 to {highest} for a target of {layers} layers, found {show(ids)}")
+    return tuple(i if boundary else i + 1 for i in ids)
 
 
 def has_part(raw: Mapping[str, Any], keys: tuple[str, ...], stored: bool) -> bool:

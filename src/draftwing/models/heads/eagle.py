@@ -32,10 +32,6 @@ class EagleHead(FeatureHead):
             DecoderLayer(layer, i, dtype, device, norms_input=i > 0) for i, layer in enumerate(self.layer_configs)
         )
 
-    def features(self, aux_hidden: Tensor) -> Tensor:
-        """aux_hidden [M, hidden]: the target's output after its final norm, as it is."""
-        return aux_hidden
-
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden], an estimate of the next position's feature, which
         is a normed state and is not normed again."""

@@ -6,7 +6,6 @@ than to imitate the target's states, so it has a final norm and mostly a head of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +14,14 @@ from torch import Tensor, nn
 
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
-from draftwing.layers.linear import Linear, vocab_parallel
+from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.heads.base import FeatureHead, vocabulary_maps
+from draftwing.models.heads.base import FeatureHead
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
-from draftwing.parallel.cut import Cut
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,9 @@ class Eagle3Head(FeatureHead):
         self.fusion = FusionLayer(first, eagle.norm_before_residual, dtype, device)
         self.later = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i, layer in enumerate(later, 1))
         self.norm = RMSNorm(hidden, eps, dtype, device)
-        self.lm_head: Linear | None = None
         self.embed: Embedding | None = None
         if eagle.draft_vocab:
-            share = self.ranks.share(eagle.draft_vocab)
-            lm_head = Linear(hidden, share.size, False, dtype, device, config.vocab_format)
-            self.lm_head = vocab_parallel(lm_head, self.ranks, eagle.draft_vocab)
-            self.vocab = eagle.draft_vocab
+            self.add_lm_head(eagle.draft_vocab, dtype, device)
         if eagle.own_embedding:
             rows = config.vocab_format.of_rows
             self.embed = Embedding(Linear(hidden, config.vocab_size, False, dtype, device, rows))
@@ -147,17 +141,11 @@ class Eagle3Head(FeatureHead):
         return self.target.embed if self.embed is None else self.embed
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
-        shared = super().output_layer()[1]
-        return None if self.eagle.norm_output else self.norm, shared if self.lm_head is None else self.lm_head
-
-    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.eagle.norm_output:
-            hidden = self.norm(hidden)
-        return hidden, self.shared_readout() if self.lm_head is None else self.lm_head.weight
+        return None if self.eagle.norm_output else self.norm, super().output_layer()[1]
 
     def names(self) -> dict[str, ParamSlice]:
         config, eagle, hidden = self.config, self.eagle, self.config.hidden_size
-        table = named(config.weight_format, "fc", "fc", 0, hidden)
+        table = super().names() | named(config.weight_format, "fc", "fc", 0, hidden)
         table["norm.weight"] = ParamSlice("norm.weight", 0, hidden)
         if eagle.fc_bias:
             table["fc.bias"] = ParamSlice("fc.bias", 0, hidden)
@@ -166,9 +154,6 @@ class Eagle3Head(FeatureHead):
         if eagle.fc_norm:
             for i in range(len(eagle.aux_layers)):
                 table[f"fc_norm.{i}.weight"] = ParamSlice("fc_norm.weight", i * eagle.aux_size, eagle.aux_size)
-        if eagle.draft_vocab:
-            share = self.ranks.share(eagle.draft_vocab)
-            table |= named(config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
         if eagle.own_embedding:
             table |= named(config.vocab_format.of_rows, "embed_tokens", "embed.table", 0, config.vocab_size)
         first = first_layer_name(config.num_layers)
@@ -177,11 +162,6 @@ class Eagle3Head(FeatureHead):
         for i in range(1, config.num_layers):
             table |= layer_names(config, f"layers.{i}", f"later.{i - 1}", eagle.later_norm, self.ranks, i)
         return table
-
-    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As published: with the maps between the vocabularies, where the head has one of its own."""
-        yield from super().stored_tensors()
-        yield from vocabulary_maps(self.target_ids, self.config.vocab_size)
 
 
 def first_layer_name(layers: int) -> str:

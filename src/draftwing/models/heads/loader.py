@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -30,7 +30,7 @@ from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.block_config import BlockConfig, block_config
+from draftwing.models.heads.block_config import block_config
 from draftwing.models.heads.config import (
     AuxLayerIds,
     Weights,
@@ -42,7 +42,7 @@ from draftwing.models.heads.config import (
     same,
 )
 from draftwing.models.heads.eagle import EagleHead
-from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head, first_layer_name
+from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import Stored, Tensors, fill_parameters, load_config
 from draftwing.models.quantised.read import assembled, is_quantised
@@ -116,13 +116,12 @@ def load_draft_head(
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
         if kind in ("dflash", "dspark"):
-            head = _block(config, block_config(config, raw, weights, target), weights, target, dtype, device, dummy)
+            head = BlockHead(config, block_config(config, raw, weights, target), target, dtype, "meta")
         elif kind == "eagle3":
-            eagle = eagle3_config(config, raw, weights, target, aux_layer_ids)
-            head = _eagle3(config, eagle, weights, target, dtype, device, dummy)
+            head = Eagle3Head(config, eagle3_config(config, raw, weights, target, aux_layer_ids), target, dtype, "meta")
         else:
             head = EagleHead(config, target, "fc.bias" in weights, dtype, "meta")
-            _fill(head, _without_shared(weights, "embed_tokens.weight", "lm_head.weight"), device, dummy)
+        _fill_from_own(head, weights, device, dummy)
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
     stored = dtype if weight_format.takes_blocks else weights["fc.weight"].dtype  # blocks are said of by themselves
@@ -234,46 +233,21 @@ def _cut(name: str, value: Stored, table: Mapping[str, ParamSlice]) -> tuple[str
     return name, part.cut.of(name, value)
 
 
-def _eagle3(
-    config: ModelConfig,
-    eagle: Eagle3Config,
-    weights: Weights,
-    target: DecoderModel,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    dummy: bool,
-) -> Eagle3Head:
-    head = Eagle3Head(config, eagle, target, dtype, "meta")
-    first = first_layer_name(config.num_layers)
+def _fill_from_own(head: FeatureHead, weights: Weights, device: torch.device | str, dummy: bool) -> None:
+    """Fills a head of the meta device from a checkpoint of its own. What it shares with the target is not read."""
+    first = first_layer_name(head.config.num_layers) if isinstance(head, Eagle3Head) else "layers.0"
     tensors = {re.sub(r"^(midlayer|layers\.0)\.", f"{first}.", name): tensor for name, tensor in weights.items()}
-    offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    shared = () if eagle.own_embedding else ("embed_tokens.weight",)
-    _fill(head, _without_shared(tensors, *shared), device, dummy)
-    ids = _target_ids(offsets, kept, head.vocab, target.config.vocab_size)
-    head.target_ids = None if ids is None else ids.to(device)
-    return head
-
-
-def _block(
-    config: ModelConfig,
-    block: BlockConfig,
-    weights: Weights,
-    target: DecoderModel,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    dummy: bool,
-) -> BlockHead:
-    head = BlockHead(config, block, target, dtype, "meta")
-    tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in weights.items()}
-    offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    own = block.draft_vocab and not block.tied
-    shared = {"embed_tokens.weight"} if own else {"embed_tokens.weight", "lm_head.weight"}
-    strange = [name for name in set(tensors) - set(head.names()) - shared if not name.endswith("rotary_emb.inv_freq")]
-    if strange:
-        raise CheckpointError(f"tensors of a part that is not served: {', '.join(sorted(strange)[:4])}")
-    _fill(head, _without_shared(tensors, *shared), device, dummy)
-    head.draft_only(_target_ids(offsets, kept, head.vocab, target.config.vocab_size))
-    return head
+    offsets, kept, names = tensors.pop("d2t", None), tensors.pop("t2d", None), set(head.names())
+    shared = {"embed_tokens.weight", "lm_head.weight"} - names
+    if isinstance(head, BlockHead):
+        strange = [name for name in set(tensors) - names - shared if not name.endswith("rotary_emb.inv_freq")]
+        if strange:
+            raise CheckpointError(f"tensors of a part that is not served: {', '.join(sorted(strange)[:4])}")
+    for name in shared & set(tensors):  # exports carry frozen copies of these, and some carry random values
+        logger.info("%s of the draft model is not read: the target's own is used", name)
+        del tensors[name]
+    _fill(head, tensors.items(), device, dummy)
+    head.draft_only(_target_ids(offsets, kept, head.vocab, head.target.config.vocab_size))
 
 
 def _target_ids(offsets: Tensor | None, kept: Tensor | None, vocab: int, target_vocab: int) -> Tensor | None:
@@ -341,14 +315,6 @@ def _multiplied_out(weights: dict[str, Tensor], path: Path, dtype: torch.dtype) 
         return {name: value.dense(dtype) if isinstance(value, QuantizedRows) else value for name, value in values}
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
-
-
-def _without_shared(weights: Weights, *shared: str) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights.items():
-        if name in shared:  # exports carry frozen copies of these, and some carry random values
-            logger.info("%s of the draft model is not read: the target's own is used", name)
-        else:
-            yield name, tensor
 
 
 def _unserved_mtp(path: Path, name: str) -> CheckpointError:

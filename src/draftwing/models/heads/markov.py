@@ -38,11 +38,7 @@ class MarkovHead(nn.Module):
         inner = _inner(config)
         self.gate = Linear(hidden + rank, rank, True, dtype, device, inner) if block.markov == "gated" else None
         self.joint = Linear(2 * rank + hidden, 3 * rank, True, dtype, device, inner) if block.markov == "rnn" else None
-        self._ops = PLAIN
-
-    def use(self, ops: LayerOps) -> None:
-        """Lets `ops` do what is done between the products."""
-        self._ops = ops
+        self.ops: LayerOps = PLAIN  # do what is done between the products
 
     @property
     def reads_rows(self) -> bool:
@@ -55,7 +51,7 @@ class MarkovHead(nn.Module):
         """hidden [M, H] of the rows that predict M nodes, above [M] int64: the tokens above them, state [M, width] of
         these, newest: whether the tokens above are texts' newest ones -> what `out` is fed [M, rank], and the nodes'
         own states [M, width]; None where they have none."""
-        x, ops = self.above(above), self._ops  # [M, rank]
+        x, ops = self.above(above), self.ops  # [M, rank]
         if self.gate is not None:
             return ops.gate(self.gate(ops.beside(hidden, x)), x), None
         if self.joint is None:
@@ -104,24 +100,20 @@ class DominoHead(nn.Module):
         self.keep = Linear(self.width, 3 * self.width, False, dtype, device, inner)
         self.joint = Linear(hidden + self.width, self.rank, False, dtype, device, inner)
         self.out = Linear(self.rank, vocab, False, dtype, device, config.vocab_format)
-        self._ops = PLAIN
-
-    def use(self, ops: LayerOps) -> None:
-        """As `MarkovHead.use`."""
-        self._ops = ops
+        self.ops: LayerOps = PLAIN  # as of `MarkovHead`
 
     def mix(
         self, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """As `MarkovHead.mix`."""
         state = self._next(hidden, above, state)
-        x = self.joint(self._ops.beside(hidden, state))
-        return torch.zeros_like(x) if newest else self._ops.gate(x, x), state
+        x = self.joint(self.ops.beside(hidden, state))
+        return torch.zeros_like(x) if newest else self.ops.gate(x, x), state
 
     def _next(self, hidden: Tensor, above: Tensor, state: Tensor | None) -> Tensor:
         assert state is not None
         state = state.to(hidden.dtype)
-        return self._ops.gru(self.read(self._above[0](above).to(hidden.dtype)), self.keep(state), state)
+        return self.ops.gru(self.read(self._above[0](above).to(hidden.dtype)), self.keep(state), state)
 
     def forward(
         self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False

@@ -75,10 +75,6 @@ class MTPHead(FeatureHead):
         )
         self.lookahead = layers
 
-    def features(self, aux_hidden: Tensor) -> Tensor:
-        """aux_hidden [M, hidden]: the target's output after its final norm, as it is."""
-        return aux_hidden
-
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden]: the rows in every layer that has its turn at this
         level or later, for their keys and values; the output is that of the first of these."""
@@ -102,8 +98,7 @@ class MTPHead(FeatureHead):
         cos, sin = self._rotation(positions)
         mtp = self.layers[layer]
         assert isinstance(mtp, MTPLayer)
-        out: Tensor = mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
-        return out
+        return mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
 
     def names(self) -> dict[str, ParamSlice]:
         hidden, table = self.config.hidden_size, {}

@@ -143,28 +143,25 @@ def _grid(scheme: Scheme, rows: int, columns: int) -> tuple[int, int, tuple[int,
     return tall, wide, (down, across)
 
 
-def _matrix(module: str, suffix: str, parts: Parts, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Tensor:
+def _matrix(
+    module: str, suffix: str, parts: Parts, dtype: torch.dtype | None, shape: tuple[int, int] | None = None
+) -> Tensor:
+    """dtype: None: any of floating point.  shape: which values in one line may have, too; None: any."""
     found = parts[suffix]
-    if found.dim() == 1 and shape is not None and 1 in shape and found.numel() == shape[0] * shape[1]:
+    if found.dim() < 2 and shape is not None and 1 in shape and found.numel() == shape[0] * shape[1]:
         found = found.reshape(shape)
-    right = found.dtype == dtype and found.dim() == 2 and min(found.shape) > 0
-    if not right or (shape is not None and tuple(found.shape) != shape):
+    right = found.is_floating_point() if dtype is None else found.dtype == dtype
+    if not right or found.dim() != 2 or not found.numel() or (shape is not None and tuple(found.shape) != shape):
         wanted = "a matrix" if shape is None else f"shape {list(shape)}"
+        kind = "floating point" if dtype is None else _name(dtype)
         raise CheckpointError(
-            f"{module}.{suffix}: expected {wanted} in {_name(dtype)}, found {list(found.shape)} in {_name(found.dtype)}"
+            f"{module}.{suffix}: expected {wanted} in {kind}, found {list(found.shape)} in {_name(found.dtype)}"
         )
     return found
 
 
 def _scales(module: str, parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
-    found = parts[scheme.scale]
-    fits = tuple(found.shape) == shape or (1 in shape and found.dim() < 2 and found.numel() == shape[0] * shape[1])
-    if not fits or not found.is_floating_point():
-        raise CheckpointError(
-            f"{module}.{scheme.scale}: expected floating point values of shape {list(shape)}, found "
-            f"{list(found.shape)} in {_name(found.dtype)}"
-        )
-    found = found.reshape(shape)
+    found = _matrix(module, scheme.scale, parts, None, shape)
     return found if found.element_size() > 1 else found.float()
 
 
