@@ -42,7 +42,34 @@ class StateSpec(NamedTuple):
         return self.dtype
 
 
-SlotSpec = KVSpec | StateSpec  # what one pool layer holds in each slot
+class DeltaSpec(NamedTuple):
+    """Sizes of a gated delta net on one rank, whose state is kept by row, in `kv.row_states.RowStates`, since one for each
+    token would be too large. In the slots of tokens it keeps nothing.
+
+    tiled: value head j reads key head j % key_heads, as GGUF files order them; else j // (value_heads / key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int  # taps of the convolution
+    tiled: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (0,)
+
+    def dtype_in(self, pool: torch.dtype) -> torch.dtype:
+        return pool
+
+
+SlotSpec = KVSpec | StateSpec | DeltaSpec  # what one pool layer holds in each slot
 
 
 Scales = tuple[float, float]  # of a layer's keys, and of its values

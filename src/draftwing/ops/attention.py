@@ -60,6 +60,25 @@ class AttentionKind(NamedTuple):
 FULL = AttentionKind()  # to everything before, as in Llama
 
 
+class DeltaInputs(NamedTuple):
+    """What a gated delta net's projections make of M tokens, in the model's dtype."""
+
+    qkv: Tensor  # [M, channels]: queries, keys and values of all heads, before the convolution
+    z: Tensor  # [M, value_heads * value_dim]: gates of what the net gives
+    b: Tensor  # [M, value_heads]: of which beta is the sigmoid
+    a: Tensor  # [M, value_heads]: of which the decay is made
+
+
+class DeltaWeights(NamedTuple):
+    """Parameters of a gated delta net besides its projections, float32."""
+
+    conv: Tensor  # [channels, conv_width], the newest token's tap last
+    decay: Tensor  # [value_heads]: -exp(A_log)
+    dt_bias: Tensor  # [value_heads]
+    norm: Tensor  # [value_dim]
+    eps: float
+
+
 class Attend:
     """Attention of one forward, which a model is given, and what else its layers keep. `layer` is that of the pool,
     counted from the model's first. Backends override what they can do in fewer calls."""
@@ -77,6 +96,11 @@ class Attend:
     def state(self, layer: int) -> tuple[Batch, Tensor]:
         """Returns the forward's batch, and all that the layer's `StateSpec` keeps, [slots + 1, *shape]. Whoever calls
         reads it by page tables and paths, and writes to the batch's `write_slots` (`ops.torch.state`)."""
+        raise NotImplementedError
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        """Runs a gated delta net over the batch, from the states of its rows (`kv.row_states`) -> [M, value_heads *
+        value_dim] in the inputs' dtype: normed and gated."""
         raise NotImplementedError
 
     def fused(
@@ -147,6 +171,7 @@ class ChunkSpan(NamedTuple):
     start: int
     length: int
     final: bool = True  # the last chunk of a prompt
+    saves: tuple[tuple[int, int], ...] = ()  # of states: (tokens of the chunk, 1 .. length, state slot), ascending
 
 
 def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
@@ -241,6 +266,7 @@ class Pool(Protocol):
     kv: list[Tensor]
     scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
     dtype: torch.dtype
+    states: RowStates | None  # of layers that keep theirs by row
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim]."""
@@ -267,6 +293,10 @@ class BoundAttend(Attend):
 
     def state(self, layer: int) -> tuple[Batch, Tensor]:
         return self._batch, self._pool.kv[self._first_layer + layer]
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        assert self._pool.states is not None, "only a pool with states of rows has such layers"
+        return delta_net(self._pool.states, self._first_layer + layer, self._batch, inputs, weights)
 
 
 class KernelAttend(BoundAttend):
