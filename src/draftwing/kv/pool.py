@@ -33,13 +33,13 @@ class KVSpec(NamedTuple):
 
 class StateSpec(NamedTuple):
     """Anything else that a layer keeps of each token, such as the inputs of a convolution or a state after the
-    token."""
+    token. dtype: None is the pool's, or bfloat16 where that has 8 bits."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
-        return self.dtype
+        return self.dtype or (torch.bfloat16 if pool == FP8 else pool)
 
 
 class DeltaSpec(NamedTuple):
@@ -124,7 +124,7 @@ class KVPool:
 
 def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages)."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
     return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype).view(shape)
