@@ -29,7 +29,8 @@ EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
 CONVS = {
-    "conv_L_cache": 3, "block_multiple_of": 32, "norm_eps": 1e-5, "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "conv_L_cache": 3, "block_multiple_of": 32, "norm_eps": 1e-5,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
@@ -44,7 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 3,
             "rope_parameters": {**NET["rope_parameters"], "partial_rotary_factor": 1.0},
         },
-    ),  # fmt: skip
+    ),
     "qwen3.5-moe": ("Qwen3_5Moe", {**NET, **EXPERTS}),
     "qwen3-next": ("Qwen3Next", {**NET, **EXPERTS}),
     "qwen3-next-mixed": ("Qwen3Next", {**NET, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),

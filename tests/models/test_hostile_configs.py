@@ -17,14 +17,19 @@ import torch
 from reference.hf_configs import (
     GEMMA3_1B,
     GPT_OSS_20B,
+    LFM2_12B,
     LLAMA2_7B,
     LLAMA32_1B,
     MISTRAL_7B_V01,
     MIXTRAL_8X7B,
     QWEN3_8B,
     QWEN3_30B,
+    QWEN3_NEXT_80B,
     QWEN25_7B,
     QWEN25_15B_TRANSFORMERS5,
+    QWEN35_9B,
+    QWEN35_35B,
+    QWEN35_TEXT,
 )
 from safetensors.torch import save_file
 from tiny_checkpoint import write_checkpoint
@@ -45,7 +50,7 @@ MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_la
 EVERY = (
     LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
     GPT_OSS_20B,
-    GEMMA3_1B,
+    GEMMA3_1B, QWEN35_9B, QWEN35_TEXT, QWEN35_35B, QWEN3_NEXT_80B, LFM2_12B,
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"),
@@ -85,7 +90,7 @@ def refused(work: Callable[[], object]) -> str:
 
 
 def test_every_family_is_here() -> None:
-    assert {config["architectures"][0] for config in EVERY} == set(FAMILIES)
+    assert {from_hf(config).architecture for config in EVERY} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("number", range(len(EVERY)))

@@ -51,13 +51,7 @@ class RowStates:
     """
 
     def __init__(
-        self,
-        specs: Mapping[int, DeltaSpec],
-        slots: int,
-        rows: int,
-        nodes: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, specs: Mapping[int, DeltaSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.slots, self.nodes, self.dummy = slots, nodes, slots + 1
 
@@ -74,12 +68,7 @@ class RowStates:
             )
             for layer, spec in specs.items()
         }
-        self.read, self.write, self.page, self.length = (
-            zeros(rows + 1),
-            zeros(rows + 1),
-            zeros(rows + 1),
-            zeros(rows + 1),
-        )
+        self.read, self.write, self.page, self.length = zeros(rows + 1), zeros(rows + 1), zeros(rows + 1), zeros(rows + 1)
         self.read[rows] = self.write[rows] = self.dummy
         self.node_slots = zeros(rows + 1, 2, nodes)
 

@@ -60,7 +60,7 @@ class DeltaNetConfig(MixerConfig):
                 f"found {self.value_heads} and {self.key_heads}"
             )
         if self.conv_width < 2:
-            raise CheckpointError(f"the convolution of a delta net must have 2 taps at least, found {self.conv_width}")
+            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
 
     def spread(self, ranks: Ranks) -> DeltaNetConfig:
         """Returns the sizes of one rank: some key heads, and the value heads that read them."""
@@ -72,10 +72,10 @@ class DeltaNetConfig(MixerConfig):
         return replace(self, key_heads=self.key_heads // ranks.size, value_heads=self.value_heads // ranks.size)
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
-        own, nk, nv = self.spread(ranks), self.key_heads, self.value_heads
+        own = self.spread(ranks)
         heads = range(ranks.rank * own.key_heads, (ranks.rank + 1) * own.key_heads)
         inputs = ordered(0, self._qkv(heads), self.keeps().channels)
-        per_head = ordered(0, self._values(heads, 1), nv)
+        per_head = ordered(0, self._values(heads, 1), self.value_heads)
         outputs = ordered(1, self._values(heads, self.value_dim), self.made)
         channels, share = own.keeps().channels, Share(0, own.made, own.made)
 

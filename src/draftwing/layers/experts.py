@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertMLP(nn.Module):
-    """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum. One more may
-    be there for all rows, times the sigmoid of a gate.
+    """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum. There
+    may be one more that all rows go to, by a gate of their own.
 
     Gate and up are one GEMM. Spread over ranks, each of these has a share of every expert.
     """

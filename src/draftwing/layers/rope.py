@@ -56,7 +56,7 @@ def _log(x: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
-    """[head_dim / 2]: radians per position of each pair, 0 of those that are not turned; the same bits on every machine.
+    """[head_dim / 2]: radians per position of each pair, 0 of those that stay; the same bits on every machine.
 
     The llama3 rule keeps short wavelengths, divides long ones by `factor` and interpolates between
     `original_max_positions / high_freq_factor` and `original_max_positions / low_freq_factor`. YaRN (Peng et al. 2023,

@@ -36,7 +36,7 @@ class ShortConvConfig(MixerConfig):
 
     def check(self) -> None:
         if self.width < 2:
-            raise CheckpointError(f"a convolution must have 2 taps at least, found {self.width}")
+            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.width}")
 
     def spread(self, ranks: Ranks) -> ShortConvConfig:
         if self.channels % ranks.size:

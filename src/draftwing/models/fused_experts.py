@@ -1,8 +1,9 @@
-"""Tensors that hold a matrix of all experts, as gpt-oss checkpoints have them: taken apart into those of each expert.
+"""Tensors that hold a matrix of all experts, as gpt-oss and Qwen3.5 have them: taken apart into those of each expert.
 
-Gates and ups are one tensor there, in turn; Qwen's has all gates, then all ups. In MXFP4 (OCP Microscaling Formats 1.0) a matrix is two: `_blocks`
-[experts, rows, columns / 32, 16] with two values a byte, and `_scales` [experts, rows, columns / 32], exponents of 2
-and 127 more. Others are [experts, columns, rows] in gpt-oss, the transpose, and [experts, rows, columns] in Qwen's.
+Gates and ups are one tensor there: in gpt-oss a gate, its up and so on, in Qwen3.5 all gates, then all ups. In MXFP4
+(OCP Microscaling Formats 1.0) a matrix is two: `_blocks` [experts, rows, columns / 32, 16] with two values a byte, and
+`_scales` [experts, rows, columns / 32], exponents of 2 and 127 more. Others are [experts, rows, columns], in gpt-oss
+the transpose, [experts, columns, rows].
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def taken_apart(
     CheckpointError for what does not fit together.
 
     count: of experts.  cuts: what this rank has of them, by the names given.  device: where MXFP4 is put together,
-    None: where its tensors are.  halves: whether they are as Qwen's.
+    None: where its tensors are.  halves: whether they are as in Qwen3.5.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:

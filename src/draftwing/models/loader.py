@@ -30,10 +30,10 @@ from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gguf import Progress
+from draftwing.models.language_model import VISION_PREFIX
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
-from draftwing.models.language_model import VISION_PREFIX
 from draftwing.models.weight_map import MTP_PREFIXES, canonical, checkpoint_names
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader

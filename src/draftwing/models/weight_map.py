@@ -104,8 +104,10 @@ def _expert_names(
         wide = experts.shared
         share = Share(ranks.rank * wide, wide, ranks.size * wide)
         for stored, linear, first, rows, axis in (
-            (names.gate, "gate_up", 0, wide, 0), (names.up, "gate_up", wide, wide, 0), (names.down, "down", 0, hidden, 1)
-        ):  # fmt: skip
+            (names.gate, "gate_up", 0, wide, 0),
+            (names.up, "gate_up", wide, wide, 0),
+            (names.down, "down", 0, hidden, 1),
+        ):
             at = f"{theirs}.{names.shared}.{stored}", f"{ours}.mlp.shared.{linear}"
             table |= named(config.weight_format, *at, first, rows, Cut(axis, share))
         table[f"{theirs}.{names.shared}_gate.weight"] = ParamSlice(f"{ours}.mlp.shared_gate", 0, 1)

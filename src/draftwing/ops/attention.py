@@ -125,8 +125,8 @@ class Attend:
     ) -> Tensor | None:
         """What rotating q and k and a call do, or None: then the caller does it.
 
-        qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin [M, 1, head_dim] ->
-        [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
+        qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin
+        [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
         """
         return None
 
