@@ -14,6 +14,7 @@ from draftwing.kv.row_states import RowStates
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
+from draftwing.train.capture import causal
 
 VOCAB, LAYERS = 101, 4
 SIZES = {
@@ -77,6 +78,12 @@ def reference(kind: str, **overrides: Any) -> Any:
 def saved(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     return folder
+
+
+@torch.inference_mode()
+def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
+    """Of one sequence, without a pool."""
+    return model.logits(model(ids, torch.arange(len(ids)), causal(1, len(ids)))[0])
 
 
 def tokens(length: int, seed: int = 1) -> Tensor:

@@ -73,8 +73,8 @@ def layer_names(
             continue
         table |= named(config.weight_format, name, param, part.first, part.rows, part.cut, part.order)
         if part.bias:
-            of_outputs = part.cut if part.cut.axis == 0 and size > 1 else None
             order = part.order if part.order is not None and part.order.axis == 0 else None
+            of_outputs = part.cut if part.cut.axis == 0 and size > 1 and order is None else None
             table[f"{name}.bias"] = ParamSlice(f"{param}.bias", part.first, part.rows, cut=of_outputs, order=order)
     return table
 
@@ -163,7 +163,7 @@ def named(
 ) -> dict[str, ParamSlice]:
     """The entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names. cut: what
     of it is, which is nothing else where it is all.  order: of its rows or columns there, in place of a cut."""
-    some = cut if cut is not None and cut.share.size < cut.share.whole else None
+    some = cut if order is None and cut is not None and cut.share.size < cut.share.whole else None
     slices = form.slices(ours, start, rows).items()
     return {f"{theirs}.{suffix}": part._replace(cut=some, order=order) for suffix, part in slices}
 
