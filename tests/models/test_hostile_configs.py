@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf as gguf_package
+import hybrid_gguf
 import pytest
 import tiny_gguf
 import torch
+from hybrid_models import KINDS, reference
 from reference.hf_configs import (
     GEMMA3_1B,
     GPT_OSS_20B,
@@ -63,6 +65,9 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", "quantization_config", "dtype",
              "head_dim", "sliding_window", "use_sliding_window", "num_key_value_heads", "eos_token_id")  # fmt: skip
+
+
+HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2"}
 
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
@@ -189,7 +194,12 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
         writer.add_float32(f"{arch}.rope.scale_linear", 2.0)
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
 
-    file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
+    kind = next((kind for kind in KINDS if KINDS[kind][0] == HYBRIDS.get(arch)), None)
+    if kind is None:
+        file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
+    else:
+        model = reference(kind)
+        file = open_gguf(hybrid_gguf.write(tmp_path / "m.gguf", model.config, model.state_dict(), edit=more))
     gguf.model_config(file)
     keys = [f"{arch}.{key}" for key in (*gguf.NEUTRAL_VALUES, "attention.sliding_window", "rope.dimension_count")]
     keys += [key for key in file.metadata if not key.startswith("GGUF")]

@@ -84,8 +84,8 @@ class DeltaNetConfig(MixerConfig):
 
         if self.by_key_head:
             made = [
-                matrix("in_proj_qkvz", "qkvz", 0, channels + own.made, self._qkvz_by_key_head(heads)),
-                matrix("in_proj_ba", "ba", 0, 2 * own.value_heads, self._ba_by_key_head(heads)),
+                matrix("in_proj_qkvz", "qkvz", 0, channels + own.made, self.qkvz_order(heads)),
+                matrix("in_proj_ba", "ba", 0, 2 * own.value_heads, self.ba_order(heads)),
             ]
         else:
             of_z = ordered(0, self._values(heads, self.value_dim), self.made)
@@ -120,7 +120,9 @@ class DeltaNetConfig(MixerConfig):
         else:
             yield at + heads.start * each * size, len(heads) * each * size
 
-    def _qkvz_by_key_head(self, heads: range) -> Order | None:
+    def qkvz_order(self, heads: range | None = None) -> Order | None:
+        """Of the one matrix of all q, k, v and z. heads: of keys, None: all."""
+        heads = range(self.key_heads) if heads is None else heads
         made = self.value_heads // self.key_heads * self.value_dim
         size, at, runs = 2 * (self.key_dim + made), 0, []
         for part in (self.key_dim, self.key_dim, made, made):
@@ -128,7 +130,9 @@ class DeltaNetConfig(MixerConfig):
             at += part
         return ordered(0, runs, self.key_heads * size)
 
-    def _ba_by_key_head(self, heads: range) -> Order | None:
+    def ba_order(self, heads: range | None = None) -> Order | None:
+        """Of the one of b and a."""
+        heads = range(self.key_heads) if heads is None else heads
         each = self.value_heads // self.key_heads
         runs = [(head * 2 * each + at, each) for at in (0, each) for head in heads]
         return ordered(0, runs, 2 * self.value_heads)
