@@ -127,7 +127,8 @@ def _converted(
     name: str, value: Tensor, arch: str, config: Any, joined_experts: bool, joined_inputs: bool
 ) -> list[tuple[str, Tensor]]:
     module, _, suffix = name.rpartition(".")
-    if arch != "lfm2" and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+    is_norm = name.endswith("norm.weight") or (module in NEXTN and module != "mtp.fc")
+    if arch != "lfm2" and is_norm and not name.endswith("linear_attn.norm.weight"):
         value = value + 1
     if name in ("model.embed_tokens.weight", "model.norm.weight", "model.embedding_norm.weight", "lm_head.weight"):
         named = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
