@@ -67,7 +67,7 @@ def test_runs_of_every_kind_of_values(kind: str, axis: int) -> None:
         found = torch.from_numpy(dequantized(found.data.numpy(), found.kind))
     elif not isinstance(found, Tensor):
         found = found.dense(torch.float32)
-    assert torch.equal(found, dense.index_select(axis, order.index()))
+    assert torch.equal(found, dense.index_select(axis, order.places()))
     with pytest.raises(CheckpointError, match=f"x: expected 7 in axis {axis}, found shape"):
         order._replace(whole=7).of("x", value)
 

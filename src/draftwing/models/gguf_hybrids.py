@@ -21,11 +21,11 @@ from draftwing.layers.mixer import MixerConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.models.hybrids import EVERY, MOST_TAPS
-from draftwing.ops.types import BlockRows, MXRows
+from draftwing.ops.types import BlockRows
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import Share
 
-Stored = Tensor | BlockRows | MXRows
+Stored = Tensor | BlockRows
 QWEN35, QWEN35_MOE, QWEN3_NEXT, LFM2 = "qwen35", "qwen35moe", "qwen3next", "lfm2"
 ARCHITECTURES = {
     QWEN35: "Qwen3_5ForCausalLM",
@@ -159,7 +159,9 @@ def taken_apart(name: str, value: Stored, net: DeltaNetConfig) -> Iterator[tuple
     else:
         parts, order = ("attn_qkv", "attn_gate"), whole.qkvz_order()
         sizes = net.keeps().channels, net.made
-    value, first = value if order is None else order.of(name, value), 0
+    joined, first = value if order is None else order.of(name, value), 0
     for part, size in zip(parts, sizes, strict=True):
-        yield f"{match[1]}{part}.weight", Cut(0, Share(first, size, sum(sizes))).of(name, value)
+        own = Cut(0, Share(first, size, sum(sizes))).of(name, joined)
+        assert isinstance(own, Tensor | BlockRows)
+        yield f"{match[1]}{part}.weight", own
         first += size

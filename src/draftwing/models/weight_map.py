@@ -108,8 +108,8 @@ def _expert_names(
             (names.up, "gate_up", wide, wide, 0),
             (names.down, "down", 0, hidden, 1),
         ):
-            at = f"{theirs}.{names.shared}.{stored}", f"{ours}.mlp.shared.{linear}"
-            table |= named(config.weight_format, *at, first, rows, Cut(axis, share))
+            matrix = f"{theirs}.{names.shared}.{stored}"
+            table |= named(config.weight_format, matrix, f"{ours}.mlp.shared.{linear}", first, rows, Cut(axis, share))
         table[f"{theirs}.{names.shared}_gate.weight"] = ParamSlice(f"{ours}.mlp.shared_gate", 0, 1)
     if experts.router_bias:
         table[f"{theirs}.{names.router}.bias"] = ParamSlice(f"{ours}.mlp.router.bias", 0, experts.count)

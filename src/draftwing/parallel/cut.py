@@ -98,7 +98,7 @@ class Order(NamedTuple):
     runs: tuple[tuple[int, int], ...]
     whole: int
 
-    def index(self) -> Tensor:
+    def places(self) -> Tensor:
         """[n] int64: where each row or column that is read lies."""
         return torch.cat([torch.arange(start, start + size) for start, size in self.runs])
 
@@ -106,38 +106,39 @@ class Order(NamedTuple):
         """What is read, a copy. Raises CheckpointError as `Cut.of`."""
         self._check(name, value)
         if isinstance(value, Tensor):
-            return _picked(value, self.axis, self.index())
+            return _picked(value, self.axis, self.places())
         if isinstance(value, QuantizedRows):
             return self._of_quantized(value)
         if self.axis == 0:
-            index = self.index()
+            index = self.places()
             if isinstance(value, MXRows):
                 return MXRows(*(_picked(part, 0, index) for part in value))
             return BlockRows(value.kind, _picked(value.data, 0, index), value.columns)
         parts = [Cut(1, Share(start, size, self.whole)).of(name, value) for start, size in self.runs]
         if isinstance(value, MXRows):
-            return MXRows(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))  # type: ignore[arg-type]
+            return MXRows(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))
         data = torch.cat([part.data for part in parts if isinstance(part, BlockRows)], 1)
         return BlockRows(value.kind, data, sum(size for _, size in self.runs))
 
     def back(self, value: Tensor) -> Tensor:
         """The tensor as it is stored, of which all is read."""
-        return torch.empty_like(value).index_copy_(self.axis, self.index().to(value.device), value)
+        return torch.empty_like(value).index_copy_(self.axis, self.places().to(value.device), value)
 
     def _of_quantized(self, value: QuantizedRows) -> QuantizedRows:
         """To the bit: where a run begins or ends inside a group, groups become smaller."""
-        index = self.index().to(value.codes.device)
+        index = self.places().to(value.codes.device)
         codes = _picked(value.codes, self.axis, index)
         if self.axis == 1 and value.group_of is not None:
             return value._replace(codes=codes, group_of=value.group_of[index])
-        if value.scales.shape[self.axis] == 1:  # one group
-            return value._replace(codes=codes, **{"wide" if self.axis else "tall": len(index)})
-        whole = value.wide if self.axis else value.tall
-        span = math.gcd(whole, *(n for run in self.runs for n in run))
-        of = index[::span] // whole
-        zeros = None if value.zeros is None else value.zeros.index_select(self.axis, of)
-        scales = value.scales.index_select(self.axis, of)
-        return value._replace(codes=codes, scales=scales, zeros=zeros, **{"wide" if self.axis else "tall": span})
+        scales, zeros, whole = value.scales, value.zeros, value.wide if self.axis else value.tall
+        span = len(index)
+        if scales.shape[self.axis] > 1:
+            span = math.gcd(whole, *(n for run in self.runs for n in run))
+            of = index[::span] // whole
+            scales = scales.index_select(self.axis, of)
+            zeros = None if zeros is None else zeros.index_select(self.axis, of)
+        tall, wide = (value.tall, span) if self.axis else (span, value.wide)
+        return value._replace(codes=codes, scales=scales, zeros=zeros, tall=tall, wide=wide)
 
     def _check(self, name: str, value: Stored) -> None:
         shape = [len(value.data), value.columns] if isinstance(value, BlockRows) else []
