@@ -14,6 +14,7 @@ from draftwing.kv.row_states import RowStates
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.train.capture import causal
 
 VOCAB, LAYERS = 101, 4
@@ -95,13 +96,14 @@ class Pooled:
 
     nodes, long = 6, 96
 
-    def __init__(self, model: DecoderModel) -> None:
+    def __init__(self, model: DecoderModel, ops: TorchOps | None = None) -> None:
+        """ops: whose attention, None: torch's."""
         self.model, cpu = model, torch.device("cpu")
         specs = {i: spec for i, spec in enumerate(model.kv_layers) if isinstance(spec, DeltaSpec)}
         self.pool = KVPool(model.kv_layers, 2 * self.long, model.dtype, cpu)
         self.states = self.pool.states = RowStates(specs, 2, 1, self.nodes, model.dtype, cpu)  # type: ignore[attr-defined]
         self.states.read[0], self.states.write[0] = 0, 1
-        self.attn = TorchAttention(self.pool)  # type: ignore[arg-type]
+        self.attn = TorchAttention(self.pool) if ops is None else ops.attention(self.pool)  # type: ignore[arg-type]
         self.table = torch.zeros(2, self.long, dtype=torch.int64)
         self.table[0] = 1 + torch.randperm(2 * self.long, generator=torch.Generator().manual_seed(3))[: self.long]
         self._rows, self._spare = torch.tensor([0]), 2

@@ -63,6 +63,20 @@ def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderMode
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rotary", [0.25, 0.5])
+def test_attention_with_gates_on_the_devices_kernels(tmp_path: Path, rotary: float) -> None:
+    """Heads a part of which is turned lie as all kernels turn them."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotary}
+    theirs = reference("qwen3.5", layer_types=["full_attention"] * 4, rope_parameters=rope)
+    model, ids, ops = load_model(saved(tmp_path, theirs), torch.float32, "cpu"), tokens(30), make_ops(CPU)
+    model.pack(ops)
+    pooled = Pooled(model, ops)
+    found = [pooled.chunk(ids[:20], 0), *(pooled.tree(ids[i : i + 1], [-1], i) for i in range(20, 30))]
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=1e-4)
+
+
 def test_a_checkpoint_is_written_as_it_was_read(pair: tuple[Any, DecoderModel, Path]) -> None:
     _, model, folder = pair
     stored = load_file(folder / "model.safetensors")
