@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftwing.kv.pool import DeltaSpec, KVPool
@@ -78,6 +81,34 @@ def reference(kind: str, **overrides: Any) -> Any:
 
 def saved(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
+    return folder
+
+
+def layer_weights(theirs: Any, seed: int = 5) -> dict[str, Tensor]:
+    """`mtp.*` of a prediction layer, of the shapes of the model's first layer with attention."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = theirs.config.hidden_size
+    layer = next(i for i, kind in enumerate(theirs.config.layer_types) if kind == "full_attention")
+    shapes = {
+        name.replace(f"model.layers.{layer}.", "mtp.layers.0."): value.shape
+        for name, value in theirs.state_dict().items()
+        if name.startswith(f"model.layers.{layer}.")
+    }
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+    return {
+        name: 0.3 * torch.randn(shape, generator=generator) / (1 if len(shape) == 1 else shape[-1] ** 0.5 / 3)
+        for name, shape in shapes.items()
+    }
+
+
+def with_layer(folder: Path, theirs: Any, weights: Mapping[str, Tensor], **more: Any) -> Path:
+    """A checkpoint with its prediction layer, as published: experts of one tensor, or of many."""
+    saved(folder, theirs)
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, **weights}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1, **more}))
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch
 from dense_cache import DenseCache
 from gguf import GGMLQuantizationType as Type
 from hybrid_gguf import write
-from hybrid_models import reference, saved, tokens
-from safetensors.torch import load_file, save_file
+from hybrid_models import layer_weights, reference, saved, tokens, with_layer
 from torch import Tensor
 
 from draftwing.engine.devices import pick_device
@@ -30,24 +28,6 @@ from draftwing.train.heads import new_mtp_head
 
 KINDS = ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next"]
 COMMITTED, GROWN = 12, 3
-
-
-def layer_weights(theirs: Any, seed: int = 5) -> dict[str, Tensor]:
-    """`mtp.*`: of the shapes of the model's layer with attention."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = theirs.config.hidden_size
-    layer = next(i for i, kind in enumerate(theirs.config.layer_types) if kind == "full_attention")
-    shapes = {
-        name.replace(f"model.layers.{layer}.", "mtp.layers.0."): value.shape
-        for name, value in theirs.state_dict().items()
-        if name.startswith(f"model.layers.{layer}.")
-    }
-    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
-    return {
-        name: 0.3 * torch.randn(shape, generator=generator) / (1 if len(shape) == 1 else shape[-1] ** 0.5 / 3)
-        for name, shape in shapes.items()
-    }
 
 
 class Reference:
@@ -118,16 +98,6 @@ class Reference:
         x = x + self.mlp(self.norm(x, "layers.0.post_attention_layernorm"))
         x = self.norm(x, "norm")
         return x, self.head @ x
-
-
-def with_layer(folder: Path, theirs: Any, weights: Mapping[str, Tensor], **more: Any) -> Path:
-    """A checkpoint with its prediction layer, as published: experts of one tensor, or of many."""
-    saved(folder, theirs)
-    stored = load_file(folder / "model.safetensors")
-    save_file({**stored, **weights}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1, **more}))
-    return folder
 
 
 def features(model: DecoderModel, ids: Tensor) -> Tensor:
@@ -203,6 +173,23 @@ def test_blocks_of_a_file_stay(tmp_path: Path) -> None:
     assert set(head.layers[0].input_proj.op.sizes) == {"Q8_0"}
     q = head.layers[0].layer.mixer.qkv.dense_weight()
     assert torch.equal(q, dense.layers[0].layer.mixer.qkv.dense_weight())
+
+
+def test_a_layer_in_bfloat16(tmp_path: Path) -> None:
+    """Its norms are in float32, and nothing else."""
+    theirs = reference("qwen3.5-even")
+    weights, ids = layer_weights(theirs), tokens(6)
+    folder, ops = with_layer(tmp_path, theirs, weights), make_ops(torch.device("cpu"))
+    model = load_model(folder, torch.bfloat16, "cpu")
+    head = load_mtp_head(folder, model, torch.bfloat16, "cpu")
+    head.set_max_positions(16)
+    assert head.rope.table.dtype == torch.bfloat16 and head.layers[0].final_norm.weight.dtype == torch.float32
+    fed, written = features(model, ids), Reference(theirs, weights)
+    head.pack(ops)
+    with torch.inference_mode():
+        found = head.logits(head.run(ids, torch.arange(6), fed, 0, DenseCache())).double()
+    expected = torch.stack([written.row(int(ids[i]), fed[i].double(), i)[1] for i in range(6)])
+    assert (found - expected).norm() < 0.03 * expected.norm()
 
 
 def test_a_packed_head_and_a_token_map(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class FeatureHead(nn.Module):
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table; every position of a later `run` must be below `positions`."""
         weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
-        self.rope.make(positions, weight.dtype, weight.device)
+        self.rope.make(positions, self.rope.table.dtype, weight.device)  # norms may be in float32
 
     def restrict(self, ids: Tensor) -> None:
         """Drafts only the tokens `ids` [n] int64 from now on (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
