@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrid_gguf import write
 from hybrid_models import layer_weights, reference, saved, with_layer
 from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
@@ -16,7 +17,7 @@ from draftwing import LLM, SamplingParams
 TOKENS = 40
 
 
-def texts(folder: Path, algorithm: str, dtype: str) -> list[list[int]]:
+def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[int]]:
     """Of prompts shorter and longer than a chunk, greedy and seeded."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 256, (count,), generator=generator).tolist() for count in (5, 40, 130, 7)]
@@ -24,7 +25,7 @@ def texts(folder: Path, algorithm: str, dtype: str) -> list[list[int]]:
         SamplingParams(temperature=0.0 if i % 2 else 0.8, sampling_seed=i, max_new_tokens=TOKENS, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    options = {**ENGINE, "dtype": dtype, "chunked_prefill_size": 64}
+    options = {**ENGINE, "dtype": dtype, "chunked_prefill_size": 64, **more}
     with LLM(str(folder), **options, speculative_algorithm=algorithm) as llm:
         return [done.token_ids for done in llm.generate(prompts, params)]
 
@@ -45,3 +46,15 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     assert all(len(set(ids)) > 10 for ids in plain)
     for algorithm in ("NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())):
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+
+
+@pytest.mark.slow
+def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
+    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
+    folder = saved(tmp_path / "model", theirs)
+    write_tokenizer(folder)
+    state = {**theirs.state_dict(), **layer_weights(theirs)}
+    file = write(tmp_path / "mtp-model.gguf", theirs.config, state, only_mtp=True)
+    found = texts(folder, "NEXTN", "float32", speculative_draft_model_path=str(file))
+    assert found == texts(folder, "none", "float32")

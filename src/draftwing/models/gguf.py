@@ -129,7 +129,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
         raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
     head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
     size("attention.value_length", head_dim, head_dim, head_dim)
-    turned = size("rope.dimension_count", head_dim if family.rotary == 1 else 2, head_dim, head_dim)
+    least, usual = (2, int(head_dim * family.rotary)) if family.rotary != 1 else (head_dim, head_dim)
+    turned = size("rope.dimension_count", least, head_dim, usual)
     rotary = turned if turned < head_dim else 0
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")

@@ -24,6 +24,7 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.train.capture import FeatureModel
+from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import new_mtp_head
 
 KINDS = ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next"]
@@ -247,3 +248,5 @@ def test_a_new_layer_is_as_qwens(tmp_path: Path) -> None:
     head = new_mtp_head(model)
     expected = {f"model.{name}" for name in layer_weights(reference("qwen3.5"))}
     assert {name for name, _ in head.stored_tensors()} == expected
+    again = load_draft_head(save_head(head, tmp_path / "head", torch.float32), model, "NEXTN", torch.float32, "cpu")
+    assert all(torch.equal(one, other) for one, other in zip(head.parameters(), again.parameters(), strict=True))
