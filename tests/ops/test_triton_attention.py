@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -249,13 +250,16 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.
     assert torch.equal(kv[:, :, 1], expected[:, :, 1])
 
 
-def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Qwen3's layers leave norm, rope and the pool to the kernel, and get what they would get without it."""
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_layer_that_norms_its_heads(gated: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Qwen3's layers leave norm, rope and the pool to the kernel, and get what they would get without it; so do
+    Qwen3.5's, with gates before their queries and heads of which a part is turned."""
     config = decoder_config(
         architecture="Qwen3ForCausalLM", hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
         ffn_size=64, vocab_size=16, max_positions=64, qk_norm=True,
     )  # fmt: skip
-    layer = DecoderLayer(config.layers[0], 0, torch.float32, device)
+    mixer = replace(config.attention, gated=gated, rotary=8 * gated)
+    layer = DecoderLayer(replace(config.layers[0], mixer=mixer), 0, torch.float32, device)
     rng = torch.Generator().manual_seed(3)
     for param in layer.parameters():
         param.data.copy_(torch.randn(param.shape, generator=rng) * 0.2 + (param.dim() == 1))
@@ -267,7 +271,8 @@ def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: t
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     positions = torch.arange(count, device=device)
     batch = Batch(rows, positions, positions, table[0, :count], table, rows, chunks=(ChunkSpan(0, 0, 0, count),))
-    cos, sin = rope_table(RopeConfig(), 32, count, torch.float32, device).unsqueeze(2).unbind(1)
+    rope = RopeConfig(dims=8 * gated)
+    cos, sin = rope_table(rope, 32, count, torch.float32, device).unsqueeze(2).unbind(1)
     calls, kernel = [], paged.rope_and_write
     monkeypatch.setattr(paged, "rope_and_write", lambda *args, **kw: (calls.append(args), kernel(*args, **kw))[1])
     results, written = [], []

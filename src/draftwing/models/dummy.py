@@ -16,8 +16,9 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.groups import Groups
 from draftwing.models.config import ModelConfig
+from draftwing.models.language_model import language_model
 from draftwing.models.quantised.config import Scheme
-from draftwing.models.weight_map import MTP_PREFIX
+from draftwing.models.weight_map import MTP_PREFIX, QWEN_MTP_PREFIX
 from draftwing.ops.types import MX_BLOCK, MXRows, QuantizedRows
 
 SEED = 0
@@ -63,6 +64,10 @@ def _values(like: Tensor, leaf: str, scale: float, device: torch.device | str, g
     """Those of a parameter that is called `leaf`. scale: of a matrix, whose variance is its square over its columns."""
     values = torch.empty(like.shape, dtype=like.dtype, device=device)
     if leaf == "bias":
+        values.zero_()
+    elif leaf == "decay":  # of a delta net's state, whose half is left after a token
+        values.fill_(-1.0)
+    elif leaf == "dt_bias":
         values.zero_()
     elif like.dim() == 1:  # of a norm
         values.fill_(1.0)
@@ -113,9 +118,9 @@ def draft_weights(
     raw: flat keys (`flatten_config`).  kind: of head, "eagle", "eagle3", or "mtp", for which a config may also be an
     EAGLE head's.
     """
-    hidden, layers = (_positive(raw, name, path) for name in ("hidden_size", "num_hidden_layers"))
-    if kind == "mtp" and raw.get("num_nextn_predict_layers"):
+    if kind == "mtp" and (raw.get("num_nextn_predict_layers") or language_model(raw).get("mtp_num_hidden_layers")):
         return mtp_weights(raw, path)
+    hidden, layers = (_positive(raw, name, path) for name in ("hidden_size", "num_hidden_layers"))
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -182,7 +187,10 @@ def _block_weights(
 
 
 def mtp_weights(raw: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Names of as many multi-token prediction layers as the config says."""
+    """Names of as many multi-token prediction layers as the config says, by which they are told."""
+    own = language_model(raw)
+    if own.get("mtp_num_hidden_layers") or "Qwen3NextForCausalLM" in (own.get("architectures") or ()):
+        return {f"{QWEN_MTP_PREFIX}fc.weight": torch.empty(1, device="meta")}
     layers = _positive(raw, "num_nextn_predict_layers", path)
     return {f"{MTP_PREFIX}{i}.input_proj.weight": torch.empty(1, device="meta") for i in range(layers)}
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
+
+if TYPE_CHECKING:
+    from draftwing.kv.pool import DeltaSpec
+    from draftwing.kv.row_states import RowStates
 
 
 class HeadNorms(NamedTuple):
@@ -60,6 +65,26 @@ class AttentionKind(NamedTuple):
 FULL = AttentionKind()  # to everything before, as in Llama
 
 
+class DeltaInputs(NamedTuple):
+    """What a gated delta net's projections make of M tokens, in the model's dtype."""
+
+    qkv: Tensor  # [M, channels]: queries, keys and values of all heads, before the convolution
+    z: Tensor  # [M, value_heads * value_dim]: gates of what the net gives
+    b: Tensor  # [M, value_heads]: of which beta is the sigmoid
+    a: Tensor  # [M, value_heads]: of which the decay is made
+
+
+class DeltaWeights(NamedTuple):
+    """Parameters of a gated delta net besides its projections, float32."""
+
+    conv: Tensor  # [channels, conv_width], the newest token's tap last
+    decay: Tensor  # [value_heads]: -exp(A_log)
+    dt_bias: Tensor  # [value_heads]
+    norm: Tensor  # [value_dim]
+    eps: float
+    spec: DeltaSpec | None = None  # sizes, for those who have no pool that knows them
+
+
 class Attend:
     """Attention of one forward, which a model is given, and what else its layers keep. `layer` is that of the pool,
     counted from the model's first. Backends override what they can do in fewer calls."""
@@ -79,6 +104,16 @@ class Attend:
         reads it by page tables and paths, and writes to the batch's `write_slots` (`ops.torch.state`)."""
         raise NotImplementedError
 
+    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+        """own [M, n]: what the layer's `StateSpec` keeps of each token -> [M, count, n], that of the `count` tokens
+        before it, the nearest first; zeros where there are none."""
+        raise NotImplementedError
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        """Runs a gated delta net over the batch, from the states of its rows (`kv.row_states`) -> [M, value_heads *
+        value_dim] in the inputs' dtype: normed and gated. Rows of the inputs may be apart."""
+        raise NotImplementedError
+
     def fused(
         self,
         layer: int,
@@ -90,8 +125,8 @@ class Attend:
     ) -> Tensor | None:
         """What rotating q and k and a call do, or None: then the caller does it.
 
-        qkv [M, heads + 2 * kv_heads, head_dim], contiguous, may be overwritten; cos, sin [M, 1, head_dim] ->
-        [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
+        qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin
+        [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
         """
         return None
 
@@ -110,9 +145,11 @@ class Attend:
 
 
 class DenseAttend(Attend):
-    """Attention of one forward without a cache, for training and tests."""
+    """Attention of one forward without a cache, for training and tests. sequences: so many of the same length, each
+    from its first token on, follow each other in the queries."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: int = 1) -> None:
+        self.sequences = sequences
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by pool layer
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
@@ -125,6 +162,16 @@ class DenseAttend(Attend):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """Does what a call does."""
         raise NotImplementedError
+
+    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+        rows = own.unflatten(0, (self.sequences, -1))
+        back = [F.pad(rows, (0, 0, i, 0))[:, : rows.shape[1]] for i in range(1, count + 1)]
+        return torch.stack(back, 2).flatten(0, 1)
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        from draftwing.ops.torch.delta_net import over_sequences
+
+        return over_sequences(inputs, weights, self.sequences)
 
 
 class FunctionAttend(DenseAttend):
@@ -147,6 +194,7 @@ class ChunkSpan(NamedTuple):
     start: int
     length: int
     final: bool = True  # the last chunk of a prompt
+    saves: tuple[tuple[int, int], ...] = ()  # of states: (tokens of the chunk, 1 .. length, state slot), ascending
 
 
 def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
@@ -241,6 +289,7 @@ class Pool(Protocol):
     kv: list[Tensor]
     scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
     dtype: torch.dtype
+    states: RowStates | None  # of layers that keep theirs by row
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim]."""
@@ -267,6 +316,20 @@ class BoundAttend(Attend):
 
     def state(self, layer: int) -> tuple[Batch, Tensor]:
         return self._batch, self._pool.kv[self._first_layer + layer]
+
+    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+        from draftwing.ops.torch.state import ancestor_slots
+
+        batch, kept = self.state(layer)
+        kept.index_copy_(0, batch.write_slots, own.to(kept.dtype))
+        slots = ancestor_slots(batch, count)
+        return torch.where(slots.unsqueeze(2) > 0, kept[slots], 0).to(own.dtype)
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        from draftwing.ops.torch.delta_net import delta_net
+
+        assert self._pool.states is not None, "only a pool with states of rows has such layers"
+        return delta_net(self._pool.states, self._first_layer + layer, self._batch, inputs, weights)
 
 
 class KernelAttend(BoundAttend):

@@ -127,7 +127,7 @@ def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: P
     ("config", "said"),
     [
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "latent attention (MLA)"),
-        ({"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}, "linear attention"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, "experts that all tokens share"),
         ({"architectures": ["SomethingForCausalLM"]}, "unknown architecture SomethingForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "hidden_size": 0}, "max_position_embeddings"),
     ],

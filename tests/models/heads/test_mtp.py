@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_gguf import write as write_gguf
 
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
@@ -110,7 +111,11 @@ def test_refusals(drafts: SimpleNamespace, tmp_path: Path) -> None:
             assert part in str(error.value)
 
     refused(drafts.write(tmp_path / "none", body(drafts), **MIMO), "no multi-token prediction", "draft-model-path")
-    refused(tmp_path / "model.gguf", "no multi-token prediction")
+    refused(tmp_path / "model.gguf", "expected a GGUF file, found none")
+    refused(write_gguf(tmp_path / "llama.gguf", "llama"), "expected layers of a MiMoForCausalLM, found", "'llama'")
+    llama = load_model(tmp_path / "llama.gguf", torch.float64, "cpu")
+    with pytest.raises(CheckpointError, match="has no multi-token prediction layers"):
+        load_mtp_head(tmp_path / "llama.gguf", llama, torch.float64, "cpu")
     partial = {name: tensor for name, tensor in weights.items() if not name.endswith("0.input_proj.weight")}
     refused(drafts.write(tmp_path / "partial", partial, **MIMO), "missing", "model.mtp_layers.0.input_proj.weight")
     turned = {**weights, "model.mtp_layers.0.input_proj.weight": torch.zeros(64, 32)}
@@ -135,7 +140,7 @@ def test_layers_of_models_that_are_not_served(drafts: SimpleNamespace, tmp_path:
         assert "mtp_layers" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
 def test_models_that_are_not_served(drafts: SimpleNamespace, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name} has .*, which is not served yet"):
         from_hf({**drafts.CONFIG, "architectures": [name]})

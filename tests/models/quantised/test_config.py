@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_quantised as tiny
-from reference.hf_configs import LLAMA32_1B, QWEN3_8B
+from reference.hf_configs import LLAMA32_1B, QWEN3_8B, QWEN35_9B
 
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
@@ -82,6 +82,14 @@ def test_published_configs() -> None:
         "gptq", 4, 1, 128, symmetric=False, zero_offset=1
     )
     assert dynamic.scheme_of("model.layers.0.mlp.up_proj") == Scheme("gptq", 4, 1, 128, zero_offset=1)
+
+
+def test_names_of_a_model_for_images_are_those_of_its_language_model() -> None:
+    kept = "model.language_model.layers.0.linear_attn.in_proj_a"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [kept, "lm_head"]}
+    quantization = from_hf({**QWEN35_9B, "quantization_config": fp8}).quantization
+    assert quantization is not None and quantization.scheme_of("model.layers.0.linear_attn.in_proj_a") is None
+    assert quantization.scheme_of("model.layers.0.linear_attn.in_proj_qkv") is not None
 
 
 def test_names_that_only_look_alike_are_quantised() -> None:

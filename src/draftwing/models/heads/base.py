@@ -117,7 +117,7 @@ class FeatureHead(DraftHead, nn.Module):
 
     def set_max_positions(self, positions: int) -> None:
         weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
-        self.rope.make(positions, weight.dtype, weight.device)
+        self.rope.make(positions, self.rope.table.dtype, weight.device)  # norms may be in float32
 
     def restrict(self, ids: Tensor) -> None:
         """Drafts only the tokens `ids` [n] int64 from now on (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -19,15 +19,19 @@ from torch import Tensor
 
 from draftwing.config.drafters import find_drafter, head_drafter
 from draftwing.errors import CheckpointError
+from draftwing.gguf_file import open_gguf
 from draftwing.layers.linear import operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
+from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
+from draftwing.models.fields import MAX_LAYERS, Fields
 from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.fused_experts import taken_apart
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.block_config import block_config
@@ -43,10 +47,11 @@ from draftwing.models.heads.config import (
 )
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
-from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.heads.mtp import QWENS, MTPHead
+from draftwing.models.language_model import language_model
 from draftwing.models.loader import Stored, Tensors, fill_parameters, load_config
 from draftwing.models.quantised.read import assembled, is_quantised
-from draftwing.models.weight_map import MTP_PREFIX, canonical
+from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, QWEN_MTP_PREFIX, canonical
 from draftwing.ops.types import QuantizedRows
 from draftwing.requests.refusals import show
 
@@ -63,7 +68,7 @@ _WORDS: dict[Kind, str] = {
     "mtp": "multi-token prediction layers",
 }
 
-# Multi-token prediction layers as DeepSeek and GLM (eh_proj) and Qwen3-Next (mtp.) name them.
+# Multi-token prediction layers as DeepSeek and GLM (eh_proj) and others than Qwen's (mtp.) name them.
 _UNSERVED_MTP = re.compile(r"(^|\.)(eh_proj|shared_head)\.|^(model\.)?mtp\.")
 
 # EAGLE-3.1's first names for its norms before fc.
@@ -97,6 +102,8 @@ def load_draft_head(
     Raises CheckpointError for a head of another kind, target, vocabulary or size, and for missing tensors.
     """
     started, path, drafter = time.perf_counter(), Path(path), find_drafter(algorithm)
+    if path.suffix == ".gguf" and "mtp" in drafter.heads:
+        return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy, weight_format=weight_format)
     if dummy:
         flat = flatten_config(read_json(path / "config.json"))
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
@@ -139,45 +146,83 @@ def load_mtp_head(
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
 ) -> MTPHead:
-    """The multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder.
+    """The multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder or `.gguf`
+    file, or a file that holds little else.
 
     token_ids, dummy, weight_format: as for `load_draft_head`.  Raises CheckpointError where there are none that can be
     served.
     """
     started, path = time.perf_counter(), Path(path)
-    stored: Iterable[tuple[str, Tensor]] = ()
-    if path.suffix != ".gguf":
-        stored = mtp_weights(read_json(path / "config.json"), path).items() if dummy else folder_tensors(path)
+    # The layers of a quantised checkpoint are stored as the target's are.
+    stored_format = target.config.weight_format if weight_format == DENSE else weight_format
+    if path.suffix == ".gguf":
+        own: dict[str, Stored] = _mtp_of_gguf(path, target, dummy, stored_format.takes_blocks)
+    else:
+        own = _mtp_of_folder(path, target, dummy)
+    if not own:
+        raise CheckpointError(
+            f"{path} has no multi-token prediction layers ({_prefix(target)}*){_dropped(path)}: give a draft model "
+            "with --speculative-draft-model-path"
+        )
+    qwen = all(not name.startswith(MTP_PREFIX) for name in own)
+    prefix = f"{QWEN_MTP_PREFIX}layers." if qwen else MTP_PREFIX
+    numbers = {name.removeprefix(prefix).partition(".")[0] for name in own if name.startswith(prefix)}
+    head = MTPHead(target, len(numbers) or 1, dtype, "meta", stored_format, qwen)
+    _fill(head, own.items(), device, dummy)
+    return _finish(head, token_ids, started, dummy)
+
+
+def _prefix(target: DecoderModel) -> str:
+    """Of the names of prediction layers that the target's checkpoint might have."""
+    return QWEN_MTP_PREFIX.removeprefix("model.") if target.config.architecture in QWENS else MTP_PREFIX
+
+
+def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Stored]:
+    """The tensors of prediction layers in a folder, put together; names with the `model.` prefix. Raises
+    CheckpointError for those of another model."""
+    raw = read_json(path / "config.json")
+    stored = mtp_weights(raw, path).items() if dummy else folder_tensors(path)
+    known = MTP_PREFIXES if target.config.architecture in QWENS else (MTP_PREFIX,)
     own: dict[str, Tensor] = {}
     unserved = None
     for name, tensor in stored:
-        if canonical(name).startswith(MTP_PREFIX):
+        if canonical(name).startswith(known):
             own[canonical(name)] = tensor
         elif _UNSERVED_MTP.search(name):
             unserved = unserved or name
     if not own:
         if unserved is not None:
             raise _unserved_mtp(path, unserved)
-        raise CheckpointError(
-            f"{path} has no multi-token prediction layers ({MTP_PREFIX}*){_dropped(path)}: give a draft model with "
-            "--speculative-draft-model-path"
-        )
+        return {}
     config = load_config(path)
     for name in ("hidden_size", "vocab_size"):
         same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
-    layers = len({name.removeprefix(MTP_PREFIX).partition(".")[0] for name in own})
-    # The layers of a quantised checkpoint are stored as the target's are.
-    stored_format = target.config.weight_format if weight_format == DENSE else weight_format
-    head = MTPHead(target, layers, dtype, "meta", stored_format)
-    _fill(head, assembled(config.quantization, own.items()), device, dummy)
-    return _finish(head, token_ids, started, dummy)
+    values = assembled(config.quantization, own.items())
+    experts = target.config.experts
+    return dict(values if dummy or experts is None else taken_apart(values, experts.count, {}, halves=True))
+
+
+def _mtp_of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
+    """The same of a file. Its own layers may be missing."""
+    file, config = open_gguf(path), target.config
+    arch = file.metadata.get("general.architecture")
+    if not isinstance(arch, str) or gguf.ARCHITECTURES.get(arch) != config.architecture:
+        raise CheckpointError(f"{path}: expected layers of a {config.architecture}, found architecture {show(arch)}")
+    fields = Fields(file.metadata, str(path), f"{arch}.")
+    fields.whole("embedding_length", config.hidden_size, config.hidden_size)
+    if "token_embd.weight" in file.tensors:
+        same(f"draft model {path}: vocab_size", config.vocab_size, file.tensors["token_embd.weight"].shape[0])
+    if dummy:
+        predicts = fields.whole("block_count", high=MAX_LAYERS) - gguf.own_layers(fields)
+        return {f"{QWEN_MTP_PREFIX}fc.weight": torch.empty(1, device="meta")} if predicts else {}
+    return dict(gguf.tensors(file, config, None, in_blocks, predicting=True))
 
 
 def _dropped(path: Path) -> str:
     """What a config says of layers that are not there: quantisers leave them out."""
     if path.suffix == ".gguf":
         return ""
-    raw = read_json(path / "config.json")
+    raw = language_model(read_json(path / "config.json"))
     named = next((key for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if raw.get(key)), None)
     if named is None or raw.get("quantization_config") is None:
         return ""
@@ -188,7 +233,7 @@ def head_kind(weights: Weights, path: Path) -> Kind:
     """What the tensors are, without the `model.` of their names; raises CheckpointError for what is no head served
     here."""
     for name in weights:
-        if name.startswith(MTP_PREFIX):
+        if name.startswith(MTP_PREFIXES):
             return "mtp"
         if _UNSERVED_MTP.search(name):
             raise _unserved_mtp(path, name)
@@ -208,7 +253,8 @@ def head_kind(weights: Weights, path: Path) -> Kind:
     first = sorted(weights, key=lambda name: (name != "fc.weight", name))[:4]
     raise CheckpointError(
         f"{path} holds no draft head of a kind that is served: expected the tensors of an EAGLE or EAGLE-3 head "
-        f"(fc.weight with layers.0.* or midlayer.*) or MiMo's multi-token prediction layers ({MTP_PREFIX}*){hint}; "
+        f"(fc.weight with layers.0.* or midlayer.*) or the multi-token prediction layers of MiMo ({MTP_PREFIX}*) or "
+        f"Qwen (mtp.*){hint}; "
         f"found {', '.join(f'{name} {list(weights[name].shape)}' for name in first)}, ..."
     )
 
@@ -290,7 +336,7 @@ def _draft_weights(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for stored, tensor in folder_tensors(path):
         name = canonical(stored)
-        if not name.startswith(MTP_PREFIX):
+        if not name.startswith(MTP_PREFIXES):
             name = stored.removeprefix("model.")
             name = _BLOCK_ALIASES.get(name, name)
             name = _AUX_NORMS.get(name.removesuffix(".weight"), name)
@@ -303,7 +349,7 @@ def _draft_weights(path: Path) -> dict[str, Tensor]:
 def _multiplied_out(weights: dict[str, Tensor], path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of a head, of which none is quantised any more: how the device holds them is said by their format."""
     some = next((name for name, tensor in weights.items() if is_quantised(name, tensor)), None)
-    if some is None or any(name.startswith(MTP_PREFIX) for name in weights):
+    if some is None or any(name.startswith(MTP_PREFIXES) for name in weights):
         return weights
     try:
         quantization = head_quantization(flatten_config(read_json(path / "config.json")))

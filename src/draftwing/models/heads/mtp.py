@@ -1,8 +1,9 @@
-"""Multi-token prediction layers that are stored with their model, as MiMo-7B has them (arXiv 2505.07608).
+"""Multi-token prediction layers that are stored with their model, as MiMo-7B (arXiv 2505.07608) and Qwen3.5 have them.
 
-Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise;
-embedding and head are the model's. One layer is run for any number of steps. Of several, each predicts one token
-further: layer j joins the model's output at position t with the embedding of token t + 1 + j.
+Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise,
+with attention also in models whose own layers mostly have none; embedding and head are the model's. One layer is run
+for any number of steps. Of several, each predicts one token further: layer j joins the model's output at position t
+with the embedding of token t + 1 + j.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from draftwing.errors import CheckpointError
+from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
@@ -21,27 +24,34 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import MTP_PREFIX, layer_names, named
+from draftwing.models.weight_map import MTP_PREFIX, QWEN_MTP_PREFIX, layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import LayerOps
 
+# Models whose prediction layers have Qwen's names.
+QWENS = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"})
+
 
 class MTPLayer(nn.Module):
-    """input_proj [hidden, 2 * hidden] over (feature, embedding), each normed, then a decoder layer and a norm."""
+    """input_proj [hidden, 2 * hidden] over (feature, embedding), or Qwen's (embedding, feature), each normed, then a
+    decoder layer and a norm."""
 
     def __init__(
-        self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype, device: torch.device, qwen: bool
     ) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.norm.eps
-        self.token_norm = RMSNorm(hidden, eps, dtype, device)
-        self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
+        hidden, eps, wide = config.hidden_size, config.norm.eps, config.norm.dtype(dtype)
+        self._qwen = qwen
+        self.token_norm = RMSNorm(hidden, eps, wide, device)
+        self.hidden_norm = RMSNorm(hidden, eps, wide, device)
         self.input_proj = Linear(2 * hidden, hidden, False, dtype, device, config.weight_format)
         self.layer = DecoderLayer(layer, index, dtype, device)
-        self.final_norm = RMSNorm(hidden, eps, dtype, device)
+        self.final_norm = RMSNorm(hidden, eps, wide, device)
 
     def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
         """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
+        if self._qwen:
+            return self.input_proj(ops.beside(self.token_norm(embed(ids)), self.hidden_norm(feature)))
         norms, eps = (self.token_norm.weight, self.hidden_norm.weight), self.token_norm.eps
         # In training the first position of a sequence had no token to embed.
         known, rows = embed.source(ids)
@@ -64,14 +74,20 @@ class MTPHead(FeatureHead):
         dtype: torch.dtype,
         device: torch.device | str,
         weight_format: WeightFormat = DENSE,
+        qwen: bool | None = None,
     ) -> None:
-        """weight_format: of the layers' matrices."""
-        own = (target.config.layers[0],) * layers
+        """weight_format: of the layers' matrices.  qwen: whether they are as Qwen's, None: as the target's would be.
+        Raises CheckpointError for several of these."""
+        qwen = target.config.architecture in QWENS if qwen is None else qwen
+        if qwen and layers > 1:
+            raise CheckpointError(f"{QWEN_MTP_PREFIX}layers.*: expected one prediction layer, found {layers}")
+        own = (_layer_of(target.config),) * layers
         config = replace(target.config, layers=own, weight_format=weight_format, vocab_format=weight_format)
         super().__init__(config, target, (target.final_aux_layer,), dtype)
         where = torch.device(device)
+        self.qwen = qwen
         self.layers = nn.ModuleList(
-            MTPLayer(config, layer, i, dtype, where) for i, layer in enumerate(self.layer_configs)
+            MTPLayer(config, layer, i, dtype, where, qwen) for i, layer in enumerate(self.layer_configs)
         )
         self.lookahead = layers
 
@@ -101,6 +117,8 @@ class MTPHead(FeatureHead):
         return mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
 
     def names(self) -> dict[str, ParamSlice]:
+        if self.qwen:
+            return self._qwen_names()
         hidden, table = self.config.hidden_size, {}
         for i in range(self.config.num_layers):
             theirs, ours = f"{MTP_PREFIX}{i}", f"layers.{i}"
@@ -113,3 +131,20 @@ class MTPHead(FeatureHead):
             table |= named(self.config.weight_format, f"{theirs}.input_proj", f"{ours}.input_proj", 0, hidden)
             table |= layer_names(self.config, theirs, f"{ours}.layer", ranks=self.ranks, index=i)
         return table
+
+    def _qwen_names(self) -> dict[str, ParamSlice]:
+        hidden, added = self.config.hidden_size, self.config.norm.offset
+        table = layer_names(self.config, f"{QWEN_MTP_PREFIX}layers.0", "layers.0.layer", ranks=self.ranks)
+        for name, param in (
+            ("pre_fc_norm_embedding", "token_norm"),
+            ("pre_fc_norm_hidden", "hidden_norm"),
+            ("norm", "final_norm"),
+        ):
+            table[f"{QWEN_MTP_PREFIX}{name}.weight"] = ParamSlice(f"layers.0.{param}.weight", 0, hidden, added=added)
+        return table | named(self.config.weight_format, f"{QWEN_MTP_PREFIX}fc", "layers.0.input_proj", 0, hidden)
+
+
+def _layer_of(config: ModelConfig) -> LayerConfig:
+    """What a prediction layer is like: the target's first with attention, and with experts where it has any."""
+    able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+    return next((layer for layer in able if layer.experts is not None), able[0])

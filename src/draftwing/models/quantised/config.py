@@ -14,6 +14,7 @@ import regex
 
 from draftwing.errors import CheckpointError
 from draftwing.models.fields import WIDEST, Fields
+from draftwing.models.language_model import own_name
 from draftwing.requests.refusals import show
 
 WHOLE = 0  # a group as tall or wide as its matrix
@@ -172,7 +173,7 @@ def _compressed(fields: Fields) -> Quantization:
 def _target(fields: Fields, key: str, target: str, scheme: Scheme | None) -> Rule:
     if target.startswith("re:"):
         return Rule("pattern", _pattern(fields, key, target[3:]), scheme)
-    return Rule("name", target, scheme)
+    return Rule("name", own_name(target), scheme)
 
 
 def _compressed_scheme(group: Fields, top: Fields) -> Scheme | None:
@@ -242,7 +243,7 @@ def _skipped(fields: Fields) -> Iterator[Rule]:
             if name.startswith("re:"):
                 yield Rule("pattern", _pattern(fields, key, name[3:]), None)
             elif name:
-                yield Rule("part", name, None)
+                yield Rule("part", own_name(name), None)
 
 
 def _group_size(fields: Fields, key: str) -> int:

@@ -1,0 +1,81 @@
+"""States of recurrent layers (gated delta nets), which are too large to keep one for each token.
+
+A state lies in a *state slot*: of each layer the matrix S after a number of tokens, and the convolution's last inputs.
+A running row has two, and reads one while a step writes the other. The step that verifies a tree
+
+1. reads the state, which is that of the row's first `length` tokens;
+2. replays the tokens that were accepted since, from their *records*: the inputs that the step before left of each node;
+3. runs the root, which is a token of the text, and writes the state after it;
+4. runs the other nodes, each from its parent's state, and leaves their records. Nothing else of them is written.
+
+`advance`, at commit, makes the written state the one that is read. So a rejected node leaves nothing, plain decoding
+is a tree of one node, and every token has the bits of a plain recurrence over its ancestors: of whichever tree, chunk
+or cached prefix it is computed in. State slot 0 is that of an empty text: zeros, never written. The last one is the dummy
+row's, whose state nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import DeltaSpec, zeros_as_written
+
+
+class LayerStates(NamedTuple):
+    """States and records of one layer.
+
+    state [slots + 2, value_heads, key_dim, value_dim] float32.  conv [slots + 2, conv_width - 1, channels] in the
+    model's dtype: the convolution's inputs of the newest tokens, the oldest first.  inputs
+    [rows + 1, 2, nodes, channels] in the model's dtype: records of nodes by row and page: what goes into the
+    convolution.  gates [rows + 1, 2, nodes, 2, value_heads] float32: records of log decay and beta.
+    """
+
+    spec: DeltaSpec
+    state: Tensor
+    conv: Tensor
+    inputs: Tensor
+    gates: Tensor
+
+
+class RowStates:
+    """layers: by pool layer.  slots: usable state slots.  nodes: most of one tree.
+
+    Of each row, on the device: read, write [rows + 1] int64, the state slots that the next step reads and writes; page
+    [rows + 1] int64, 0 or 1: where the next step leaves its records (it reads the other one's); length [rows + 1] int64:
+    tokens in the state that is read; node_slots [rows + 1, 2, nodes] int64: the KV slots of the nodes with records, by
+    which a page table names those that were accepted.
+    """
+
+    def __init__(
+        self, specs: Mapping[int, DeltaSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots, self.nodes, self.dummy = slots, nodes, slots + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return zeros_as_written(shape, dtype, device)
+
+        self.layers = {
+            layer: LayerStates(
+                spec,
+                zeros(slots + 2, spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32),
+                zeros(slots + 2, spec.conv_width - 1, spec.channels, dtype=dtype),
+                zeros(rows + 1, 2, nodes, spec.channels, dtype=dtype),
+                zeros(rows + 1, 2, nodes, 2, spec.value_heads, dtype=torch.float32),
+            )
+            for layer, spec in specs.items()
+        }
+        self.read, self.write, self.page, self.length = zeros(rows + 1), zeros(rows + 1), zeros(rows + 1), zeros(rows + 1)
+        self.read[rows] = self.write[rows] = self.dummy
+        self.node_slots = zeros(rows + 1, 2, nodes)
+
+    def advance(self, rows: Tensor, length: Tensor) -> None:
+        """Makes what a step wrote of rows [B] what the next one reads. length [B]: tokens in it."""
+        read, write = self.read[rows], self.write[rows]
+        self.read.index_copy_(0, rows, write)
+        self.write.index_copy_(0, rows, read)
+        self.page.index_copy_(0, rows, 1 - self.page[rows])
+        self.length.index_copy_(0, rows, length)

@@ -1,0 +1,60 @@
+"""The text of models with recurrent layers is the same with drafts as without: trees of their own prediction layer, of
+lookups and of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hybrid_gguf import write
+from hybrid_models import layer_weights, reference, saved, with_layer
+from reference.learnable import ENGINE
+from tiny_checkpoint import VOCAB, write_tokenizer
+
+from draftwing import LLM, SamplingParams
+
+TOKENS = 40
+
+
+def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[int]]:
+    """Of prompts shorter and longer than a chunk, greedy and seeded."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (count,), generator=generator).tolist() for count in (5, 40, 130, 7)]
+    params = [
+        SamplingParams(temperature=0.0 if i % 2 else 0.8, sampling_seed=i, max_new_tokens=TOKENS, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    options = {**ENGINE, "dtype": dtype, "chunked_prefill_size": 64, **more}
+    with LLM(str(folder), **options, speculative_algorithm=algorithm) as llm:
+        return [done.token_ids for done in llm.generate(prompts, params)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
+def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
+    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
+    predicts = kind != "lfm2"
+    if predicts:
+        pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
+        with_layer(tmp_path, theirs, layer_weights(theirs))
+    else:
+        saved(tmp_path, theirs)
+    write_tokenizer(tmp_path)
+    plain = texts(tmp_path, "none", dtype)
+    assert all(len(set(ids)) > 10 for ids in plain)
+    for algorithm in ("NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())):
+        assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+
+
+@pytest.mark.slow
+def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
+    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
+    folder = saved(tmp_path / "model", theirs)
+    write_tokenizer(folder)
+    state = {**theirs.state_dict(), **layer_weights(theirs)}
+    file = write(tmp_path / "mtp-model.gguf", theirs.config, state, only_mtp=True)
+    found = texts(folder, "NEXTN", "float32", speculative_draft_model_path=str(file))
+    assert found == texts(folder, "none", "float32")

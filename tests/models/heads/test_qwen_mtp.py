@@ -1,0 +1,252 @@
+"""The prediction layer of Qwen3.5 and its like as a draft head, against its arithmetic written out in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_cache import DenseCache
+from gguf import GGMLQuantizationType as Type
+from hybrid_gguf import write
+from hybrid_models import layer_weights, reference, saved, tokens, with_layer
+from torch import Tensor
+
+from draftwing.engine.devices import pick_device
+from draftwing.errors import CheckpointError
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+from draftwing.train.capture import FeatureModel
+from draftwing.train.checkpoint import save_head
+from draftwing.train.heads import new_mtp_head
+
+KINDS = ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next"]
+COMMITTED, GROWN = 12, 3
+
+
+class Reference:
+    """Rows one by one; each sees those before it. Norms are stored less 1."""
+
+    def __init__(self, theirs: Any, weights: Mapping[str, Tensor]) -> None:
+        self.w = {name: value.double() for name, value in weights.items()}
+        self.config, self.past = theirs.config, [[], []]  # type: ignore[var-annotated]
+        self.embed = theirs.model.embed_tokens.weight.detach().double()
+        self.head = theirs.lm_head.weight.detach().double()
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        mean = (x * x).mean(-1, keepdim=True)
+        return x / (mean + self.config.rms_norm_eps).sqrt() * (1 + self.w[f"mtp.{name}.weight"])
+
+    def matrix(self, name: str) -> Tensor:
+        return self.w[f"mtp.layers.0.{name}.weight"]
+
+    def turned(self, head: Tensor, position: int) -> Tensor:
+        """The first quarter of a head, in pairs of its halves."""
+        turns, rope = self.config.head_dim // 4, self.config.rope_parameters
+        out, half = head.clone(), turns // 2
+        for i in range(half):
+            angle = position * rope["rope_theta"] ** (-2 * i / turns)
+            out[i] = head[i] * math.cos(angle) - head[half + i] * math.sin(angle)
+            out[half + i] = head[half + i] * math.cos(angle) + head[i] * math.sin(angle)
+        return out
+
+    def attention(self, x: Tensor, position: int) -> Tensor:
+        dim = self.config.head_dim
+        q_and_gate = (self.matrix("self_attn.q_proj") @ x).view(-1, 2, dim)
+        k = (self.matrix("self_attn.k_proj") @ x).view(-1, dim)
+        v = (self.matrix("self_attn.v_proj") @ x).view(-1, dim)
+        for past, new in zip(self.past, ([self.turned(self.normed_head(h, "k"), position) for h in k], v), strict=True):
+            past.append(new)
+        out = []
+        for i, (q, gate) in enumerate(q_and_gate):
+            theirs = i * len(k) // len(q_and_gate)
+            q = self.turned(self.normed_head(q, "q"), position)
+            scores = torch.stack([q @ keys[theirs] for keys in self.past[0]]) / dim**0.5
+            mixed = sum(p * values[theirs] for p, values in zip(scores.softmax(0), self.past[1], strict=True))
+            out.append(mixed * gate.sigmoid())
+        return self.matrix("self_attn.o_proj") @ torch.cat(out)
+
+    def normed_head(self, head: Tensor, which: str) -> Tensor:
+        return self.norm(head, f"layers.0.self_attn.{which}_norm")
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if "mtp.layers.0.mlp.gate.weight" not in self.w:
+            return self.gated(x, *(self.matrix(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
+        values, chosen = (self.matrix("mlp.gate") @ x).softmax(0).topk(self.config.num_experts_per_tok)
+        made, down = (self.w[f"mtp.layers.0.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+        out = torch.zeros_like(x)
+        for p, expert in zip(values / values.sum(), chosen, strict=True):
+            out += p * self.gated(x, *made[expert].tensor_split(2), down[expert])
+        shared = self.gated(x, *(self.matrix(f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down")))
+        return out + (self.matrix("mlp.shared_expert_gate") @ x).sigmoid() * shared
+
+    def gated(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        g = gate @ x
+        return down @ (g * g.sigmoid() * (up @ x))
+
+    def row(self, token: int, feature: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """token: the next one of the text -> what the next row is fed, and logits of the token after."""
+        parts = self.norm(self.embed[token], "pre_fc_norm_embedding"), self.norm(feature, "pre_fc_norm_hidden")
+        x = self.w["mtp.fc.weight"] @ torch.cat(parts)
+        x = x + self.attention(self.norm(x, "layers.0.input_layernorm"), position)
+        x = x + self.mlp(self.norm(x, "layers.0.post_attention_layernorm"))
+        x = self.norm(x, "norm")
+        return x, self.head @ x
+
+
+def features(model: DecoderModel, ids: Tensor) -> Tensor:
+    return FeatureModel(model, (model.final_aux_layer,), pick_device("cpu"))(ids)[0]
+
+
+@torch.inference_mode()
+def check(head: MTPHead, model: DecoderModel, theirs: Any, weights: Mapping[str, Tensor], near: float = 1e-4) -> None:
+    """A text's rows, and a chain behind them."""
+    ids = tokens(COMMITTED + 1)
+    fed, written = features(model, ids[:COMMITTED]), Reference(theirs, weights)
+    head.set_max_positions(64)
+    assert head.aux_layers == (model.final_aux_layer,) and not any(param.is_meta for param in head.parameters())
+    cache = DenseCache()
+    hidden = head.run(ids[1:], torch.arange(COMMITTED), head.features(fed), 0, cache)
+    expected = [written.row(int(ids[i + 1]), fed[i].double(), i) for i in range(COMMITTED)]
+    torch.testing.assert_close(hidden.double(), torch.stack([h for h, _ in expected]), atol=near, rtol=1e-4)
+    logits = head.logits(hidden)
+    torch.testing.assert_close(logits.double(), torch.stack([z for _, z in expected]), atol=near, rtol=1e-4)
+    hidden, feature = hidden[-1:], expected[-1][0]
+    for level in range(1, GROWN + 1):
+        token = logits[-1:].argmax(-1)
+        hidden = head.run(token, torch.tensor([COMMITTED - 1 + level]), hidden, level, cache)
+        logits = head.logits(hidden)
+        feature, z = written.row(int(token), feature, COMMITTED - 1 + level)
+        torch.testing.assert_close(logits[0].double(), z, atol=near, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = reference(kind)
+    weights = layer_weights(theirs)
+    folder = with_layer(tmp_path, theirs, weights)
+    model = load_model(folder, torch.float32, "cpu")
+    head = load_mtp_head(folder, model, torch.float32, "cpu")
+    assert "not used" not in caplog.text
+    check(head, model, theirs, weights)
+    for name, value in head.stored_tensors():
+        if ".experts." not in name:
+            torch.testing.assert_close(value, weights[name.removeprefix("model.")], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_of_a_gguf_file(tmp_path: Path, kind: str, beside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """In the model's own, or in one that comes with it."""
+    theirs = reference(kind)
+    weights, state = layer_weights(theirs), dict(theirs.state_dict())
+    path = write(tmp_path / "m.gguf", theirs.config, state if beside else {**state, **weights})
+    model = load_model(path, torch.float32, "cpu")
+    assert model.config.num_layers == 4 and "not used" not in caplog.text
+    if beside:
+        with pytest.raises(CheckpointError, match=r"has no multi-token prediction layers \(mtp\.\*\)"):
+            load_mtp_head(path, model, torch.float32, "cpu")
+        path = write(tmp_path / "mtp-m.gguf", theirs.config, {**state, **weights}, only_mtp=True)
+        head = load_draft_head(path, model, "NEXTN", torch.float32, "cpu")
+    else:
+        head = load_mtp_head(path, model, torch.float32, "cpu")
+    assert isinstance(head, MTPHead)
+    check(head, model, theirs, weights)
+
+
+def test_blocks_of_a_file_stay(tmp_path: Path) -> None:
+    theirs = reference("qwen3.5")
+    path = write(tmp_path / "m.gguf", theirs.config, {**theirs.state_dict(), **layer_weights(theirs)}, Type.Q8_0)
+    ops = make_ops(torch.device("cpu"))
+    if "Q8_0" not in getattr(ops, "block_kinds", ()):
+        pytest.skip("needs the C extension")
+    form = BlockFormat("Q8_0", ops)
+    model = load_model(path, torch.float32, "cpu", weight_format=form)
+    head = load_mtp_head(path, model, torch.float32, "cpu", weight_format=form)
+    dense = load_mtp_head(path, model, torch.float32, "cpu")
+    assert set(head.layers[0].input_proj.op.sizes) == {"Q8_0"}
+    q = head.layers[0].layer.mixer.qkv.dense_weight()
+    assert torch.equal(q, dense.layers[0].layer.mixer.qkv.dense_weight())
+
+
+def test_a_layer_in_bfloat16(tmp_path: Path) -> None:
+    """Its norms are in float32, and nothing else."""
+    theirs = reference("qwen3.5-even")
+    weights, ids = layer_weights(theirs), tokens(6)
+    folder, ops = with_layer(tmp_path, theirs, weights), make_ops(torch.device("cpu"))
+    model = load_model(folder, torch.bfloat16, "cpu")
+    head = load_mtp_head(folder, model, torch.bfloat16, "cpu")
+    head.set_max_positions(16)
+    assert head.rope.table.dtype == torch.bfloat16 and head.layers[0].final_norm.weight.dtype == torch.float32
+    fed, written = features(model, ids), Reference(theirs, weights)
+    head.pack(ops)
+    with torch.inference_mode():
+        found = head.logits(head.run(ids, torch.arange(6), fed, 0, DenseCache())).double()
+    expected = torch.stack([written.row(int(ids[i]), fed[i].double(), i)[1] for i in range(6)])
+    assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_packed_head_and_a_token_map(tmp_path: Path) -> None:
+    theirs = reference("qwen3.5-even")
+    weights, kept = layer_weights(theirs), torch.tensor([3, 9, 40, 77])
+    folder = with_layer(tmp_path, theirs, weights)
+    model, ops = load_model(folder, torch.float32, "cpu"), make_ops(torch.device("cpu"))
+    fed, ids = features(model, tokens(6)), tokens(6, 2)
+    heads = [load_mtp_head(folder, model, torch.float32, "cpu", token_ids=some) for some in (None, kept)]
+    logits = []
+    for head in heads:
+        head.set_max_positions(16)
+        head.pack(ops)
+        with torch.inference_mode():
+            logits.append(head.logits(head.run(ids, torch.arange(6), fed, 0, DenseCache())))
+    torch.testing.assert_close(logits[1], logits[0][:, kept], atol=1e-4, rtol=1e-4)
+
+
+def test_from_the_config_alone(tmp_path: Path) -> None:
+    for kind in ("qwen3.5", "qwen3.5-moe", "qwen3-next"):
+        theirs = reference(kind)
+        folder = with_layer(tmp_path / kind, theirs, {})
+        model = load_model(folder, torch.float32, "cpu", dummy=True)
+        head = load_mtp_head(folder, model, torch.float32, "cpu", dummy=True)
+        head.set_max_positions(16)
+        hidden = head.run(tokens(5), torch.arange(5), torch.randn(5, 64), 0, DenseCache())
+        assert head.qwen and head.logits(hidden).isfinite().all()
+        file = write(tmp_path / f"{kind}.gguf", theirs.config, {**theirs.state_dict(), **layer_weights(theirs)})
+        assert load_mtp_head(file, model, torch.float32, "cpu", dummy=True).qwen
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    theirs = reference("qwen3.5")
+    weights = layer_weights(theirs)
+    folder = with_layer(tmp_path / "a", theirs, weights)
+    model = load_model(folder, torch.float32, "cpu")
+    two = {name.replace("layers.0.", "layers.1."): value.clone() for name, value in weights.items()}
+    with pytest.raises(CheckpointError, match="expected one prediction layer, found 2"):
+        load_mtp_head(with_layer(tmp_path / "b", theirs, {**weights, **two}), model, torch.float32, "cpu")
+    quantised = with_layer(tmp_path / "c", theirs, {}, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match="though mtp_num_hidden_layers is 1: whoever quantised it left them out"):
+        load_mtp_head(quantised, model, torch.float32, "cpu")
+    few = with_layer(tmp_path / "d", theirs, {k: v for k, v in weights.items() if k != "mtp.norm.weight"})
+    with pytest.raises(CheckpointError, match=r"missing from the checkpoint: model\.mtp\.norm\.weight"):
+        load_mtp_head(few, model, torch.float32, "cpu")
+    moe = reference("qwen3.5-moe")
+    other = write(tmp_path / "o.gguf", moe.config, {**moe.state_dict(), **weights})
+    with pytest.raises(CheckpointError, match="expected layers of a Qwen3_5ForCausalLM, found architecture 'qwen35m"):
+        load_mtp_head(other, model, torch.float32, "cpu")
+
+
+def test_a_new_layer_is_as_qwens(tmp_path: Path) -> None:
+    """One that is trained has the names that everybody loads."""
+    model = load_model(saved(tmp_path, reference("qwen3.5")), torch.float32, "cpu")
+    head = new_mtp_head(model)
+    expected = {f"model.{name}" for name in layer_weights(reference("qwen3.5"))}
+    assert {name for name, _ in head.stored_tensors()} == expected
+    again = load_draft_head(save_head(head, tmp_path / "head", torch.float32), model, "NEXTN", torch.float32, "cpu")
+    assert all(torch.equal(one, other) for one, other in zip(head.parameters(), again.parameters(), strict=True))
