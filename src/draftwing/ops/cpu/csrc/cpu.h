@@ -178,11 +178,20 @@ INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a s
 
 /* The upper half to the lower one, and so on. */
 INLINE float sum_lanes(vf v) {
-    float s[LANES];
-    storef(s, v);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) s[i] += s[i + step];
-    return s[0];
+    const Parted x = {.f = v};
+    float s[4];
+#if PART == 16
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x.f), _mm512_extractf32x8_ps((__m512)x.f, 1));
+#elif PART == 8
+    const pf half = x.floats[0] + x.floats[1];
+#endif
+#if PART > 4
+    const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128((__m256)half), _mm256_extractf128_ps((__m256)half, 1));
+#else
+    const pf quarter = (x.floats[0] + x.floats[2]) + (x.floats[1] + x.floats[3]);
+#endif
+    memcpy(s, &quarter, sizeof s);
+    return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
 /* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */

@@ -3,7 +3,7 @@
 
    A token's bits are those of the plain recurrence over its ancestors. Of a value head, with S [key_dim, value_dim] as
    the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d; S <- g S + k d^T. Sums over key_dim run in
-   its order, each column by itself, so neither vectors nor threads nor the tokens around it change them. A token before
+   its order, with products that are fused with them, each column by itself, so neither vectors nor threads nor the tokens around it change them. A token before
    which S is not needed again leaves none: of most nodes of a tree S is read alone.
 
    A unit of work is what some value heads of one key head do over a tree, or over a chunk. It takes its tokens in an
@@ -11,11 +11,16 @@
    go. It does so for as many columns as registers have room for, whose S stays in the first cache. */
 
 #include "cpu.h"
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define MOST_TAPS 8
 #define AT_ONCE 64 /* tokens of a chunk that are made ready together */
 #define WIDE 4 /* registers of columns at a time */
 #define COLUMNS (WIDE * PART)
+#define AHEAD 6 /* tokens whose inputs are fetched meanwhile */
+#define ROW_LINES 4 /* of the states that are needed next, fetched with a row of this one */
 #define UNIT_EPS 1e-6f /* as L2_EPS */
 enum { READ = -1, WRITE = -2, NOWHERE = -3 }; /* where a state is, beside the buffers 0, 1, .. */
 
@@ -43,7 +48,7 @@ typedef struct {
     char *scratch;
     int64_t scratch_size, threads, group; /* group: value heads of a unit, of one key head */
     float eps;
-    int64_t channels, bytes, units, next, worker; /* bytes: of an input */
+    int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: in which threads take a tree's units */
 } Net;
 
 /* What a thread computes on its way; of tokens in the order in which they run. */
@@ -64,7 +69,8 @@ static int64_t most_tokens(const Net *j) { return j->spans ? AT_ONCE : j->longes
 static Spare spare_of(const Net *j, char *memory) {
     const int64_t most = (most_tokens(j) + LANES - 1) / LANES * LANES, queries = j->spans ? 0 : j->longest;
     const int64_t dk = j->key_dim, dv = j->value_dim, group = j->group;
-    const int64_t levels = j->spans ? 0 : dk * COLUMNS * j->depth, whole = group * dk * dv;
+    const int64_t levels = j->spans ? 0 : dk * COLUMNS * j->depth;
+    const int64_t heads = (j->value_heads / group + j->pieces - 1) / j->pieces * group, whole = heads * dk * dv;
     char *at = memory;
     Spare s;
     s.tokens = (Token *)piece(&at, most * (int64_t)sizeof(Token));
@@ -225,25 +231,45 @@ INLINE vf softplus(vf x) {
     return positive + 2.0f * (s + s * q * p);
 }
 
+#if PART == 16
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#elif PART == 8
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#else
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#endif
 /* Rows of the convolution's weight as [width, rows]: to + tap * stride. */
 static void turn_taps(const Net *j, float *to, int64_t stride, int64_t first, int64_t count) {
     const float *from = j->conv + first * j->width;
-    for (int64_t c = 0; c < count; c++)
-        for (int64_t t = 0; t < j->width; t++) to[t * stride + c] = from[c * j->width + t];
+    if (j->width != 4) {
+        for (int64_t c = 0; c < count; c++)
+            for (int64_t t = 0; t < j->width; t++) to[t * stride + c] = from[c * j->width + t];
+        return;
+    }
+    for (int64_t c = 0; c < count; c += PART, from += 4 * PART) {
+        const pf a = part_at(from), b = part_at(from + PART), d = part_at(from + 2 * PART), e = part_at(from + 3 * PART);
+        const pf even[2] = {EVEN(a, b), EVEN(d, e)}, odd[2] = {ODD(a, b), ODD(d, e)};
+        const pf taps[4] = {EVEN(even[0], even[1]), EVEN(odd[0], odd[1]), ODD(even[0], even[1]), ODD(odd[0], odd[1])};
+        for (int t = 0; t < 4; t++) memcpy(to + t * stride + c, &taps[t], sizeof taps[t]);
+    }
 }
-INLINE void convolve(const Net *j, const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count,
-                     float *to, const int half) {
+INLINE void convolve(const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count, float *to,
+                     const int64_t width, const int half) {
     for (int64_t c = 0; c < count; c += LANES) {
         vf sum = load(token->taps[0], first + c, LANES, half) * loadf(taps + c);
-        for (int64_t t = 1; t < j->width; t++)
+        for (int64_t t = 1; t < width; t++)
             sum += load(token->taps[t], first + c, LANES, half) * loadf(taps + t * stride + c);
         storef(to + c, silu(sum));
     }
 }
 static void convolved(const Net *j, const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count,
                       float *to) {
-    if (j->half) convolve(j, token, taps, stride, first, count, to, 1);
-    else convolve(j, token, taps, stride, first, count, to, 0);
+    if (j->half && j->width == 4) convolve(token, taps, stride, first, count, to, 4, 1);
+    else if (j->half) convolve(token, taps, stride, first, count, to, j->width, 1);
+    else convolve(token, taps, stride, first, count, to, j->width, 0);
 }
 static void scale_unit(float *x, int64_t size, float scale) {
     vf squares = {0};
@@ -256,7 +282,8 @@ static void scale_unit(float *x, int64_t size, float scale) {
 
 typedef struct {
     int64_t row, key, part; /* key head, and which of the groups of its value heads */
-    int64_t count;          /* of tokens */
+    int64_t count, kept;    /* of tokens; where in `buffers` its states are, in heads, from one part of a chunk to the next */
+    Ahead next;             /* the states that are read and written after these */
 } Unit;
 INLINE int64_t head_of(const Net *j, const Unit *u, int64_t h) {
     h += u->part * j->group;
@@ -273,6 +300,11 @@ INLINE Stretch stretch_of(const Net *j, const Unit *u, int64_t i) {
     return (Stretch){2 * keys + head_of(j, u, i - 2) * dv, dv, 2 * dk + (i - 2) * dv};
 }
 
+/* No hardware foresees what lies a row of all heads further on. */
+INLINE void bring(const void *at, int64_t bytes) {
+    for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch((const char *)at + c);
+}
+
 static void make_ready(const Net *j, const Spare *s, const Unit *u) {
     const int64_t dk = j->key_dim, dv = j->value_dim, stride = 2 * dk + j->group * dv;
     const float scale = 1.0f / sqrtf((float)dk);
@@ -282,6 +314,10 @@ static void make_ready(const Net *j, const Spare *s, const Unit *u) {
         for (int64_t part = token->query < 0; part < 2 + j->group; part++) {
             const Stretch of = stretch_of(j, u, part);
             float *to = part == 0 ? q : part == 1 ? k : s->v + (i * j->group + part - 2) * dv;
+            if (i + AHEAD < u->count) {
+                const void *later = s->tokens[i + AHEAD].taps[j->width - 1];
+                bring((const char *)later + of.first * j->bytes, of.size * j->bytes);
+            }
             convolved(j, token, s->taps + of.at, stride, of.first, of.size, to);
         }
         scale_unit(k, dk, 1.0f);
@@ -339,25 +375,50 @@ typedef struct {
     int64_t stride;
 } Matrix; /* some columns of S */
 
+/* x * y + z, rounded once. Where no instruction does it: of numbers as doubles the product is exact, and a sum that is
+   rounded to an odd last bit where it is not exact may be rounded again (Boldo and Melquiond 2008). */
+#if defined(__AVX512F__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
+#elif defined(__FMA__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
+#elif defined(__aarch64__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
+#else
+typedef double pd __attribute__((vector_size(8 * PART)));
+typedef int64_t pl __attribute__((vector_size(8 * PART)));
+INLINE pf fused(pf x, pf y, pf z) {
+    const pd product = __builtin_convertvector(x, pd) * __builtin_convertvector(y, pd);
+    const pd more = __builtin_convertvector(z, pd), sum = product + more, added = sum - product;
+    const pd rest = (product - (sum - added)) + (more - added);
+    const pl inexact = (pl)(rest < 0.0) | (pl)(rest > 0.0), even = ((pl)sum & 1) - 1;
+    const pl away = 1 + 2 * (((pl)rest < 0) ^ ((pl)sum < 0)); /* true is -1 */
+    return __builtin_convertvector((pd)((pl)sum + (inexact & even & away)), pf);
+}
+#endif
+
 /* `parts` registers of columns: S goes from `from` to `to` by g, k and d (update), and sums over it and the keys, and
    queries, of the token after are taken (sums 0: none, 1, 2: both). */
 INLINE void step(Matrix from, Matrix to, int64_t key_dim, float g, const float *k, const float *d, const float *next_k,
-                 const float *next_q, float *sum_k, float *sum_q, const int parts, const int update, const int sums) {
+                 const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts, const int update,
+                 const int sums) {
     pf keys[WIDE], queries[WIDE], change[WIDE];
     for (int c = 0; c < parts; c++) {
         keys[c] = queries[c] = (pf){0};
         if (update) change[c] = part_at(d + c * PART);
     }
     for (int64_t i = 0; i < key_dim; i++) {
+        const pf key = (update ? k[i] : 0) - (pf){0}, next_key = (sums > 0 ? next_k[i] : 0) - (pf){0};
+        const pf query = (sums > 1 ? next_q[i] : 0) - (pf){0};
         const float *row = from.at + i * from.stride;
+        fetch(next, ROW_LINES);
         for (int c = 0; c < parts; c++) {
             pf s = part_at(row + c * PART);
             if (update) {
-                s = s * g + k[i] * change[c];
+                s = fused(key, change[c], s * g);
                 memcpy(to.at + i * to.stride + c * PART, &s, sizeof s);
             }
-            if (sums > 0) keys[c] += s * next_k[i];
-            if (sums > 1) queries[c] += s * next_q[i];
+            if (sums > 0) keys[c] = fused(s, next_key, keys[c]);
+            if (sums > 1) queries[c] = fused(s, query, queries[c]);
         }
     }
     for (int c = 0; c < parts; c++) {
@@ -367,9 +428,9 @@ INLINE void step(Matrix from, Matrix to, int64_t key_dim, float g, const float *
 }
 
 /* Columns [c, c + parts * PART) of head h of the unit, all tokens. */
-INLINE void run_columns(const Net *j, const Spare *s, const Unit *u, int64_t h, int64_t c, const int parts) {
+INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts) {
     const int64_t dk = j->key_dim, dv = j->value_dim, columns = parts * PART, head = head_of(j, u, h);
-    const int64_t size = dk * dv, kept = j->spans ? (h * dv + c) * dk : 0;
+    const int64_t size = dk * dv, kept = j->spans ? ((u->kept + h) * dv + c) * dk : 0;
     float *state = j->state + head * size + c, sum_k[COLUMNS], sum_q[COLUMNS], d[COLUMNS];
 #define SLOT(slot) ((Matrix){state + (slot) * j->value_heads * size, dv})
 #define PLACE(where)                                       \
@@ -378,7 +439,7 @@ INLINE void run_columns(const Net *j, const Spare *s, const Unit *u, int64_t h, 
                         : (Matrix){s->buffers + kept + (where) * dk * columns, columns})
     const Token *tokens = s->tokens;
 #define SUM(n, m, update, from, to)                                                                                \
-    step(from, to, dk, g, k, d, s->k + (n) * dk, s->q + (n) * dk, sum_k, sum_q, parts, update, m)
+    step(from, to, dk, g, k, d, s->k + (n) * dk, s->q + (n) * dk, sum_k, sum_q, &u->next, parts, update, m)
     const float *k = NULL;
     float g = 0;
     const Matrix first = PLACE(tokens[0].from);
@@ -405,20 +466,24 @@ INLINE void run_columns(const Net *j, const Spare *s, const Unit *u, int64_t h, 
         }
     }
 }
-static void run_wide(const Net *j, const Spare *s, const Unit *u, int64_t h, int64_t c) {
+static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
     run_columns(j, s, u, h, c, WIDE);
 }
-static void run_narrow(const Net *j, const Spare *s, const Unit *u, int64_t h, int64_t c) {
+static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
     run_columns(j, s, u, h, c, 1);
 }
 
-static void give(const Net *j, const Spare *s, int64_t head, int64_t count) {
+INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, const int half) {
     const int64_t dv = j->value_dim;
-    const int half = (int)j->half;
     for (int64_t i = 0; i < count; i++) {
         const int64_t query = s->tokens[i].query, z = query * j->z_stride + head * dv;
         const float *o = s->o + i * dv;
         if (query < 0) continue;
+        if (i + AHEAD < count && s->tokens[i + AHEAD].query >= 0) {
+            const int64_t later = s->tokens[i + AHEAD].query;
+            bring((const char *)j->z + (later * j->z_stride + head * dv) * j->bytes, dv * j->bytes);
+            bring((const char *)j->out + (later * j->value_heads + head) * dv * j->bytes, dv * j->bytes);
+        }
         vf squares = {0};
         for (int64_t c = 0; c < dv; c += LANES) squares += loadf(o + c) * loadf(o + c);
         const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)dv + j->eps));
@@ -428,13 +493,33 @@ static void give(const Net *j, const Spare *s, int64_t head, int64_t count) {
     }
 }
 
-static void run_tokens(const Net *j, const Spare *s, const Unit *u) {
+/* A head's tokens, normed and gated. */
+static void give(const Net *j, const Spare *s, int64_t head, int64_t count) {
+    if (j->half) give_of(j, s, head, count, 1);
+    else give_of(j, s, head, count, 0);
+}
+
+/* The states that head h of a unit reads and writes. */
+static Ahead states_of(const Net *j, const Unit *u, int64_t h) {
+    const int64_t size = j->key_dim * j->value_dim, head = head_of(j, u, h);
+    const char *read = (const char *)(j->state + (j->read[u->row] * j->value_heads + head) * size);
+    const char *write = (const char *)(j->state + (j->write[u->row] * j->value_heads + head) * size);
+    return (Ahead){read, read + size * 4, write, write + size * 4};
+}
+static void run_tokens(const Net *j, const Spare *s, Unit *u, const Unit *then) {
     const int64_t dv = j->value_dim;
+    const int64_t stride = 2 * j->key_dim + j->group * dv;
+    for (int64_t i = 0; i < 2 + j->group; i++) {
+        const Stretch of = stretch_of(j, u, i);
+        turn_taps(j, s->taps + of.at, stride, of.first, of.size);
+    }
     make_ready(j, s, u);
     write_inputs(j, s, u);
     for (int64_t h = 0; h < j->group; h++) {
         const int64_t head = head_of(j, u, h);
         make_gates(j, s, head, u->count);
+        if (h + 1 < j->group) u->next = states_of(j, u, h + 1);
+        else if (then) u->next = states_of(j, then, 0);
         int64_t c = 0;
         for (; c + COLUMNS <= dv; c += COLUMNS) run_wide(j, s, u, h, c);
         for (; c < dv; c += PART) run_narrow(j, s, u, h, c);
@@ -443,64 +528,69 @@ static void run_tokens(const Net *j, const Spare *s, const Unit *u) {
 }
 
 /* Dead nodes, which are no root and have no parent: zeros. */
-static void leave_out(const Net *j, const Spare *s, const Unit *u, int64_t tree) {
-    const int64_t offset = first_of(j, tree), n = first_of(j, tree + 1) - offset, size = j->value_dim;
+static void leave_out(const Net *j, const Spare *s, int64_t tree) {
+    const int64_t offset = first_of(j, tree), n = first_of(j, tree + 1) - offset;
+    const int64_t size = j->value_heads * j->value_dim * j->bytes;
     for (int64_t q = 1; q < n; q++)
-        for (int64_t h = 0; s->parent[q] < 0 && h < j->group; h++)
-            memset((char *)j->out + ((offset + q) * j->value_heads + head_of(j, u, h)) * size * j->bytes, 0,
-                   (size_t)(size * j->bytes));
+        if (s->parent[q] < 0) memset((char *)j->out + (offset + q) * size, 0, (size_t)size);
 }
 
-static void run_unit(const Net *j, const Spare *s, int64_t unit) {
-    const int64_t parts = j->value_heads / j->key_heads / j->group, stride = 2 * j->key_dim + j->group * j->value_dim;
-    const int64_t item = unit / parts / j->key_heads;
-    Unit u = {.key = unit / parts % j->key_heads, .part = unit % parts};
-    for (int64_t i = 0; i < 2 + j->group; i++) {
-        const Stretch of = stretch_of(j, &u, i);
-        turn_taps(j, s->taps + of.at, stride, of.first, of.size);
+/* The units [from, end) of a tree's or chunk's tokens, which are made ready. */
+static void run_units(const Net *j, const Spare *s, int64_t row, int64_t from, int64_t end, int64_t count) {
+    const int64_t parts = j->value_heads / j->key_heads / j->group;
+    Unit next = {.row = row, .key = from / parts, .part = from % parts, .count = count};
+    for (int64_t unit = from; unit < end; unit++) {
+        Unit u = next;
+        u.kept = (unit - from) * j->group;
+        next.key = (unit + 1) / parts;
+        next.part = (unit + 1) % parts;
+        run_tokens(j, s, &u, unit + 1 < end && !j->spans ? &next : NULL);
     }
+}
+
+static void run_piece(const Net *j, const Spare *s, int64_t item, int64_t from, int64_t end) {
     if (j->spans) {
-        u.row = j->rows[j->spans[4 * item]];
-        for (int64_t done = 0; done < j->spans[4 * item + 3]; done += u.count) {
-            u.count = chunk_tokens(j, s, item, done);
-            run_tokens(j, s, &u);
-        }
+        const int64_t *span = j->spans + 4 * item, row = j->rows[span[0]];
+        for (int64_t done = 0; done < span[3]; done += AT_ONCE)
+            run_units(j, s, row, from, end, chunk_tokens(j, s, item, done));
         return;
     }
-    u.row = j->rows[item];
-    u.count = tree_tokens(j, s, item);
-    if (!u.count) return;
-    run_tokens(j, s, &u);
-    leave_out(j, s, &u, item);
-    if (u.key || u.part) return;
-    int64_t *slots = j->node_slots + (u.row * 2 + j->page[u.row]) * j->nodes; /* 0: of no record */
+    const int64_t row = j->rows[item], count = tree_tokens(j, s, item);
+    if (!count) return;
+    run_units(j, s, row, from, end, count);
+    if (from) return;
+    leave_out(j, s, item);
+    int64_t *slots = j->node_slots + (row * 2 + j->page[row]) * j->nodes; /* 0: of no record */
     memset(slots, 0, (size_t)j->nodes * 8);
-    for (int64_t i = 0; i < u.count; i++) {
+    for (int64_t i = 0; i < count; i++) {
         const int64_t query = s->tokens[i].query;
         if (query >= 0) slots[node_of(j, query)] = j->slots[query];
     }
 }
 
-static void some_units(void *data) {
+static void some_pieces(void *data) {
     Net *j = data;
     const Spare s = spare_of(j, j->scratch + take(&j->worker, 1) * j->scratch_size);
-    for (int64_t i; (i = take(&j->next, 1)) < j->units;) run_unit(j, &s, i);
+    const int64_t units = j->value_heads / j->group, pieces = j->pieces;
+    for (int64_t i; (i = take(&j->next, 1)) < j->count * pieces;)
+        run_piece(j, &s, i / pieces, i % pieces * units / pieces, (i % pieces + 1) * units / pieces);
 }
 
 /* -- the module ------------------------------------------------------------------------------------------------------ */
 
-#define SIZES 9 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half */
+#define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, threads */
 #define BATCH 11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
                     longest span, depth: as of attention */
 static Net net_of(const int64_t *n, const int64_t *batch) {
     Net j = {.key_heads = n[0], .value_heads = n[1], .key_dim = n[2], .value_dim = n[3], .width = n[4], .tiled = n[5],
-             .nodes = n[6], .group = n[7], .half = n[8], .rows = POINTER(batch[0]), .table = POINTER(batch[1]),
+             .nodes = n[6], .group = n[7], .half = n[8], .threads = n[9], .rows = POINTER(batch[0]), .table = POINTER(batch[1]),
              .table_stride = batch[2], .prefix = POINTER(batch[3]), .path = POINTER(batch[4]),
              .path_len = POINTER(batch[5]), .spans = POINTER(batch[6]), .starts = POINTER(batch[7]),
              .count = batch[8], .longest = batch[9], .depth = batch[10]};
+    const int64_t units = j.value_heads / j.group;
+    j.pieces = units < j.threads ? units : j.threads;
     j.channels = 2 * j.key_heads * j.key_dim + j.value_heads * j.value_dim;
     j.bytes = j.half ? 2 : 4;
-    j.units = j.count * (j.value_heads / j.group);
     return j;
 }
 
@@ -513,10 +603,10 @@ static PyObject *py_delta_scratch(PyObject *self, PyObject *const *args, Py_ssiz
 }
 
 /* sizes, batch, write slots, saves; out, qkv, z, b, a, strides of the last four; conv, decay, dt_bias, norm; state, conv,
-   inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, threads, queries; eps.
+   inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, queries; eps.
    saves: of each chunk where its pairs of (tokens, state slot) begin, and where the last ones end; then these. */
 static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    enum { REST = SIZES + BATCH, ALL = REST + 28 };
+    enum { REST = SIZES + BATCH, ALL = REST + 27 };
     int64_t all[ALL];
     if (!numbers(args, given - 1, ALL, all)) return NULL;
     const int64_t *n = all + REST;
@@ -527,11 +617,11 @@ static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t 
     j.conv = POINTER(n[11]), j.decay = POINTER(n[12]), j.dt_bias = POINTER(n[13]), j.norm = POINTER(n[14]);
     j.state = POINTER(n[15]), j.windows = POINTER(n[16]), j.inputs = POINTER(n[17]), j.gates = POINTER(n[18]);
     j.read = POINTER(n[19]), j.write = POINTER(n[20]), j.page = POINTER(n[21]), j.length = POINTER(n[22]);
-    j.node_slots = POINTER(n[23]), j.scratch = POINTER(n[24]), j.scratch_size = n[25], j.threads = n[26];
+    j.node_slots = POINTER(n[23]), j.scratch = POINTER(n[24]), j.scratch_size = n[25];
     j.eps = (float)PyFloat_AsDouble(args[ALL]);
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    run(some_units, &j, j.units > 1 ? j.threads : 1, n[27] * j.value_heads * j.key_dim * j.value_dim / 16384);
+    run(some_pieces, &j, j.count * j.pieces > 1 ? j.threads : 1, n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
