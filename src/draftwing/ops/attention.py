@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from draftwing.core import Chunk
+from draftwing.ops.row_states import RowStates
+from draftwing.ops.torch.delta_net import delta_net
 
 
 class HeadNorms(NamedTuple):
