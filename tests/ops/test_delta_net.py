@@ -129,9 +129,12 @@ class Bench:
         self.advance([*lengths], [self.kv_len[row] for row in lengths])
         return out
 
-    def step(self, trees: dict[int, tuple[list[int], list[int]]], ragged: bool = False) -> None:
+    def step(
+        self, trees: dict[int, tuple[list[int], list[int]]], ragged: bool = False, numbers: tuple[int, ...] = ()
+    ) -> None:
         """A step of trees of the same number of nodes, or of any numbers (`ragged`); compares every node with the loop,
-        and commits."""
+        and commits. numbers: of the nodes, where some between them are not verified."""
+        number = torch.tensor(numbers or range(NODES))
         nodes = max(len(parents) for parents, _ in trees.values())
         assert ragged or all(len(parents) == nodes for parents, _ in trees.values())
         paths, parts, prefix, slots, starts = [], [], [], [], [0]
@@ -144,10 +147,10 @@ class Bench:
             parts.append(drafts)
             paths.append([path_to(parents, node) for node in range(len(parents))])
             prefix.append(at)
-            slots.append(self.table[row, at : at + len(parents)])
+            slots.append(self.table[row, at + number[: len(parents)]])
             starts.append(starts[-1] + len(parents))
         depth = max(len(path) for its in paths for path in its)
-        padded = [torch.tensor([path + [0] * (depth - len(path)) for path in its]) for its in paths]
+        padded = [number[torch.tensor([path + [0] * (depth - len(path)) for path in its])] for its in paths]
         lengths = [torch.tensor([len(path) for path in its]) for its in paths]
         rows, inputs = torch.tensor([*trees]), joined(parts)
         count = starts[-1]
@@ -173,9 +176,9 @@ class Bench:
                 self.close(got[node], plain(self.spec, whole, self.weights)[-1])
         after = []
         for row, (parents, accepted) in trees.items():
-            order = accepted + [node for node in range(len(parents)) if node not in accepted]
-            at = self.kv_len[row]
-            self.table[row, at : at + len(parents)] = self.table[row, at : at + len(parents)][order]
+            its, at = number[accepted].tolist(), self.kv_len[row]
+            order = its + [node for node in range(NODES) if node not in its]
+            self.table[row, at : at + NODES] = self.table[row, at : at + NODES][order]
             after.append(at + 1)
             self.kv_len[row] = at + len(accepted)
         self.advance([*trees], after)
@@ -312,10 +315,11 @@ def test_bits_are_those_of_plain_steps(bench: Bench) -> None:
 
 
 def test_an_older_record_of_the_same_slot_is_not_found(bench: Bench) -> None:
-    """A slot that was rejected is a later node's; where that has fewer nodes, the older record comes first."""
+    """Of a node that is not verified now, and comes before the one that is."""
     bench.prefill({0: 3})
     bench.step({0: TREES["tree"]})
-    bench.step({0: TREES["rejected"]})
-    bench.table[0, bench.kv_len[0] :] = bench.table[0, bench.kv_len[0] :].flip(0)
-    bench.step({0: TREES["whole chain"]})
+    bench.step({0: TREES["root"]})
+    older = bench.states.node_slots[0, 0, 1].cpu()
+    bench.table[0, bench.kv_len[0] + 3] = older  # as where a row begins that was another's
+    bench.step({0: ([0, 0, 1], [0, 1, 2])}, ragged=True, numbers=(0, 3, 5))
     bench.step({0: TREES["root"]})
