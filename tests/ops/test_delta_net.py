@@ -318,11 +318,11 @@ def test_an_older_record_of_the_same_slot_is_not_found(bench: Bench) -> None:
     """Of a node that is not verified now, and comes before the one that is."""
     bench.prefill({0: 3})
     bench.step({0: TREES["tree"]})
-    older = bench.states.node_slots[0, 1, 4].cpu()
+    older = int(bench.states.node_slots[0, 1, 4])
     assert older > 0
     bench.step({0: TREES["root"]})
     entries = bench.table[0, bench.kv_len[0] :]  # in another order, as of a row that was another's
     others = entries[entries != older]
-    bench.table[0, bench.kv_len[0] :] = torch.cat((others[:5], older[None], others[5:]))
+    bench.table[0, bench.kv_len[0] :] = torch.cat((others[:5], torch.tensor([older]), others[5:]))
     bench.step({0: ([0, 0, 1], [0, 1, 2])}, ragged=True, numbers=(0, 3, 5))
     bench.step({0: TREES["root"]})
