@@ -1,5 +1,5 @@
-"""Gated delta nets against a loop over tokens in float64, which knows nothing of states, trees and chunks; and a token's
-bits are the same in whichever of them it is computed."""
+"""Gated delta nets against a loop over tokens in float64, which knows nothing of states, trees and chunks; and a
+token's bits are the same in whichever of them it is computed."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Bench:
                 whole = joined([before, taken(drafts, torch.tensor(path))])
                 self.close(got[node], plain(self.spec, whole, self.weights)[-1])
         after = []
-        for row, (parents, accepted) in trees.items():
+        for row, (_, accepted) in trees.items():
             its, at = number[accepted].tolist(), self.kv_len[row]
             order = its + [node for node in range(NODES) if node not in its]
             self.table[row, at : at + NODES] = self.table[row, at : at + NODES][order]

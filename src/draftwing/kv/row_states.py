@@ -10,8 +10,8 @@ A running row has two, and reads one while a step writes the other. The step tha
 
 `advance`, at commit, makes the written state the one that is read. So a rejected node leaves nothing, plain decoding
 is a tree of one node, and every token has the bits of a plain recurrence over its ancestors: of whichever tree, chunk
-or cached prefix it is computed in. State slot 0 is that of an empty text: zeros, never written. The last one is the dummy
-row's, whose state nobody reads.
+or cached prefix it is computed in. State slot 0 is that of an empty text: zeros, never written. The last one is the
+dummy row's, whose state nobody reads.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ from draftwing.ops.row_states import LayerStates as LayerStates
 class RowStates:
     """layers: by pool layer.  slots: usable state slots.  nodes: most of one tree.
 
-    Of each row, on the device: read, write [rows + 1] int64, the state slots that the next step reads and writes; page
-    [rows + 1] int64, 0 or 1: where the next step leaves its records (it reads the other one's); length [rows + 1] int64:
-    tokens in the state that is read; node_slots [rows + 1, 2, nodes] int64: the KV slots of the nodes with records, by
-    which a page table names those that were accepted, and 0 of nodes without. Rows that were given no state slots have
-    the dummy's.
+    Of each row, on the device, [rows + 1] int64: read, write: the state slots of the next step; page, 0 or 1: where it
+    leaves its records (it reads the other one's); length: tokens in the state that is read.
+    node_slots [rows + 1, 2, nodes] int64: the KV slots of the nodes with records, by which a page table names those
+    that were accepted, and 0 of nodes without. Rows that were given no state slots have the dummy's.
     """
 
     def __init__(
-        self, specs: Mapping[int, DeltaSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device
+        self,
+        specs: Mapping[int, DeltaSpec],
+        slots: int,
+        rows: int,
+        nodes: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.slots, self.nodes, self.dummy = slots, nodes, slots + 1
 

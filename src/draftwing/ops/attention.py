@@ -180,7 +180,7 @@ def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
     """Returns the spans of chunks that follow each other in a flat batch; chunk i is batch row i."""
     offsets = accumulate((chunk.length for chunk in chunks), initial=0)
     return tuple(
-        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final)
+        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final, chunk.saves)
         for i, (offset, chunk) in enumerate(zip(offsets, chunks, strict=False))
     )
 

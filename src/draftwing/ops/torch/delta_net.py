@@ -100,9 +100,7 @@ def _tree(
     return out
 
 
-def _step(
-    spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: DeltaWeights
-) -> tuple[_State, Tensor]:
+def _step(spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[_State, Tensor]:
     """One token of each of B states: qkv [B, channels], gate [B, 2, value_heads] -> what it is then, and o
     [B, value_heads, value_dim]"""
     window = torch.cat((state.window, qkv[:, None]), 1)  # [B, conv_width, channels]
