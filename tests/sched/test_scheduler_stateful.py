@@ -36,6 +36,7 @@ from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.slots import SlotAllocator
+from draftwing.sched.state_slots import StateSizes
 
 CONTEXT = 36
 CHAINS = (TreeShape(5, 1, 6), TreeShape(3, 1, 4), PLAIN)
@@ -43,6 +44,7 @@ TREES = (TreeShape(4, 4, 12), TreeShape(3, 3, 8), TreeShape(1, 4, 5), *CHAINS)
 LAGGING = ((PLAIN,), (), (PLAIN, TreeShape(3, 1, 4), TreeShape(3, 3, 8)))
 TOKENS = Deferral(0, 9, True, 12)
 SLOTS = Deferral(0, 9, by_slot=True)
+STATES = (None, StateSizes(12, 4, 3), StateSizes(4, 8, 2), StateSizes(40, 5, 1))
 MENUS = {"plain": (PLAIN,), "chains": CHAINS, "trees": TREES}
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 7, 7, 7, 7, 7, 7, 7], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]]
 
@@ -148,10 +150,11 @@ class Serving(RuleBasedStateMachine):
             lagging=behind,
             lag=lag,
             deferral=deferral,
+            states=(states := STATES[(rows + spare // 5 + chunk) % len(STATES)]),
         )
         self.policy = AnyShape(shapes)
         self.sched = Scheduler(config, self.policy, spans)
-        self.device = ToyDevice(rows, CONTEXT + room, lookahead, tail, behind, lag, deferral)
+        self.device = ToyDevice(rows, CONTEXT + room, lookahead, tail, behind, lag, deferral, states is not None)
         self.flying: list[Plan] = []
         self.asked: dict[str, Asked] = {}
 
@@ -217,6 +220,7 @@ class Serving(RuleBasedStateMachine):
         if plan is None:
             assert self.flying or not self.sched.running, "nothing runs, and nothing is on its way"
             return
+        self.seen["begun with a snapshot"] += any(read > 0 for _, read, *_ in plan.states.tolist())
         self.seen["evicted"] += self.sched.kv.radix.size < evictable
         self.seen["prefix hits"] += any(len(admission.slots) for admission in plan.admits)
         self.seen["resumed"] += any(len(admission.tokens) > admission.prompt_len for admission in plan.admits)
@@ -303,7 +307,7 @@ MUST = {
     *("pool exhausted", "rows for another client", "preempted in prefill", "preempted in flight"),
     *("resumed", "stale", "stale, row reused", "prefix hits", "evicted", "chunks of several", "plans of several rows"),
     *("permuted", "caught up", "caught up after release", "far behind", "deferred", "deferred chunks", "skipped"),
-    *("answer shown", "prompts at rest"),
+    *("answer shown", "prompts at rest", "replayed", "snapshots", "begun with a snapshot"),
 }
 
 

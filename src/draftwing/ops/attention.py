@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from draftwing.core import Chunk
+from draftwing.ops.row_states import RowStates
+from draftwing.ops.torch.delta_net import delta_net
 
 
 class HeadNorms(NamedTuple):
@@ -178,7 +180,7 @@ def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
     """Returns the spans of chunks that follow each other in a flat batch; chunk i is batch row i."""
     offsets = accumulate((chunk.length for chunk in chunks), initial=0)
     return tuple(
-        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final)
+        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final, chunk.saves)
         for i, (offset, chunk) in enumerate(zip(offsets, chunks, strict=False))
     )
 
