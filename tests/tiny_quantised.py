@@ -240,7 +240,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
 
 
 def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Writer | None]) -> dict[str, Tensor]:
-    """Rewrites the matrices `*_proj` of a checkpoint; returns all its tensors with these multiplied out, float32.
+    """Rewrites the matrices `*_proj*` of a checkpoint; returns all its tensors with these multiplied out, float32.
 
     writer: of a module; None: it stays as it is.
     """
@@ -249,7 +249,7 @@ def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Write
     exact: dict[str, Tensor] = {}
     for name, value in load_file(file).items():
         module, _, suffix = name.rpartition(".")
-        write = writer(module) if module.endswith("_proj") and suffix == "weight" else None
+        write = writer(module) if "_proj" in module.rpartition(".")[2] and suffix == "weight" else None
         if write is None:
             stored[name] = exact[name] = value
             continue

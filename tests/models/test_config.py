@@ -9,6 +9,7 @@ import torch
 from reference.hf_configs import (
     GEMMA3_1B,
     GPT_OSS_20B,
+    LFM2_12B,
     LLAMA2_7B,
     LLAMA32_1B,
     MISTRAL_7B_V01,
@@ -16,12 +17,18 @@ from reference.hf_configs import (
     QWEN3_30B,
     QWEN25_7B,
     QWEN25_15B_TRANSFORMERS5,
+    QWEN35_9B,
+    QWEN35_35B,
+    QWEN35_TEXT,
 )
 
 from draftwing.errors import CheckpointError
+from draftwing.kv.pool import KVSpec
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.rope import RopeConfig
+from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig, from_hf
 
 
@@ -49,6 +56,27 @@ def test_llama32() -> None:
     assert (config.attention.kv_heads, config.attention.head_dim, config.tie_embeddings) == (8, 64, True)
     assert config.stop_ids == (128001, 128008, 128009)
     assert config.dtype == torch.bfloat16
+
+
+def test_qwen35() -> None:
+    config = from_hf(QWEN35_9B)
+    attention, net = config.layers[3].mixer, config.layers[0].mixer
+    assert attention == AttentionConfig(16, 4, 256, qk_norm=True, gated=True, rotary=64)
+    assert net == DeltaNetConfig(16, 32, 128, 128, 4) and config.norm == NormConfig(1e-6, True, 1.0)
+    assert [layer.mixer for layer in config.layers] == [net, net, net, attention] * 8
+    assert config.ropes == (RopeConfig(1e7, dims=64),) and not config.tie_embeddings
+    assert config.attention.keeps() == KVSpec(4, 256) and config.architecture == "Qwen3_5ForCausalLM"
+    experts = from_hf(QWEN35_35B).experts
+    assert experts == ExpertConfig(256, 8, 512, shared=512)
+
+
+def test_lfm2() -> None:
+    config = from_hf(LFM2_12B)
+    kinds = "".join("a" if isinstance(layer.mixer, AttentionConfig) else "c" for layer in config.layers)
+    assert kinds == "ccaccaccacacacac" and config.layers[0].mixer == ShortConvConfig(2048, 3)
+    assert config.layers[0].ffn == 8192 and config.tie_embeddings and config.norm.eps == 1e-5
+    assert from_hf({**LFM2_12B, "block_auto_adjust_ff_dim": False}).layers[0].ffn == 12288
+    assert from_hf({**LFM2_12B, "block_ffn_dim_multiplier": 1.05}).layers[0].ffn == 8704
 
 
 def test_qwen2() -> None:
@@ -192,7 +220,15 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({**LLAMA2_7B, "architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention (MLA)"),
-        ({"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' has layers of linear attention (Gated DeltaNet), which is not"),
+        ({"model_type": "qwen2_moe"}, "'qwen2_moe' has experts that all tokens share, which is not"),
+        ({**QWEN35_TEXT, "attn_output_gate": False}, "attn_output_gate = False"),
+        ({**QWEN35_TEXT, "layer_types": ["linear_attention"] * 32}, "expected a layer with attention, found none"),
+        ({**QWEN35_TEXT, "layer_types": ["sliding_attention"] * 32}, "layer_types = 'sliding_attention'"),
+        ({**QWEN35_TEXT, "linear_num_value_heads": 24}, "found 24 and 16"),
+        ({**QWEN35_TEXT, "partial_rotary_factor": 3 / 256, "rope_parameters": None}, "that are turned, found 3"),
+        ({**LLAMA2_7B, "attn_output_gate": True}, "attn_output_gate = True"),
+        ({**LFM2_12B, "conv_bias": True}, "conv_bias = True"),
+        ({**LFM2_12B, "conv_L_cache": 1}, "must be at least 2, found 1"),
         ({"architectures": ["BertForMaskedLM"]}, "expected one of LlamaForCausalLM, MistralForCausalLM"),
         (
             {**QWEN3_30B, "num_experts": 8, "num_experts_per_tok": 9},

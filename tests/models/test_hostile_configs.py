@@ -11,20 +11,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf as gguf_package
+import hybrid_gguf
 import pytest
 import tiny_gguf
 import torch
+from hybrid_models import KINDS, reference
 from reference.hf_configs import (
     GEMMA3_1B,
     GPT_OSS_20B,
+    LFM2_12B,
     LLAMA2_7B,
     LLAMA32_1B,
     MISTRAL_7B_V01,
     MIXTRAL_8X7B,
     QWEN3_8B,
     QWEN3_30B,
+    QWEN3_NEXT_80B,
     QWEN25_7B,
     QWEN25_15B_TRANSFORMERS5,
+    QWEN35_9B,
+    QWEN35_35B,
+    QWEN35_TEXT,
 )
 from safetensors.torch import save_file
 from tiny_checkpoint import write_checkpoint
@@ -45,7 +52,7 @@ MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_la
 EVERY = (
     LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
     GPT_OSS_20B,
-    GEMMA3_1B,
+    GEMMA3_1B, QWEN35_9B, QWEN35_TEXT, QWEN35_35B, QWEN3_NEXT_80B, LFM2_12B,
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"),
@@ -58,6 +65,9 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", "quantization_config", "dtype",
              "head_dim", "sliding_window", "use_sliding_window", "num_key_value_heads", "eos_token_id")  # fmt: skip
+
+
+HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2"}
 
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
@@ -85,7 +95,7 @@ def refused(work: Callable[[], object]) -> str:
 
 
 def test_every_family_is_here() -> None:
-    assert {config["architectures"][0] for config in EVERY} == set(FAMILIES)
+    assert {from_hf(config).architecture for config in EVERY} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("number", range(len(EVERY)))
@@ -184,7 +194,12 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
         writer.add_float32(f"{arch}.rope.scale_linear", 2.0)
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
 
-    file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
+    kind = next((kind for kind in KINDS if KINDS[kind][0] == HYBRIDS.get(arch)), None)
+    if kind is None:
+        file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
+    else:
+        model = reference(kind)
+        file = open_gguf(hybrid_gguf.write(tmp_path / "m.gguf", model.config, model.state_dict(), edit=more))
     gguf.model_config(file)
     keys = [f"{arch}.{key}" for key in (*gguf.NEUTRAL_VALUES, "attention.sliding_window", "rope.dimension_count")]
     keys += [key for key in file.metadata if not key.startswith("GGUF")]

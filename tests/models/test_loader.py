@@ -125,11 +125,11 @@ def test_cast_on_the_way_and_report(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_tied_head_in_the_file_is_harmless_and_others_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "visual.proj.weight": torch.ones(2)}
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "tower.proj.weight": torch.ones(2)}
     same = {"lm_head.weight": weights()["model.embed_tokens.weight"].clone()}
     model = load_model(write(tmp_path, weights() | extra | same, tie_word_embeddings=True), torch.float32, "cpu")
     assert model.lm_head.weight is model.embed.weight
-    assert "visual.proj.weight" in caplog.text
+    assert "tower.proj.weight" in caplog.text
     assert "inv_freq" not in caplog.text and "lm_head" not in caplog.text
     load_model(write(tmp_path, weights(), tie_word_embeddings=True), torch.float32, "cpu")
     assert "lm_head.weight is not used: tie_word_embeddings is true" in caplog.text  # for it holds other values

@@ -94,6 +94,8 @@ JOINS = ["1 2", "12 3", "123 4", "A b", "' S", "Ġ Ġ", "! Ċ", "! /", "! a"]
         ("gpt-2", "1234", ["1234"]),
         ("smollm", "1234", ["1", "2", "3", "4"]),
         ("qwen2", "1234", ["1", "2", "3", "4"]),
+        ("qwen35", "1234", ["1", "2", "3", "4"]),
+        ("lfm2", "1234", ["123", "4"]),
         ("tekken", "1234", ["1", "2", "3", "4"]),
         ("deepseek-llm", "1234", ["1", "2", "3", "4"]),
         ("llama-bpe", "1234", ["123", "4"]),
@@ -119,6 +121,12 @@ JOINS = ["1 2", "12 3", "123 4", "A b", "' S", "Ġ Ġ", "! Ċ", "! /", "! a"]
 )
 def test_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
     assert pieces(byte_level(pre, JOINS), text) == expected
+
+
+def test_marks_belong_to_words_in_qwen35() -> None:
+    text, merges = "x\u0301", ["x Ì", "xÌ ģ"]  # which no character is composed of
+    assert pieces(byte_level("qwen35", merges), text) == ["xÌģ"]
+    assert pieces(byte_level("qwen2", merges), text) == ["x", "Ì", "ģ"]
 
 
 def test_case_splits_words_only_in_tekken() -> None:

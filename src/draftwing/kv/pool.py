@@ -36,13 +36,13 @@ class KVSpec(NamedTuple):
 
 class StateSpec(NamedTuple):
     """Anything else that a layer keeps of each token, such as the inputs of a convolution or a state after the
-    token."""
+    token. dtype: None is the pool's, or bfloat16 where that has 8 bits."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
-        return self.dtype
+        return self.dtype or (torch.bfloat16 if pool == FP8 else pool)
 
 
 SlotSpec = KVSpec | StateSpec | DeltaSpec  # what one pool layer holds in each slot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVecto
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
-from draftwing.parallel.cut import Cut
+from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ class AttentionConfig(MixerConfig):
 
     rope: which of `ModelConfig.ropes` turns its heads.  window, scalar: as `AttentionKind` has them.  sinks: whether
     heads have them.  qk_norm: whether heads of queries and keys have norms.  kv_from: as `MixerConfig` has it; then it
-    makes queries alone.
+    makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the matrix of
+    queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
+    are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
     """
 
     heads: int
@@ -43,6 +45,8 @@ class AttentionConfig(MixerConfig):
     o_bias: bool = False
     qk_norm: bool = False
     kv_from: int | None = None
+    gated: bool = False
+    rotary: int = 0
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -57,7 +61,7 @@ class AttentionConfig(MixerConfig):
 
     def weights(self, hidden: int) -> int:
         made = self.heads + (0 if self.kv_from is not None else self.kv_heads)
-        return 2 * hidden * self.head_dim * made
+        return hidden * self.head_dim * (2 * made + self.gated * self.heads)
 
     def check(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -70,6 +74,10 @@ class AttentionConfig(MixerConfig):
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
+        if self.rotary % 2 or not 0 <= self.rotary <= self.head_dim:
+            raise CheckpointError(
+                f"expected an even number of a head's {self.head_dim} elements that are turned, found {self.rotary}"
+            )
 
     def spread(self, ranks: Ranks) -> AttentionConfig:
         """Returns the sizes of one rank; a key/value head may be on several."""
@@ -89,20 +97,49 @@ class AttentionConfig(MixerConfig):
         q = Share(rank * q_rows, q_rows, size * q_rows)
         first = rank * self.kv_heads // size  # a key/value head may be on several ranks
         kv = Cut(0, Share(first * own.head_dim, kv_rows, self.kv_heads * own.head_dim))
+        made = q_rows * (1 + self.gated)
         parts: list[StoredMatrix | StoredVector] = [
-            StoredMatrix("self_attn.q_proj", "qkv", 0, q_rows, self.qkv_bias, Cut(0, q))
+            StoredMatrix("self_attn.q_proj", "qkv", 0, made, self.qkv_bias, Cut(0, q), self._q_order(own, rank))
         ]
         if self.kv_from is None:
-            for i, name in enumerate(("k_proj", "v_proj")):
-                parts.append(StoredMatrix(f"self_attn.{name}", "qkv", q_rows + i * kv_rows, kv_rows, self.qkv_bias, kv))
+            k_order = self._order(range(first, first + own.kv_heads), self.kv_heads)
+            for i, (name, order) in enumerate((("k_proj", k_order), ("v_proj", None))):
+                at = made + i * kv_rows
+                parts.append(StoredMatrix(f"self_attn.{name}", "qkv", at, kv_rows, self.qkv_bias, kv, order))
         parts.append(StoredMatrix("self_attn.o_proj", "o", 0, hidden, self.o_bias, Cut(1, q)))
         if self.sinks:
             cut = Cut(0, Share(rank * own.heads, own.heads, self.heads)) if size > 1 else None
             parts.append(StoredVector("self_attn.sinks", "sinks", own.heads, cut))
         normed = ("q_norm", "k_norm") if self.kv_from is None else ("q_norm",)
         for name in normed if self.qk_norm else ():
-            parts.append(StoredVector(f"self_attn.{name}.weight", f"{name}.weight", self.head_dim, is_norm=True))
+            parts.append(
+                StoredVector(
+                    f"self_attn.{name}.weight", f"{name}.weight", self.head_dim, None, True, self._order((0,), 1)
+                )
+            )
         return parts
+
+    def _order(self, heads: Iterable[int], count: int, every: int = 1) -> Order | None:
+        """Of the rows of these of `count` heads, `every` of which lie beside each other; None where nothing moves."""
+        if 0 < self.rotary < self.head_dim:
+            half, rest = self.rotary // 2, (self.head_dim - self.rotary) // 2
+            runs = [(0, half), (self.rotary, rest), (half, half), (self.rotary + rest, rest)]
+        elif every == 1:
+            return None
+        else:
+            runs = [(0, self.head_dim)]
+        size = every * self.head_dim
+        return ordered(0, [(head * size + at, rows) for head in heads for at, rows in runs], count * size)
+
+    def _q_order(self, own: AttentionConfig, rank: int) -> Order | None:
+        """Of the rows of queries: all gates, then all queries."""
+        heads = range(rank * own.heads, (rank + 1) * own.heads)
+        if not self.gated:
+            return self._order(heads, self.heads)
+        size, queries = 2 * self.head_dim, self._order(heads, self.heads, 2)
+        assert queries is not None
+        gates = [(head * size + self.head_dim, self.head_dim) for head in heads]
+        return ordered(0, (*gates, *queries.runs), self.heads * size)
 
     def build(
         self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
@@ -130,9 +167,11 @@ class Attention(Mixer):
         self.pool_layer, self.shape = pool_layer, config.shape
         self.heads, self.kv_heads, self.head_dim = config.shape
         self.reads_others = config.kv_from is not None  # keys and values, and makes none
+        self.gated = config.gated
         kv_rows = 0 if self.reads_others else 2 * self.kv_heads * self.head_dim
         q_rows, hidden, form = self.heads * self.head_dim, layer.hidden, layer.weight_format
-        self.qkv = Linear(in_size, q_rows + kv_rows, config.qkv_bias, dtype, device, form)
+        self._gates = q_rows if config.gated else 0  # the first outputs
+        self.qkv = Linear(in_size, self._gates + q_rows + kv_rows, config.qkv_bias, dtype, device, form)
         wide, eps = layer.norm.dtype(dtype), layer.norm.eps
         has_k_norm = config.qk_norm and not self.reads_others
         self.q_norm = RMSNorm(self.head_dim, eps, wide, device) if config.qk_norm else None
@@ -151,9 +190,10 @@ class Attention(Mixer):
         return [self.qkv, self.o]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
+        made = self.qkv(x)
+        qkv = made[:, self._gates :].view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
         out = self._with_others(qkv, cos, sin, attend) if self.reads_others else self._attend(qkv, cos, sin, attend)
-        return self.o(out, residual)
+        return self.o(self.ops.gate(made[:, : self._gates], out) if self.gated else out, residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """What `forward` leaves for later queries: keys and values of x [M, in_size]."""

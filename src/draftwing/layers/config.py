@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,7 +41,8 @@ class ExpertConfig:
 
     count: experts that there are.  top_k: of them that a row goes to.  ffn: width of one, of this rank.  renormalise:
     whether the probabilities of those chosen are made to sum to 1.  router_bias, bias: of the router, and of the
-    experts' GEMMs.  limit: of a clamped gate (`ExpertOps.gate`), 0: the gate is SiLU.
+    experts' GEMMs.  limit: of a clamped gate (`ExpertOps.gate`), 0: the gate is SiLU.  shared: width, of this rank, of
+    one more that every row goes to, by a gate of its own; 0: there is none.
     """
 
     count: int
@@ -50,6 +52,7 @@ class ExpertConfig:
     router_bias: bool = False
     bias: bool = False
     limit: float = 0.0
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class LayerConfig:
         mlp = 3 * self.hidden * self.ffn
         if self.experts is not None:
             mlp = self.experts.count * self.hidden * (3 * self.experts.ffn + 1)
+            mlp += self.hidden * (3 * self.experts.shared + (self.experts.shared > 0))
         return self.mixer.weights(self.hidden) + mlp
 
     def check(self) -> None:
@@ -95,7 +99,8 @@ class LayerConfig:
         mixer, experts, kind = self.mixer.spread(ranks), self.experts, "intermediate size"
         ffn = self.ffn if experts is None else experts.ffn
         if experts is not None:
-            kind, experts = f"experts' {kind}", replace(experts, ffn=ffn // size)
+            kind, shared = f"experts' {kind}", experts.shared
+            experts, ffn = replace(experts, ffn=ffn // size, shared=shared // size), math.gcd(ffn, shared)
         if ffn % size:
             raise ConfigError(
                 f"--tp-size {size}: expected a number that divides the model's {kind} of {ffn}; found {size}"

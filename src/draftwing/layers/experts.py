@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, Wei
 from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.contracts import ExpertGemm, FewRowsGemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.expert_rows import ExpertRows
@@ -24,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertMLP(nn.Module):
-    """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum.
+    """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum. There
+    may be one more that all rows go to, by a gate of their own.
 
     Gate and up are one GEMM. Spread over ranks, each of these has a share of every expert.
     """
@@ -37,6 +40,10 @@ class ExpertMLP(nn.Module):
         self.router = Linear(hidden, experts.count, experts.router_bias, dtype, device)
         self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)
         self.down = ExpertLinear(experts.ffn, hidden, experts.count, experts.bias, dtype, device, form)
+        self.shared: GatedMLP | None = None
+        if experts.shared:
+            self.shared = GatedMLP(replace(config, experts=None, ffn=experts.shared), dtype, device)
+            self.shared_gate = nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
         self._ops: LayerOps = PLAIN
         self._exact = False
         self.scatter: Tensor | None = None  # see `ExpertOps.route`
@@ -53,6 +60,7 @@ class ExpertMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
+        residual = self._with_shared(x, residual)
         if self._whole is not None:
             return self._whole(x, residual, self.scatter)
         inner, routed = self._inner(x)
@@ -68,7 +76,18 @@ class ExpertMLP(nn.Module):
     def under(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`forward`, and its result under a norm; where `mixes_under_norms`."""
         inner, routed = self._inner(x)
-        return self._ops.mix_norm(self.down(inner, routed), routed, residual, norm.weight, norm.eps)
+        with_shared = self._with_shared(x, residual)
+        assert with_shared is not None
+        return self._ops.mix_norm(self.down(inner, routed), routed, with_shared, norm.weight, norm.eps)
+
+    def _with_shared(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        """The residual stream and what the expert of all rows adds to it."""
+        if self.shared is None:
+            return residual
+        # Its sum has the same bits in any batch.
+        gate = self._ops.exact_logits(x, self.shared_gate, torch.zeros_like(x[:, :1], dtype=torch.int64))
+        made = torch.sigmoid(gate).to(x.dtype) * self.shared(x)
+        return made if residual is None else residual + made
 
     def _inner(self, x: Tensor) -> tuple[Tensor, Routed]:
         """-> what the gates let through, [pairs, ffn]"""

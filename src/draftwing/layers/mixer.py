@@ -13,7 +13,8 @@ from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention import Attend
-from draftwing.parallel.cut import Cut
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import Ranks
 
 if TYPE_CHECKING:  # `LayerConfig` has a mixer
@@ -29,6 +30,7 @@ class StoredMatrix(NamedTuple):
     rows: int
     bias: bool
     cut: Cut  # what of it this rank reads
+    order: Order | None = None  # of what is read, in place of a cut
 
 
 class StoredVector(NamedTuple):
@@ -39,6 +41,8 @@ class StoredVector(NamedTuple):
     rows: int
     cut: Cut | None = None  # None: all of it
     is_norm: bool = False  # `NormConfig.offset` is added
+    order: Order | None = None  # of what is read, in place of a cut
+    is_log: bool = False  # -exp of it is the parameter
 
 
 class Mixer(nn.Module):
@@ -46,6 +50,7 @@ class Mixer(nn.Module):
 
     # Whether prompts must come as the host's `Batch.chunks`, which they do not in the graphs of `PrefillGraphs`.
     needs_chunks = True
+    ops: LayerOps = PLAIN  # of the device, once packed
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         """x [M, in_size]; cos, sin [M, 1, head_dim] of the rotary embedding that the config names; residual [M, hidden]
@@ -55,6 +60,10 @@ class Mixer(nn.Module):
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Leaves in the pool what `forward` leaves there, for queries whose results nobody wants."""
         self.forward(x, cos, sin, attend)
+
+    def use(self, ops: LayerOps) -> None:
+        """Lets the device do what lies between its matrices as it does it best."""
+        self.ops = ops
 
     def linears(self) -> list[Linear]:
         """Returns its matrices in the order of their calls."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import decimal
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -26,7 +26,8 @@ class RopeConfig:
 
     divisors: one factor per inverse frequency (head_dim / 2 of them) that it is divided by; a GGUF file stores the
     llama3 scaling in this form.  beta_fast, beta_slow, truncate: of YaRN (`inverse_frequencies`).  attention_factor:
-    what cosines and sines are multiplied with.
+    what cosines and sines are multiplied with.  dims: elements of a head that are turned, paired among themselves as
+    `AttentionConfig.rotary` puts them; 0: all of them.
     """
 
     theta: float = 10000.0
@@ -40,6 +41,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    dims: int = 0
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -54,13 +56,16 @@ def _log(x: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
-    """[head_dim / 2]: radians per position of each pair; the same bits on every machine.
+    """[head_dim / 2]: radians per position of each pair, 0 of those that stay; the same bits on every machine.
 
     The llama3 rule keeps short wavelengths, divides long ones by `factor` and interpolates between
     `original_max_positions / high_freq_factor` and `original_max_positions / low_freq_factor`. YaRN (Peng et al. 2023,
     arXiv 2309.00071) interpolates between the pairs that turn `beta_fast` and `beta_slow` times over the original
     context, by the number of the pair, which `truncate` makes an integer at both ends.
     """
+    if 0 < config.dims < head_dim:
+        turned = inverse_frequencies(replace(config, dims=0), config.dims)
+        return np.pad(turned, (0, (head_dim - config.dims) // 2))
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     with decimal.localcontext(prec=40):
         powers = [float(decimal.Decimal(config.theta) ** decimal.Decimal(float(x))) for x in exponent]

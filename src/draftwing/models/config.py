@@ -20,8 +20,9 @@ from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen3_next_layers
 from draftwing.models.language_model import language_model
-from draftwing.models.positions import WindowSwitch, context, ropes, windows
+from draftwing.models.positions import WindowSwitch, context, ropes, rotary_dims, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.unserved import NEUTRAL_VALUES, unserved_part
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
@@ -92,6 +93,7 @@ class ModelConfig:
             if layer.mixer.rotates is None:
                 continue
             rope, head_dim = layer.mixer.rotates
+            assert not isinstance(layer.mixer, AttentionConfig) or self.ropes[rope].dims == layer.mixer.rotary
             divisors = len(self.ropes[rope].divisors)
             if divisors and divisors != head_dim // 2:
                 raise CheckpointError(f"expected {head_dim // 2} rope frequency factors, found {divisors}")
@@ -145,6 +147,10 @@ class Family(NamedTuple):
     # Where layers differ in more than windows: makes so many of the config and of what all have in common.
     layers: Callable[[Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
     reads: tuple[str, ...] = ()  # keys among `NEUTRAL_VALUES` whose values it knows
+    keys: Callable[[Fields], dict[str, Any]] | None = None  # what its config says in keys of others
+    gated: bool = False  # whether attention has gates
+    rotary: float = 1.0  # share of a head that is turned, `partial_rotary_factor` when the config has none
+    shared: bool = False  # whether experts have one more, for all rows
 
 
 FAMILIES: dict[str, Family] = {
@@ -187,6 +193,22 @@ FAMILIES: dict[str, Family] = {
         reads=("query_pre_attn_scalar",),
     ),
     "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", **QWEN_HYBRID),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", experts="qwen", shared=True, **QWEN_HYBRID),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", experts="qwen", shared=True, **QWEN_HYBRID | {"layers": qwen3_next_layers}
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=True,
+        theta=1e6,
+        eps=1e-5,
+        tied=True,
+        layers=lfm2_layers,
+        keys=lfm2_keys,
+    ),
 }
 
 
@@ -199,6 +221,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         value = config.get(key)
         if value is not None and value not in neutral and not _reads(family, key):
             raise _refused(key, value, name)
+    if family.keys is not None:
+        fields = Fields({**config, **family.keys(fields)}, fields.where)
     key, known = _ACTIVATIONS[family.activation]
     activation = fields.text(key, known[0])
     if activation not in known:
@@ -209,19 +233,24 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
-    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained)
+    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.rotary != 1)
     max_positions = context(rope, trained)
     norm = NormConfig(fields.number("rms_norm_eps", 0, 1, family.eps), family.wide_norms, family.norm_offset)
     scalar = family.attention_scalar
+    head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
+    rotary = rotary_dims(fields, head_dim, family.rotary) if family.rotary != 1 else 0
+    rope = replace(rope, dims=rotary)
     attention = AttentionConfig(
         heads,
         kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
-        head_dim=fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads),
+        head_dim=head_dim,
         sinks=family.sinks,
         scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
         qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
         o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
         qk_norm=family.qk_norm,
+        gated=family.gated,
+        rotary=rotary,
     )
     layer = LayerConfig(
         hidden,
@@ -233,13 +262,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         activation=family.activation,
         out_norms=family.out_norms,
     )
+    dense = _dense_layers(fields, layers) if family.experts == "qwen" else frozenset()
     if family.layers is not None:
         made = family.layers(fields, layer, layers)
+        made = tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
     else:
         reach = windows(
             fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
         )
-        dense = _dense_layers(fields, layers) if family.experts == "qwen" else frozenset()
         made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
     return ModelConfig(
         architecture=name,
@@ -323,10 +353,11 @@ def _experts(fields: Fields, family: Family, layers: int) -> ExpertConfig | None
         count,
         top_k=fields.whole("num_experts_per_tok", high=count),
         ffn=fields.whole("moe_intermediate_size" if qwen else "intermediate_size", high=WIDEST),
-        renormalise=fields.flag("norm_topk_prob") if qwen else True,
+        renormalise=fields.flag("norm_topk_prob", family.shared) if qwen else True,
         router_bias=clamped,
         bias=clamped,
         limit=fields.number("swiglu_limit", 1e-3, 1e6, 7.0) if clamped else 0.0,
+        shared=fields.whole("shared_expert_intermediate_size", high=WIDEST) if family.shared else 0,
     )
 
 

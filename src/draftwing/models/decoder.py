@@ -62,11 +62,13 @@ class DecoderLayer(nn.Module):
 
     def pack(self, ops: LayerOps) -> None:
         """Lets the device do the layer in one call where it can; when the parts are packed."""
-        self._ops, self._whole = ops, whole_layers(ops, [self.weights()])
+        self.use(ops)
+        self._whole = whole_layers(ops, [self.weights()])
 
     def use(self, ops: LayerOps) -> None:
         """Lets the device add residuals as it does it best; without packing."""
         self._ops = ops
+        self.mixer.use(ops)
 
     def linears(self) -> list[Linear]:
         """All but experts', in the order of their calls."""
@@ -75,11 +77,11 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
-        wide norms or four of them, or a mixer that is no attention with keys and values of its own."""
+        wide norms or four of them, or a mixer that is no attention with keys and values of its own and no gate."""
         attention, mlp = self.mixer, self.mlp
         if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
             return None
-        if not isinstance(attention, Attention) or attention.reads_others:
+        if not isinstance(attention, Attention) or attention.reads_others or attention.gated:
             return None
         linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features

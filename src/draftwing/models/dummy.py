@@ -64,6 +64,10 @@ def _values(like: Tensor, leaf: str, scale: float, device: torch.device | str, g
     values = torch.empty(like.shape, dtype=like.dtype, device=device)
     if leaf == "bias":
         values.zero_()
+    elif leaf == "decay":  # of a delta net's state, whose half is left after a token
+        values.fill_(-1.0)
+    elif leaf == "dt_bias":
+        values.zero_()
     elif like.dim() == 1:  # of a norm
         values.fill_(1.0)
     elif not like.is_floating_point():  # a quantised weight

@@ -1,8 +1,9 @@
-"""Tensors that hold a matrix of all experts, as gpt-oss checkpoints have them: taken apart into those of each expert.
+"""Tensors that hold a matrix of all experts, as gpt-oss and Qwen3.5 have them: taken apart into those of each expert.
 
-Gates and ups are one tensor there, in turn. In MXFP4 (OCP Microscaling Formats 1.0) a matrix is two: `_blocks`
-[experts, rows, columns / 32, 16] with two values a byte, and `_scales` [experts, rows, columns / 32], exponents of 2
-and 127 more. Others are [experts, columns, rows], the transpose.
+Gates and ups are one tensor there: in gpt-oss a gate, its up and so on, in Qwen3.5 all gates, then all ups. In MXFP4
+(OCP Microscaling Formats 1.0) a matrix is two: `_blocks` [experts, rows, columns / 32, 16] with two values a byte, and
+`_scales` [experts, rows, columns / 32], exponents of 2 and 127 more. Others are [experts, rows, columns], in gpt-oss
+the transpose, [experts, columns, rows].
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ def taken_apart(
     count: int,
     cuts: Mapping[str, Cut],
     device: torch.device | None = None,
+    halves: bool = False,
 ) -> Iterator[tuple[str, Value]]:
     """(name, value) of every tensor, those of all experts as those of each: `experts.3.gate_proj.weight`. Raises
     CheckpointError for what does not fit together.
 
     count: of experts.  cuts: what this rank has of them, by the names given.  device: where MXFP4 is put together,
-    None: where its tensors are.
+    None: where its tensors are.  halves: whether they are as in Qwen3.5.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -51,10 +53,10 @@ def taken_apart(
                 continue
             whole: Tensor | MXRows = _mx_rows(f"{prefix}.{matrix}", **waiting.pop(f"{prefix}.{matrix}"))
         else:
-            whole = tensor if kind else _transposed(name, tensor)
+            whole = tensor if kind or halves else _transposed(name, tensor)
         suffix = "bias" if kind == "_bias" else "weight"
         for expert in range(count):
-            for part, value in _parts(whole, expert, matrix):
+            for part, value in _parts(whole, expert, matrix, halves):
                 own = f"{prefix}.{expert}.{part}.{suffix}"
                 yield own, cuts[own].of(own, value) if own in cuts else value  # type: ignore[misc]
     if waiting:
@@ -64,11 +66,14 @@ def taken_apart(
         raise CheckpointError(f"tensors missing from the checkpoint: expected {', '.join(missing[:8])}")
 
 
-def _parts(whole: Tensor | MXRows, expert: int, matrix: str) -> Iterator[tuple[str, Tensor | MXRows]]:
+def _parts(whole: Tensor | MXRows, expert: int, matrix: str, halves: bool) -> Iterator[tuple[str, Tensor | MXRows]]:
     """Of one expert; whole: of all of them, rows first."""
     one = MXRows(*(part[expert] for part in whole)) if isinstance(whole, MXRows) else whole[expert]
     if matrix == "down_proj":
         yield "down_proj", one
+        return
+    if halves and isinstance(one, Tensor):
+        yield from zip(("gate_proj", "up_proj"), one.tensor_split(2), strict=True)
         return
     for start, name in enumerate(("gate_proj", "up_proj")):
         yield name, MXRows(*(part[start::2] for part in one)) if isinstance(one, MXRows) else one[start::2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.rope import RopeConfig, yarn_attention_factor
+from draftwing.models import gguf_hybrids
 from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
-from draftwing.models.weight_map import expert_names
+from draftwing.models.weight_map import QWEN_MTP_PREFIX, expert_names
 from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
 
@@ -34,6 +37,7 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     OSS: "GptOssForCausalLM",
+    **gguf_hybrids.ARCHITECTURES,
 }
 WITH_EXPERTS = {"llama": "MixtralForCausalLM"}  # where the metadata speak of experts
 
@@ -64,9 +68,17 @@ GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
 OTHER_NAMES = {
     "Gemma3ForCausalLM": GEMMA_NAMES,
     "GptOssForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+    "Lfm2ForCausalLM": gguf_hybrids.LFM2_NAMES,
+    **{
+        gguf_hybrids.ARCHITECTURES[arch]: BLOCK_NAMES | gguf_hybrids.DELTA_NAMES
+        for arch in (gguf_hybrids.QWEN35, gguf_hybrids.QWEN35_MOE, gguf_hybrids.QWEN3_NEXT)
+    },
 }
 GEMMA_27B = 62  # layers of the one model whose scale is not that of its heads' size, which files do not say
-EXPERT_TENSORS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # [experts, rows, columns]
+# [experts, rows, columns], of which gates and ups may be one tensor, the gates first
+EXPERT_TENSORS = {
+    "ffn_gate_exps": ("gate",), "ffn_up_exps": ("up",), "ffn_down_exps": ("down",), "ffn_gate_up_exps": ("gate", "up"),
+}  # fmt: skip
 MXFP4 = "MXFP4"  # GGML's name of the type
 OSS_LIMIT = 7.0  # of the activation of gpt-oss, which files do not say
 SOFTMAX_OF_CHOSEN = 3  # `expert_gating_func`: the same as a softmax of all, renormalised
@@ -112,28 +124,30 @@ def model_config(file: GGUFFile) -> ModelConfig:
     experts = _experts(file, fields, arch)
     architecture = WITH_EXPERTS.get(arch, ARCHITECTURES[arch]) if experts is not None else ARCHITECTURES[arch]
     hidden, heads = size("embedding_length", high=WIDEST), size("attention.head_count", high=WIDEST)
-    layers = size("block_count", high=MAX_LAYERS)
+    layers, family = own_layers(fields), FAMILIES[architecture]
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
     head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        size(key, head_dim, head_dim, head_dim)
+    size("attention.value_length", head_dim, head_dim, head_dim)
+    turned = size("rope.dimension_count", head_dim if family.rotary == 1 else 2, head_dim, head_dim)
+    rotary = turned if turned < head_dim else 0
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     file.raw("token_embd.weight")  # its shape is believed, so its values must be there
-    family = FAMILIES[architecture]
-    rope = _rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta)
+    rope = replace(_rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta), dims=rotary)
     positions = context(rope, size("context_length"))
     norm = NormConfig(fields.number("attention.layer_norm_rms_epsilon", 0, 1), family.wide_norms, family.norm_offset)
     attention = AttentionConfig(
         heads,
-        kv_heads=size("attention.head_count_kv", default=heads),
+        kv_heads=gguf_hybrids.kv_heads(fields, heads),
         head_dim=head_dim,
         sinks=family.sinks,
         scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.attention_scalar else 0,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         qk_norm=family.qk_norm,
+        gated=family.gated,
+        rotary=rotary,
     )
     layer = LayerConfig(
         hidden,
@@ -147,12 +161,16 @@ def model_config(file: GGUFFile) -> ModelConfig:
     )
     dense = {i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors}
     reach, local_rope = _windows(fields, layers, family, positions), _local_rope(fields, family)
+    made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
+    if arch in gguf_hybrids.ARCHITECTURES:
+        hybrid = gguf_hybrids.layers(file, fields, arch, layer, layers)
+        made = tuple(replace(one, experts=like.experts) for one, like in zip(hybrid, made, strict=True))
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_positions=positions,
-        layers=layers_like(layer, attention, layers, reach, local_rope is not None, dense),
+        layers=made,
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
@@ -162,36 +180,53 @@ def model_config(file: GGUFFile) -> ModelConfig:
     )
 
 
+def own_layers(fields: Fields) -> int:
+    """Layers of the model itself, without those that predict."""
+    return gguf_hybrids.own_layers(fields, fields.whole("block_count", high=MAX_LAYERS))
+
+
 def tensors(
-    file: GGUFFile, config: ModelConfig, progress: Progress | None = None, in_blocks: bool = False
+    file: GGUFFile,
+    config: ModelConfig,
+    progress: Progress | None = None,
+    in_blocks: bool = False,
+    predicting: bool = False,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
     """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts in
     MXFP4 stay so.
 
-    in_blocks: quantised matrices come as they are stored, and mostly are views of the file.
+    in_blocks: quantised matrices come as they are stored, and mostly are views of the file.  predicting: those of the
+    prediction layers come, in place of the model's own.
     """
-    permuted = file.metadata["general.architecture"] == "llama"
+    arch = file.metadata["general.architecture"]
+    own = own_layers(Fields(file.metadata, str(file.path), f"{arch}."))
+    nets = [layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetConfig)]
+    permuted = arch == "llama"
     total, done = file.size, 0
     for name in file.tensors:
-        if name == "rope_freqs.weight":  # part of the config
-            continue
+        block = BLOCK.match(name)
+        if name == "rope_freqs.weight" or (block is not None and int(block[1]) >= own) != predicting:
+            continue  # part of the config, or nobody asks for it
         match = EXPERT_PARTS.fullmatch(name)
         if match:
-            yield from _of_experts(file, config, name, match, in_blocks)
+            yield from _of_experts(file, config, name, match, in_blocks, own)
             done += file.raw(name).nbytes
             continue
-        theirs, info = hf_name(name, config), file.tensors[name]
+        info = file.tensors[name]
         as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
         attention = config.attention
         heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(
             name.rpartition(".")[0].rpartition(".")[2], 0
         )
-        if config.norm.offset and name.endswith("norm.weight"):
+        if config.norm.offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             rows = rows - config.norm.offset  # as a checkpoint in folders has them
         if permuted and heads and len(rows) == heads * attention.head_dim:  # others have the wrong shape anyway
             rows = unpermuted(rows, heads)
-        yield theirs, BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
+        value = BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
+        for part, one in gguf_hybrids.taken_apart(name, value, nets[0]) if nets else ((name, value),):
+            theirs = hf_name(part, config, own)
+            yield theirs, gguf_hybrids.made(theirs, one) if isinstance(one, Tensor) else one
         done += file.raw(name).nbytes
         if progress is not None:
             progress(done, total)
@@ -199,22 +234,30 @@ def tensors(
         progress(total, total)
 
 
+BLOCK = re.compile(r"blk\.(\d+)\.")
 EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|bias)")
 
 
 def _of_experts(
-    file: GGUFFile, config: ModelConfig, name: str, match: re.Match[str], in_blocks: bool
+    file: GGUFFile, config: ModelConfig, name: str, match: re.Match[str], in_blocks: bool, own: int
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
-    """The matrices, or biases, of a tensor of all experts, one by one."""
+    """The matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
     info, names, bias = file.tensors[name], expert_names(config), match[3] == "bias"
     dims = 2 if bias else 3
     if len(info.shape) != dims:
         raise CheckpointError(f"{file.path}: {name}: expected {dims} dimensions, found shape {list(info.shape)}")
-    count, part = info.shape[0], getattr(names, EXPERT_TENSORS[match[2]])
+    count, parts = info.shape[0], EXPERT_TENSORS[match[2]]
     raw, kind = file.raw(name).reshape(count, 1 if bias else info.shape[1], -1), file.kind(name)
     as_stored = in_blocks and is_quantized(info.type_id)
-    for expert, stored in enumerate(raw):
-        theirs = f"model.layers.{match[1]}.{names.experts}.{expert}.{part}.{match[3]}"
+    if bias and len(parts) > 1:
+        raise CheckpointError(f"{file.path}: {name} is not supported: expected biases of gates and ups apart")
+    each = [
+        (expert, getattr(names, part), rows)
+        for expert, stored in enumerate(raw)
+        for part, rows in zip(parts, np.array_split(stored, len(parts)), strict=True)
+    ]
+    for expert, part, stored in each:
+        theirs = f"{layer_name(int(match[1]), own)}.{names.experts}.{expert}.{part}.{match[3]}"
         if bias:
             yield theirs, torch.from_numpy(file.decoded(name, stored)[0])
         elif as_stored:
@@ -238,17 +281,26 @@ def _holds_mxfp4(file: GGUFFile) -> bool:
     return any(EXPERT_PARTS.fullmatch(name) and file.kind(name) == MXFP4 for name in file.tensors)
 
 
-def hf_name(name: str, config: ModelConfig) -> str:
-    """The Hugging Face name of a GGUF tensor; one that has none keeps its own."""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match and match[2] == "ffn_gate_inp":
-        return f"model.layers.{match[1]}.{expert_names(config).router}.{match[3]}"
-    if match and match[2] == "attn_sinks":
-        return f"model.layers.{match[1]}.self_attn.sinks"
+def layer_name(block: int, own: int) -> str:
+    """What a block's names begin with. own: layers of the model itself."""
+    return f"model.layers.{block}" if block < own else f"{QWEN_MTP_PREFIX}layers.{block - own}"
+
+
+def hf_name(name: str, config: ModelConfig, own: int) -> str:
+    """The Hugging Face name of a GGUF tensor; one that has none keeps its own. own: layers of the model itself."""
+    match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias|)", name)
+    if match is None:
+        tops = gguf_hybrids.LFM2_TOP_NAMES if config.architecture == "Lfm2ForCausalLM" else {}
+        return tops.get(name, TOP_NAMES.get(name, name))
+    layer, part, suffix = layer_name(int(match[1]), own), match[2], match[3]
     names = OTHER_NAMES.get(config.architecture, BLOCK_NAMES)
-    if match and match[2] in names:
-        return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
-    return TOP_NAMES.get(name, name)
+    if part == "ffn_gate_inp":
+        return f"{layer}.{expert_names(config).router}{suffix}"
+    if part in ("attn_sinks", "ssm_a", "ssm_dt"):
+        return f"{layer}.{WHOLE_NAMES[part]}"
+    if part in gguf_hybrids.NEXTN_NAMES:
+        return f"{QWEN_MTP_PREFIX}{gguf_hybrids.NEXTN_NAMES[part]}{suffix}"
+    return f"{layer}.{names[part]}{suffix}" if part in names else name
 
 
 def unpermuted(rows: Tensor, heads: int) -> Tensor:
@@ -271,6 +323,12 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
 
 
+# Without what their names end with.
+WHOLE_NAMES = {
+    "attn_sinks": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
+}  # fmt: skip
+
+
 def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
     layers = fields.whole("block_count", high=MAX_LAYERS)
     count = fields.whole("expert_count", 0, most_experts(layers), 0)
@@ -287,6 +345,7 @@ def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
         router_bias=oss,
         bias=oss,
         limit=OSS_LIMIT if oss else 0.0,
+        shared=gguf_hybrids.shared_width(file, fields) if FAMILIES[ARCHITECTURES[arch]].shared else 0,
     )
 
 

@@ -25,8 +25,25 @@ WHOLES = {
             "vocab_size": 262208,
         },
     ),
+    "Qwen3_5ForConditionalGeneration": Whole(
+        "qwen3_5",
+        "Qwen3_5ForCausalLM",
+        {
+            "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+        },
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Whole(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        {
+            "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "max_position_embeddings": 32768,
+        },
+    ),
 }  # fmt: skip
 _OF_BOTH = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
+VISION_PREFIX = "model.visual."  # of the tensors that Qwen's models read images with
 _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",

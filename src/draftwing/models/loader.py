@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +30,11 @@ from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gguf import Progress
+from draftwing.models.language_model import VISION_PREFIX
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
-from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
+from draftwing.models.weight_map import MTP_PREFIXES, canonical, checkpoint_names
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
@@ -176,13 +177,26 @@ def open_checkpoint(
     cuts, quantization = _cuts(config, ranks), config.quantization
     whole = {name: cut for name, cut in cuts.items() if _is_quantised(quantization, name)}  # when it is read
     stored = folder_tensors(path, progress, {name: cut for name, cut in cuts.items() if name not in whole})
-    own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
+    own = _of_language((canonical(name), value) for name, value in stored)
     others = own if kv_scales is None else kv_scales.taken(own)
     put_together = assembled(quantization, others, weight_format.reads_on)
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
     if config.experts is None:
         return config, matrices
-    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on)  # type: ignore[arg-type]
+    halves = config.architecture != "GptOssForCausalLM"
+    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on, halves)  # type: ignore[arg-type]
+
+
+def _of_language(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Those of the language model itself: without prediction layers, which the drafter loads, and what reads images."""
+    aside = size = 0
+    for name, value in tensors:
+        if name.startswith(VISION_PREFIX):
+            aside, size = aside + 1, size + value.nbytes
+        elif not name.startswith(MTP_PREFIXES):
+            yield name, value
+    if aside:
+        logger.info("%d tensors that read images are left aside, %.2f GB: images are not served", aside, size / 1e9)
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
@@ -225,6 +239,8 @@ def fill_parameters(
             if name not in missing:
                 raise CheckpointError(f"{name} is in the checkpoint twice")
             missing.discard(name)
+            if part.order is not None:
+                tensor = part.order.of(name, tensor)
             param = params[part.param]
             expected, shape = list(part.of(param).shape), _shape(tensor)
             if shape != expected:
@@ -245,7 +261,7 @@ def fill_parameters(
                 raise CheckpointError(f"{name}: expected {wanted}, found {tensor.dtype}")
             if param.is_meta:
                 param = params[part.param] = allocate(module, part.param, param, device)
-            uploader.copy(part.of(param), tensor.to(param.dtype) + part.added if part.added else tensor)
+            uploader.copy(part.of(param), part.made(tensor.to(param.dtype)) if part.added or part.is_log else tensor)
     for label in sorted({label for label, _ in multiplied_out}):
         logger.info(
             "matrices in %s are multiplied out, which takes %.2f GB in place of %.2f",

@@ -47,13 +47,13 @@ def windows(
 
 
 def ropes(
-    fields: Fields, theta: float, local_theta: float | None, max_positions: int
+    fields: Fields, theta: float, local_theta: float | None, max_positions: int, partial: bool = False
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotary embedding of the layers, and that of those with a window, None where it is the same.
 
     Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both, and may hold them for each type of
     layer. theta: where the config has none.  local_theta: of layers with a window, for families that have one of
-    their own.
+    their own.  partial: whether who calls reads `partial_rotary_factor`.
     """
     key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
     given = fields.inner(key)
@@ -62,11 +62,19 @@ def ropes(
     if local_theta is None:
         if any(isinstance(value, Mapping) for value in given.values()):
             raise refused(fields, f"{key} per layer type", dict(given.items()))
-        return rope(given, theta, max_positions), None
+        return rope(given, theta, max_positions, partial), None
     local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta)
     by_kind = any(given.get(kind) is not None for kind in (_FULL, _SLIDING))
     of_all = given.inner(_FULL) if by_kind else given
     return rope(of_all, theta, max_positions), rope(given.inner(_SLIDING), local_theta, max_positions)
+
+
+def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
+    """How many elements of a head are turned, 0: all. share: where the config does not say."""
+    key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
+    share = fields.number("partial_rotary_factor", 0, 1, share)
+    dims = int(head_dim * fields.inner(key).number("partial_rotary_factor", 0, 1, share))
+    return 0 if dims == head_dim else dims
 
 
 def _check_beside(fields: Fields, given: Fields) -> None:
@@ -83,10 +91,10 @@ def _check_beside(fields: Fields, given: Fields) -> None:
         raise fields.unlike(key, f"{show(trained)}, as beside the rope_type")
 
 
-def rope(scaling: Fields, theta: float, max_positions: int) -> RopeConfig:
-    """One rotary embedding; theta: where `scaling` has none."""
+def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = False) -> RopeConfig:
+    """One rotary embedding; theta: where `scaling` has none.  partial: as `ropes` has it."""
     theta = scaling.number("rope_theta", 1, 1e15, theta)
-    if scaling.number("partial_rotary_factor", 0, 1, 1) != 1:
+    if not partial and scaling.number("partial_rotary_factor", 0, 1, 1) != 1:
         raise refused(scaling, "partial_rotary_factor", scaling.get("partial_rotary_factor"))
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     # The dynamic rule changes nothing up to the trained context, and contexts beyond that are refused.

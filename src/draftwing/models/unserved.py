@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_MLA, _LINEAR = "latent attention (MLA)", "layers of linear attention (Gated DeltaNet)"
+_MLA = "latent attention (MLA)"
 _SHARED = "experts that all tokens share"
 # Relatives that people ask for: model_type, and what they have that has no code here.
 UNSERVED = {
@@ -17,11 +17,6 @@ UNSERVED = {
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", _MLA),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "sparse latent attention (DSA)"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", _SHARED),
-    "Qwen3NextForCausalLM": ("qwen3_next", _LINEAR),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", _LINEAR),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", _LINEAR),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", _LINEAR),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", _LINEAR),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "a sigmoid router and norms of whole projections"),
     "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "attention of two kinds of heads and a sigmoid router"),
     "Llama4ForConditionalGeneration": ("llama4", "attention in chunks"),
@@ -46,8 +41,10 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "attention_sinks": (False,),
     "attn_logit_softcapping": (0,),
+    "attn_output_gate": (False,),
     "clip_qkv": (),
     "compression_config": (),
+    "conv_bias": (False,),
     "dual_chunk_attention_config": (),
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (0,),

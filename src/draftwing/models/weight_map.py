@@ -13,11 +13,13 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.mixer import StoredMatrix, StoredVector
 from draftwing.models.config import ModelConfig
 from draftwing.models.language_model import own_name
-from draftwing.parallel.cut import Cut
+from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import ALONE, Ranks, Share
 
 # Multi-token prediction layers that are stored with the model; they belong to the drafter.
-MTP_PREFIX = "model.mtp_layers."
+MTP_PREFIX = "model.mtp_layers."  # of MiMo
+QWEN_MTP_PREFIX = "model.mtp."
+MTP_PREFIXES = MTP_PREFIX, QWEN_MTP_PREFIX
 
 
 def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, ParamSlice]:
@@ -25,7 +27,8 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     which the model is spread."""
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
-    table["model.norm.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
+    norm = FINAL_NORM.get(config.architecture, "model.norm")
+    table[f"{norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
     if not config.tie_embeddings:
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     for i in range(config.num_layers):
@@ -60,16 +63,19 @@ def layer_names(
         norms[attn_norm] = "attn_norm"
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     table = {} if layer.experts is None else _expert_names(config, layer.experts, theirs, ours, ranks)
+    names = LAYER_NAMES.get(config.architecture, {})
     for part in parts:
-        name, param = f"{theirs}.{part.theirs}", f"{ours}.{part.ours}"
+        module, weight = part.theirs.removesuffix(".weight"), ".weight" * part.theirs.endswith(".weight")
+        name, param = f"{theirs}.{names.get(module, module)}{weight}", f"{ours}.{part.ours}"
         if isinstance(part, StoredVector):
             added = layer.norm.offset if part.is_norm else 0.0
-            table[name] = ParamSlice(param, 0, part.rows, cut=part.cut, added=added)
+            table[name] = ParamSlice(param, 0, part.rows, 0, part.cut, added, part.order, part.is_log)
             continue
-        table |= named(config.weight_format, name, param, part.first, part.rows, part.cut)
+        table |= named(config.weight_format, name, param, part.first, part.rows, part.cut, part.order)
         if part.bias:
-            of_outputs = part.cut if part.cut.axis == 0 and size > 1 else None
-            table[f"{name}.bias"] = ParamSlice(f"{param}.bias", part.first, part.rows, cut=of_outputs)
+            order = part.order if part.order is not None and part.order.axis == 0 else None
+            of_outputs = part.cut if part.cut.axis == 0 and size > 1 and order is None else None
+            table[f"{name}.bias"] = ParamSlice(f"{param}.bias", part.first, part.rows, cut=of_outputs, order=order)
     return table
 
 
@@ -94,6 +100,17 @@ def _expert_names(
             for expert in range(experts.count):  # thousands of times: `_replace` would take twice as long
                 at = f"{theirs}.{names.experts}.{expert}.{name}"
                 table[at] = ParamSlice(part.param, first + expert * every, part.size, part.axis, part.cut, part.added)
+    if experts.shared:
+        wide = experts.shared
+        share = Share(ranks.rank * wide, wide, ranks.size * wide)
+        for stored, linear, first, rows, axis in (
+            (names.gate, "gate_up", 0, wide, 0),
+            (names.up, "gate_up", wide, wide, 0),
+            (names.down, "down", 0, hidden, 1),
+        ):
+            at = f"{theirs}.{names.shared}.{stored}", f"{ours}.mlp.shared.{linear}"
+            table |= named(config.weight_format, *at, first, rows, Cut(axis, share))
+        table[f"{theirs}.{names.shared}_gate.weight"] = ParamSlice(f"{ours}.mlp.shared_gate", 0, 1)
     if experts.router_bias:
         table[f"{theirs}.{names.router}.bias"] = ParamSlice(f"{ours}.mlp.router.bias", 0, experts.count)
     return table
@@ -107,6 +124,7 @@ class ExpertNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "mlp.shared_expert"
 
 
 OTHER_NAMES = {
@@ -114,18 +132,40 @@ OTHER_NAMES = {
     "GptOssForCausalLM": ExpertNames("mlp.router"),
 }
 
+# What is called otherwise than Llama calls it, below the layer.
+LAYER_NAMES = {
+    "Lfm2ForCausalLM": {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    },
+}
+FINAL_NORM = {"Lfm2ForCausalLM": "model.embedding_norm"}
+
 
 def expert_names(config: ModelConfig) -> ExpertNames:
     return OTHER_NAMES.get(config.architecture, ExpertNames())
 
 
 def named(
-    form: WeightFormat, theirs: str, ours: str, start: int, rows: int, cut: Cut | None = None
+    form: WeightFormat,
+    theirs: str,
+    ours: str,
+    start: int,
+    rows: int,
+    cut: Cut | None = None,
+    order: Order | None = None,
 ) -> dict[str, ParamSlice]:
     """The entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names. cut: what
-    of it is, which is nothing else where it is all."""
-    some = cut if cut is not None and cut.share.size < cut.share.whole else None
-    return {f"{theirs}.{suffix}": part._replace(cut=some) for suffix, part in form.slices(ours, start, rows).items()}
+    of it is, which is nothing else where it is all.  order: of its rows or columns there, in place of a cut."""
+    some = cut if order is None and cut is not None and cut.share.size < cut.share.whole else None
+    slices = form.slices(ours, start, rows).items()
+    return {f"{theirs}.{suffix}": part._replace(cut=some, order=order) for suffix, part in slices}
 
 
 def canonical(name: str) -> str:
@@ -143,5 +183,4 @@ def stored_tensors(module: nn.Module, table: Mapping[str, ParamSlice]) -> Iterat
     """(name, tensor) of every entry of `table`, which names parameters of `module`."""
     params = dict(module.named_parameters(remove_duplicate=False))
     for name, part in table.items():
-        own = part.of(params[part.param])
-        yield name, own - part.added if part.added else own
+        yield name, part.stored(part.of(params[part.param]))

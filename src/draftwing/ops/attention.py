@@ -12,11 +12,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
-from draftwing.ops.row_states import RowStates
-from draftwing.ops.torch.delta_net import delta_net
+from draftwing.ops.row_states import DeltaSpec, RowStates
+from draftwing.ops.torch.delta_net import delta_net, over_sequences
 
 
 class HeadNorms(NamedTuple):
@@ -79,6 +80,7 @@ class DeltaWeights(NamedTuple):
     dt_bias: Tensor  # [value_heads]
     norm: Tensor  # [value_dim]
     eps: float
+    spec: DeltaSpec | None = None  # sizes, for those who have no pool that knows them
 
 
 class Attend:
@@ -100,9 +102,14 @@ class Attend:
         reads it by page tables and paths, and writes to the batch's `write_slots` (`ops.torch.state`)."""
         raise NotImplementedError
 
+    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+        """own [M, n]: what the layer's `StateSpec` keeps of each token -> [M, count, n], that of the `count` tokens
+        before it, the nearest first; zeros where there are none."""
+        raise NotImplementedError
+
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """Runs a gated delta net over the batch, from the states of its rows (`kv.row_states`) -> [M, value_heads *
-        value_dim] in the inputs' dtype: normed and gated."""
+        value_dim] in the inputs' dtype: normed and gated. Rows of the inputs may be apart."""
         raise NotImplementedError
 
     def fused(
@@ -116,8 +123,8 @@ class Attend:
     ) -> Tensor | None:
         """What rotating q and k and a call do, or None: then the caller does it.
 
-        qkv [M, heads + 2 * kv_heads, head_dim], contiguous, may be overwritten; cos, sin [M, 1, head_dim] ->
-        [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
+        qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin
+        [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
         """
         return None
 
@@ -136,9 +143,11 @@ class Attend:
 
 
 class DenseAttend(Attend):
-    """Attention of one forward without a cache, for training and tests."""
+    """Attention of one forward without a cache, for training and tests. sequences: so many of the same length, each
+    from its first token on, follow each other in the queries."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: int = 1) -> None:
+        self.sequences = sequences
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by pool layer
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
@@ -151,6 +160,14 @@ class DenseAttend(Attend):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """Does what a call does."""
         raise NotImplementedError
+
+    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+        rows = own.unflatten(0, (self.sequences, -1))
+        back = [F.pad(rows, (0, 0, i, 0))[:, : rows.shape[1]] for i in range(1, count + 1)]
+        return torch.stack(back, 2).flatten(0, 1)
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        return over_sequences(inputs, weights, self.sequences)
 
 
 class FunctionAttend(DenseAttend):
@@ -295,6 +312,14 @@ class BoundAttend(Attend):
 
     def state(self, layer: int) -> tuple[Batch, Tensor]:
         return self._batch, self._pool.kv[self._first_layer + layer]
+
+    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+        from draftwing.ops.torch.state import ancestor_slots
+
+        batch, kept = self.state(layer)
+        kept.index_copy_(0, batch.write_slots, own.to(kept.dtype))
+        slots = ancestor_slots(batch, count)
+        return torch.where(slots.unsqueeze(2) > 0, kept[slots], 0).to(own.dtype)
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         assert self._pool.states is not None, "only a pool with states of rows has such layers"

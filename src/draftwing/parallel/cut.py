@@ -1,8 +1,9 @@
-"""What one rank reads of a checkpoint's tensors."""
+"""What one rank reads of a checkpoint's tensors, and in what order."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,3 +89,79 @@ class Cut(NamedTuple):
     def _check(self, name: str, shape: list[int]) -> None:
         if self.axis >= len(shape) or shape[self.axis] != self.share.whole:
             raise CheckpointError(f"{name}: expected {self.share.whole} in axis {self.axis}, found shape {shape}")
+
+
+class Order(NamedTuple):
+    """Runs of an axis of a stored tensor, (start, size) each, that are read one after the other."""
+
+    axis: int
+    runs: tuple[tuple[int, int], ...]
+    whole: int
+
+    def index(self) -> Tensor:
+        """[n] int64: where each row or column that is read lies."""
+        return torch.cat([torch.arange(start, start + size) for start, size in self.runs])
+
+    def of(self, name: str, value: Stored) -> Stored:
+        """What is read, a copy. Raises CheckpointError as `Cut.of`."""
+        self._check(name, value)
+        if isinstance(value, Tensor):
+            return _picked(value, self.axis, self.index())
+        if isinstance(value, QuantizedRows):
+            return self._of_quantized(value)
+        if self.axis == 0:
+            index = self.index()
+            if isinstance(value, MXRows):
+                return MXRows(*(_picked(part, 0, index) for part in value))
+            return BlockRows(value.kind, _picked(value.data, 0, index), value.columns)
+        parts = [Cut(1, Share(start, size, self.whole)).of(name, value) for start, size in self.runs]
+        if isinstance(value, MXRows):
+            return MXRows(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))  # type: ignore[arg-type]
+        data = torch.cat([part.data for part in parts if isinstance(part, BlockRows)], 1)
+        return BlockRows(value.kind, data, sum(size for _, size in self.runs))
+
+    def back(self, value: Tensor) -> Tensor:
+        """The tensor as it is stored, of which all is read."""
+        return torch.empty_like(value).index_copy_(self.axis, self.index().to(value.device), value)
+
+    def _of_quantized(self, value: QuantizedRows) -> QuantizedRows:
+        """To the bit: where a run begins or ends inside a group, groups become smaller."""
+        index = self.index().to(value.codes.device)
+        codes = _picked(value.codes, self.axis, index)
+        if self.axis == 1 and value.group_of is not None:
+            return value._replace(codes=codes, group_of=value.group_of[index])
+        if value.scales.shape[self.axis] == 1:  # one group
+            return value._replace(codes=codes, **{"wide" if self.axis else "tall": len(index)})
+        whole = value.wide if self.axis else value.tall
+        span = math.gcd(whole, *(n for run in self.runs for n in run))
+        of = index[::span] // whole
+        zeros = None if value.zeros is None else value.zeros.index_select(self.axis, of)
+        scales = value.scales.index_select(self.axis, of)
+        return value._replace(codes=codes, scales=scales, zeros=zeros, **{"wide" if self.axis else "tall": span})
+
+    def _check(self, name: str, value: Stored) -> None:
+        shape = [len(value.data), value.columns] if isinstance(value, BlockRows) else []
+        if isinstance(value, MXRows):
+            shape = [value.rows, value.columns]
+        elif not shape:
+            shape = list(value.codes.shape if isinstance(value, QuantizedRows) else value.shape)  # type: ignore[union-attr]
+        if self.axis >= len(shape) or shape[self.axis] != self.whole:
+            raise CheckpointError(f"{name}: expected {self.whole} in axis {self.axis}, found shape {shape}")
+
+
+def ordered(axis: int, runs: Iterable[tuple[int, int]], whole: int) -> Order | None:
+    """The order in as few runs as there can be; None where it is that of the tensor, all of it."""
+    joined: list[tuple[int, int]] = []
+    for start, size in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + size
+        else:
+            joined.append((start, size))
+    return None if joined == [(0, whole)] else Order(axis, tuple(joined), whole)
+
+
+def _picked(x: Tensor, axis: int, index: Tensor) -> Tensor:
+    """index_select, of any type."""
+    if x.dtype.itemsize == 1:
+        return x.view(torch.uint8).index_select(axis, index).view(x.dtype)
+    return x.index_select(axis, index)

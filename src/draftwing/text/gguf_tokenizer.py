@@ -58,6 +58,9 @@ _CASED = (
 # GPT-2's own expression is built into the library's byte-level step and stands for an empty list.
 _LLAMA3 = (rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
 _QWEN2 = (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
+_QWEN35 = (  # marks belong to words
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+)
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
@@ -79,7 +82,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "lfm2": _LLAMA3,
     "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
@@ -89,9 +94,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "default": _GPT2,
 }
 _SINGLE_DIGITS = frozenset({"smollm"})
-_COMPOSED = frozenset({"qwen2"})  # text is brought to NFC first
+_COMPOSED = frozenset({"qwen2", "qwen35"})  # text is brought to NFC first
 # A word that is itself a token is taken whole, even where merges would not lead to it; and BOS is the default.
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "tekken"})
 
 _LONGEST = 512  # characters of a sentencepiece token that is looked at in all its parts
 

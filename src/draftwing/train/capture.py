@@ -128,7 +128,7 @@ class _Causal(DenseAttend):
     norms_heads = True
 
     def __init__(self, count: int, length: int, kv_heads: int) -> None:
-        super().__init__()
+        super().__init__(count)
         self._shape, self._kv_heads = (count, length), kv_heads
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:

@@ -13,7 +13,7 @@ from draftwing.ops.contracts import FewRowsGemm
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
-from draftwing.parallel.cut import Cut
+from draftwing.parallel.cut import Cut, Order
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 class ParamSlice(NamedTuple):
     """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`. cut: what of it does,
-    None: all. added: to the stored values."""
+    None: all. added: to the stored values. order: in which its rows or columns go there, where that is another one.
+    is_log: -exp of the stored values goes there."""
 
     param: str
     start: int
@@ -29,10 +30,24 @@ class ParamSlice(NamedTuple):
     axis: int = 0
     cut: Cut | None = None
     added: float = 0.0
+    order: Order | None = None
+    is_log: bool = False
 
     def of(self, param: Tensor) -> Tensor:
         """The part of the parameter, a view."""
         return param.detach().narrow(self.axis, self.start, self.size)
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """What goes there of a stored tensor, but for its type."""
+        if self.is_log:
+            tensor = -tensor.exp()
+        return tensor + self.added if self.added else tensor
+
+    def stored(self, own: Tensor) -> Tensor:
+        """The tensor as it is stored. own: what `of` gives."""
+        own = own - self.added if self.added else own
+        own = (-own).log() if self.is_log else own
+        return own if self.order is None else self.order.back(own)
 
 
 class PackMode(NamedTuple):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec
-from draftwing.kv.row_states import RowStates
 from draftwing.ops.attention import ChunkSpan, DeltaInputs, DeltaWeights
 from draftwing.ops.cpu.extension import DTYPES
+from draftwing.ops.row_states import DeltaSpec, RowStates
 
 _VECTOR = 16  # sizes of heads are multiples of it
 _MOST_TAPS = 8
@@ -53,8 +52,8 @@ def delta_net(
     inputs: DeltaInputs,
     weights: DeltaWeights,
 ) -> Tensor:
-    """As `Attend.delta`. scratch(size): so many bytes; layer: of the pool; slots [M]: the batch's write slots; saves: of
-    chunks."""
+    """As `Attend.delta`. scratch(size): so many bytes; layer: of the pool; slots [M]: the batch's write slots;
+    saves: `saves_of` the chunks."""
     kept = states.layers[layer]
     spec, rows = kept.spec, inputs.qkv.shape[0]
     values = spec.value_heads * spec.value_dim

@@ -43,6 +43,19 @@ def delta_net(states: RowStates, layer: int, batch: Batch, inputs: DeltaInputs, 
     return _gated_norm(run(states, kept, batch, inputs.qkv, gate, weights), inputs.z, weights)
 
 
+def over_sequences(inputs: DeltaInputs, weights: DeltaWeights, sequences: int) -> Tensor:
+    """The same of so many whole sequences of one length, without a pool, as `DenseAttend.delta`."""
+    assert weights.spec is not None
+    spec, gate = weights.spec, gates(inputs, weights).unflatten(0, (sequences, -1))
+    qkv = inputs.qkv.unflatten(0, (sequences, -1))
+    s = torch.zeros(sequences, spec.value_heads, spec.key_dim, spec.value_dim, device=qkv.device)
+    state, out = _State(s, qkv.new_zeros(sequences, spec.conv_width - 1, spec.channels)), []
+    for token in range(qkv.shape[1]):
+        state, o = _step(spec, state, qkv[:, token], gate[:, token], weights)
+        out.append(o)
+    return _gated_norm(torch.stack(out, 1).flatten(0, 1), inputs.z, weights)
+
+
 def _chunks(
     states: RowStates, kept: LayerStates, batch: Batch, qkv: Tensor, gate: Tensor, weights: DeltaWeights
 ) -> Tensor:

@@ -1,0 +1,179 @@
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in place of a layer's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.kv.pool import DeltaSpec
+from draftwing.layers.linear import Linear, row_parallel
+from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
+from draftwing.parallel.cut import Cut, Order, ordered
+from draftwing.parallel.ranks import Ranks, Share
+
+if TYPE_CHECKING:
+    from draftwing.layers.config import LayerConfig
+
+Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(MixerConfig):
+    """A gated delta net of one layer, with the sizes of this rank, which are those of `DeltaSpec`.
+
+    by_key_head: whether checkpoints have one matrix of all q, k, v and z, those of a key head beside each other, and
+    another one of b and a, as Qwen3-Next; else one of q, k and v, and one of each other.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    tiled: bool = False
+    by_key_head: bool = False
+
+    def keeps(self) -> DeltaSpec:
+        return DeltaSpec(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width, self.tiled)
+
+    @property
+    def made(self) -> int:
+        """Outputs that are values, of all heads."""
+        return self.value_heads * self.value_dim
+
+    def weights(self, hidden: int) -> int:
+        return hidden * (self.keeps().channels + 2 * self.made + 2 * self.value_heads)
+
+    def check(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"{name} of a delta net must be at least 1, found {getattr(self, name)}")
+        if self.value_heads % self.key_heads:
+            raise CheckpointError(
+                "the number of a delta net's value heads must be a multiple of the number of its key heads, "
+                f"found {self.value_heads} and {self.key_heads}"
+            )
+        if self.conv_width < 2:
+            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
+
+    def spread(self, ranks: Ranks) -> DeltaNetConfig:
+        """Returns the sizes of one rank: some key heads, and the value heads that read them."""
+        if self.key_heads % ranks.size:
+            raise ConfigError(
+                f"--tp-size {ranks.size}: expected a number that divides the {self.key_heads} key heads of the model's "
+                f"delta nets; found {ranks.size}"
+            )
+        return replace(self, key_heads=self.key_heads // ranks.size, value_heads=self.value_heads // ranks.size)
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        own = self.spread(ranks)
+        heads = range(ranks.rank * own.key_heads, (ranks.rank + 1) * own.key_heads)
+        inputs = ordered(0, self._qkv(heads), self.keeps().channels)
+        per_head = ordered(0, self._values(heads, 1), self.value_heads)
+        outputs = ordered(1, self._values(heads, self.value_dim), self.made)
+        channels, share = own.keeps().channels, Share(0, own.made, own.made)
+
+        def matrix(name: str, ours: str, first: int, rows: int, order: Order | None) -> StoredMatrix:
+            return StoredMatrix(f"linear_attn.{name}", ours, first, rows, False, Cut(0, Share(0, rows, rows)), order)
+
+        if self.by_key_head:
+            made = [
+                matrix("in_proj_qkvz", "qkvz", 0, channels + own.made, self.qkvz_order(heads)),
+                matrix("in_proj_ba", "ba", 0, 2 * own.value_heads, self.ba_order(heads)),
+            ]
+        else:
+            of_z = ordered(0, self._values(heads, self.value_dim), self.made)
+            made = [
+                matrix("in_proj_qkv", "qkvz", 0, channels, inputs),
+                matrix("in_proj_z", "qkvz", channels, own.made, of_z),
+                matrix("in_proj_b", "ba", 0, own.value_heads, per_head),
+                matrix("in_proj_a", "ba", own.value_heads, own.value_heads, per_head),
+            ]
+        return [
+            *made,
+            StoredMatrix("linear_attn.out_proj", "out", 0, hidden, False, Cut(1, share), outputs),
+            StoredVector("linear_attn.conv1d.weight", "conv", channels, order=inputs),
+            StoredVector("linear_attn.A_log", "decay", own.value_heads, order=per_head, is_log=True),
+            StoredVector("linear_attn.dt_bias", "dt_bias", own.value_heads, order=per_head),
+            StoredVector("linear_attn.norm.weight", "norm", self.value_dim),
+        ]
+
+    def _qkv(self, heads: range) -> Runs:
+        """Of these key heads, and the value heads that read them."""
+        wide = self.key_heads * self.key_dim
+        for at in (0, wide):
+            yield at + heads.start * self.key_dim, len(heads) * self.key_dim
+        yield from self._values(heads, self.value_dim, 2 * wide)
+
+    def _values(self, heads: range, size: int, at: int = 0) -> Runs:
+        """Of the value heads, each of which has `size` rows from `at` on."""
+        each = self.value_heads // self.key_heads
+        if self.tiled:
+            for tile in range(each):
+                yield at + (tile * self.key_heads + heads.start) * size, len(heads) * size
+        else:
+            yield at + heads.start * each * size, len(heads) * each * size
+
+    def qkvz_order(self, heads: range | None = None) -> Order | None:
+        """Of the one matrix of all q, k, v and z. heads: of keys, None: all."""
+        heads = range(self.key_heads) if heads is None else heads
+        made = self.value_heads // self.key_heads * self.value_dim
+        size, at, runs = 2 * (self.key_dim + made), 0, []
+        for part in (self.key_dim, self.key_dim, made, made):
+            runs += [(head * size + at, part) for head in heads]
+            at += part
+        return ordered(0, runs, self.key_heads * size)
+
+    def ba_order(self, heads: range | None = None) -> Order | None:
+        """Of the one of b and a."""
+        heads = range(self.key_heads) if heads is None else heads
+        each = self.value_heads // self.key_heads
+        runs = [(head * 2 * each + at, each) for at in (0, each) for head in heads]
+        return ordered(0, runs, 2 * self.value_heads)
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> GatedDeltaNet:
+        return GatedDeltaNet(self, layer, pool_layer, dtype, device, in_size)
+
+
+class GatedDeltaNet(Mixer):
+    """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another."""
+
+    def __init__(
+        self,
+        config: DeltaNetConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
+    ) -> None:
+        super().__init__()
+        self.pool_layer, self.spec, self._eps = pool_layer, config.keeps(), layer.norm.eps
+        spec, form = self.spec, layer.weight_format
+        self.qkvz = Linear(in_size, spec.channels + config.made, False, dtype, device, form)
+        self.ba = Linear(in_size, 2 * spec.value_heads, False, dtype, device, form)
+        self.out = row_parallel(Linear(config.made, layer.hidden, False, dtype, device, form), layer.ranks)
+
+        def wide(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device), False)
+
+        self.conv, self.norm = wide(spec.channels, 1, spec.conv_width), wide(spec.value_dim)
+        self.decay, self.dt_bias = wide(spec.value_heads), wide(spec.value_heads)
+
+    def linears(self) -> list[Linear]:
+        return [self.qkvz, self.ba, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        (qkv, z), (b, a) = self.qkvz(x).tensor_split((self.spec.channels,), 1), self.ba(x).chunk(2, 1)
+        weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
+        return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -1,0 +1,97 @@
+"""Short convolutions between gates in place of a layer's attention, as LFM2 has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.kv.pool import StateSpec
+from draftwing.layers.linear import Linear, row_parallel
+from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.ops.attention import Attend
+from draftwing.parallel.cut import Cut, ordered
+from draftwing.parallel.ranks import Ranks, Share
+
+if TYPE_CHECKING:
+    from draftwing.layers.config import LayerConfig
+
+
+@dataclass(frozen=True)
+class ShortConvConfig(MixerConfig):
+    """channels: of this rank.  width: taps, the newest token's among them."""
+
+    channels: int
+    width: int
+
+    def keeps(self) -> StateSpec:
+        return StateSpec((self.channels,), None)
+
+    def weights(self, hidden: int) -> int:
+        return 4 * hidden * self.channels
+
+    def check(self) -> None:
+        if self.width < 2:
+            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.width}")
+
+    def spread(self, ranks: Ranks) -> ShortConvConfig:
+        if self.channels % ranks.size:
+            raise ConfigError(
+                f"--tp-size {ranks.size}: expected a number that divides the {self.channels} channels of the model's "
+                f"convolutions; found {ranks.size}"
+            )
+        return replace(self, channels=self.channels // ranks.size)
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        own, all_of_them = self.spread(ranks).channels, self.channels
+        first = ranks.rank * own
+        three = ordered(0, [(at * all_of_them + first, own) for at in range(3)], 3 * all_of_them)
+        share = Share(first, own, all_of_them)
+        return [
+            StoredMatrix("conv.in_proj", "into", 0, 3 * own, False, Cut(0, Share(0, 3 * own, 3 * own)), three),
+            StoredMatrix("conv.out_proj", "out", 0, hidden, False, Cut(1, share)),
+            StoredVector("conv.conv.weight", "conv", own, Cut(0, share) if ranks.size > 1 else None),
+        ]
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> ShortConv:
+        return ShortConv(self, layer, pool_layer, dtype, device, in_size)
+
+
+class ShortConv(Mixer):
+    """out(c * conv(b * x)), where b, c and x are one GEMM and the convolution is of each channel by itself."""
+
+    def __init__(
+        self,
+        config: ShortConvConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
+    ) -> None:
+        super().__init__()
+        self.pool_layer, self._width = pool_layer, config.width
+        wide = torch.promote_types(dtype, torch.float32)
+        self.into = Linear(in_size, 3 * config.channels, False, dtype, device, layer.weight_format)
+        self.conv = nn.Parameter(torch.zeros(config.channels, 1, config.width, dtype=wide, device=device))
+        out = Linear(config.channels, layer.hidden, False, dtype, device, layer.weight_format)
+        self.out = row_parallel(out, layer.ranks)
+
+    def linears(self) -> list[Linear]:
+        return [self.into, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        b, c, u = self.into(x).chunk(3, 1)
+        own = b * u
+        made, taps = own * self.conv[:, 0, -1], self.conv[:, 0]  # in the parameter's dtype
+        for back, before in enumerate(attend.earlier(self.pool_layer, own, self._width - 1).unbind(1), 2):
+            made = made + before * taps[:, -back]
+        return self.out(c * made.to(c.dtype), residual)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm

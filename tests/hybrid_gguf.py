@@ -1,0 +1,187 @@
+"""GGUF files of small hybrid models, written by the gguf package as llama.cpp's converter lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf as gguf_package
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import quantize
+from torch import Tensor
+
+ARCHITECTURES = {
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
+}  # fmt: skip
+QWEN = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}  # fmt: skip
+LFM2 = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+    "conv.conv": "shortconv.conv",
+}  # fmt: skip
+NEXTN = {
+    "mtp.fc": "nextn.eh_proj", "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
+}  # fmt: skip
+
+
+def write(
+    path: Path,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    kind: Type = Type.F32,
+    joined_experts: bool = False,
+    joined_inputs: bool = False,
+    only_mtp: bool = False,
+    edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
+) -> Path:
+    """config: of transformers.  tensors: of its model and, as `mtp.*`, of a prediction layer.  kind: of matrices.
+    joined_experts, joined_inputs: whether gates and ups are one tensor, and what goes into a delta net.  only_mtp: a
+    file that comes with that of the model."""
+    arch = ARCHITECTURES[config.model_type]
+    writer = gguf_package.GGUFWriter(path, arch)
+    predicts = any(name.startswith("mtp.") for name in tensors)
+    metadata(writer, arch, config, config.num_hidden_layers + predicts)
+    if predicts:
+        writer.add_nextn_predict_layers(1)
+    if edit is not None:
+        edit(writer)
+    for name, value in tensors.items():
+        mtp = name.startswith("mtp.")
+        top = not name.startswith("model.layers.") and not mtp
+        if only_mtp and not (mtp or top):
+            continue
+        for theirs, made in _converted(name, value.detach().float(), arch, config, joined_experts, joined_inputs):
+            own = (
+                kind
+                if made.dim() > 1 and not any(part in theirs for part in ("conv1d", ".conv.", "gate_inp", "_embd"))
+                else Type.F32
+            )
+            writer.add_tensor(theirs, quantize(made.contiguous().numpy(), own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: int) -> None:
+    heads, wide = config.num_attention_heads, config.hidden_size
+    writer.add_block_count(blocks)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(wide)
+    writer.add_head_count(heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
+    writer.add_eos_token_id(1)
+    if arch == "lfm2":
+        writer.add_head_count_kv([0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types])
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        ffn = config.intermediate_size
+        if config.block_auto_adjust_ff_dim:
+            ffn = -(-(2 * ffn // 3) // config.block_multiple_of) * config.block_multiple_of
+        writer.add_feed_forward_length(ffn)
+        return
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    if arch != "qwen3next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    if config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * (len(config.layer_types) // 4):
+        writer.add_full_attention_interval(4)
+    else:
+        recurrent = [kind == "linear_attention" for kind in config.layer_types]
+        writer.add_array(f"{arch}.attention.recurrent_layers", recurrent + [False] * (blocks - len(recurrent)))
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
+
+
+def _converted(
+    name: str, value: Tensor, arch: str, config: Any, joined_experts: bool, joined_inputs: bool
+) -> list[tuple[str, Tensor]]:
+    module, _, suffix = name.rpartition(".")
+    if arch != "lfm2" and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        value = value + 1
+    if name in ("model.embed_tokens.weight", "model.norm.weight", "model.embedding_norm.weight", "lm_head.weight"):
+        named = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
+        return [(f"{named.get(module.rpartition('.')[2], 'output')}.weight", value)]
+    if module in NEXTN:
+        return [(f"blk.{config.num_hidden_layers}.{NEXTN[module]}.weight", value)]
+    parts = name.split(".")
+    number = int(parts[2]) + config.num_hidden_layers * (parts[0] == "mtp")
+    block, part, suffix = f"blk.{number}", ".".join(parts[3:-1]), parts[-1]
+    if arch == "lfm2":
+        return [(f"{block}.{LFM2[part]}.weight", value.squeeze(1) if value.dim() == 3 else value)]
+    if ".experts" in name:
+        if suffix == "down_proj":
+            return [(f"{block}.ffn_down_exps.weight", value)]
+        if joined_experts:
+            return [(f"{block}.ffn_gate_up_exps.weight", value)]
+        gate, up = value.tensor_split(2, 1)
+        return [(f"{block}.ffn_gate_exps.weight", gate), (f"{block}.ffn_up_exps.weight", up)]
+    if part == "linear_attn.in_proj_qkvz" and joined_inputs:
+        return [(f"{block}.ssm_in.weight", value)]
+    if part == "linear_attn.in_proj_qkvz":
+        return list(zip((f"{block}.attn_qkv.weight", f"{block}.attn_gate.weight"), _apart(value, config), strict=True))
+    if arch != "qwen3next" and "linear_attn" in name:
+        value = tiled(value, part if suffix == "weight" else f"{part}.{suffix}", config)
+    if suffix == "A_log":
+        return [(f"{block}.ssm_a", -value.exp())]
+    if suffix == "dt_bias":
+        return [(f"{block}.ssm_dt.bias", value)]
+    value = value.squeeze(1) if part.endswith("conv1d") else value
+    return [(f"{block}.{QWEN[part]}.weight", value[0] if part.endswith("expert_gate") else value)]
+
+
+def tiled(value: Tensor, part: str, config: Any) -> Tensor:
+    """Value heads by their number within a key head, then by key head."""
+    nk, nv, wide = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    order = torch.tensor([key * (nv // nk) + i for i in range(nv // nk) for key in range(nk)])
+
+    def moved(x: Tensor, size: int, axis: int = 0) -> Tensor:
+        return x.unflatten(axis, (nv, size)).index_select(axis, order).flatten(axis, axis + 1)
+
+    kind = part.removeprefix("linear_attn.")
+    if kind in ("in_proj_qkv", "conv1d"):
+        keys = 2 * nk * config.linear_key_head_dim
+        return torch.cat((value[:keys], moved(value[keys:], wide)))
+    if kind == "in_proj_z":
+        return moved(value, wide)
+    if kind == "out_proj":
+        return moved(value, wide, 1)
+    return value if kind == "norm" else moved(value, 1)
+
+
+def _apart(value: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """q, k and v of all heads, and z, of a matrix with those of a key head beside each other."""
+    nk, each = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+    q, k, v, z = value.unflatten(0, (nk, -1)).split((dk, dk, each * dv, each * dv), 1)
+    return torch.cat([part.flatten(0, 1) for part in (q, k, v)]), z.flatten(0, 1)

@@ -1,0 +1,147 @@
+"""Small random hybrid models of transformers, and forwards of ours over a pool with states of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from draftwing.kv.pool import DeltaSpec, KVPool
+from draftwing.kv.row_states import RowStates
+from draftwing.models.decoder import DecoderModel
+from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.torch.attention import TorchAttention
+from draftwing.train.capture import causal
+
+VOCAB, LAYERS = 101, 4
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 256, "bos_token_id": None,
+}  # fmt: skip
+NET = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+CONVS = {
+    "conv_L_cache": 3, "block_multiple_of": 32, "norm_eps": 1e-5,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+# Prefix of transformers' classes, and what is not in `SIZES`.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5", NET),
+    "qwen3.5-even": ("Qwen3_5", {**NET, "linear_num_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3.5-every": (
+        "Qwen3_5",
+        {
+            **NET,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {**NET["rope_parameters"], "partial_rotary_factor": 1.0},
+        },
+    ),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**NET, **EXPERTS}),
+    "qwen3-next": ("Qwen3Next", {**NET, **EXPERTS}),
+    "qwen3-next-mixed": ("Qwen3Next", {**NET, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150}),
+    "lfm2-plain": ("Lfm2", {**CONVS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
+}
+
+
+def reference(kind: str, **overrides: Any) -> Any:
+    """Of transformers, in float32, with random weights, and values of norms and decays that matter."""
+    prefix, settings = KINDS[kind]
+    named = f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
+    config = getattr(transformers, named)(**{**SIZES, **settings, **overrides})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("A_log"):
+                param.uniform_(-3, 0.5)
+            elif name.endswith("dt_bias"):
+                param.normal_(0, 0.5)
+            elif "norm" in name:
+                param.uniform_(0.5, 1.5)
+            else:
+                param.normal_(0, 0.5 if "conv" in name and param.dim() == 3 else 0.15)
+    return model
+
+
+def saved(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.inference_mode()
+def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
+    """Of one sequence, without a pool."""
+    return model.logits(model(ids, torch.arange(len(ids)), causal(1, len(ids)))[0])
+
+
+def tokens(length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+class Pooled:
+    """One row of a model, in plain torch, over a pool of scattered slots."""
+
+    nodes, long = 6, 96
+
+    def __init__(self, model: DecoderModel) -> None:
+        self.model, cpu = model, torch.device("cpu")
+        specs = {i: spec for i, spec in enumerate(model.kv_layers) if isinstance(spec, DeltaSpec)}
+        self.pool = KVPool(model.kv_layers, 2 * self.long, model.dtype, cpu)
+        self.states = self.pool.states = RowStates(specs, 2, 1, self.nodes, model.dtype, cpu)  # type: ignore[attr-defined]
+        self.states.read[0], self.states.write[0] = 0, 1
+        self.attn = TorchAttention(self.pool)  # type: ignore[arg-type]
+        self.table = torch.zeros(2, self.long, dtype=torch.int64)
+        self.table[0] = 1 + torch.randperm(2 * self.long, generator=torch.Generator().manual_seed(3))[: self.long]
+        self._rows, self._spare = torch.tensor([0]), 2
+
+    @torch.inference_mode()
+    def chunk(self, ids: Tensor, start: int) -> Tensor:
+        """Logits of the positions from `start` on."""
+        end = start + len(ids)
+        batch = Batch(
+            self._rows, ids, torch.arange(start, end), self.table[0, start:end], self.table, torch.tensor([start]),
+            chunks=(ChunkSpan(0, 0, start, len(ids)),), bound=end,
+        )  # fmt: skip
+        out = self.model.logits(self.model(ids, batch.positions, self.attn.bind(batch, 0))[0])
+        self._advance(end)
+        return out
+
+    @torch.inference_mode()
+    def tree(self, ids: Tensor, parents: list[int], start: int) -> Tensor:
+        """Logits of a tree's nodes [n]; parents: of each node, -1 of the root, whose position is `start`."""
+        paths = []
+        for node, parent in enumerate(parents):
+            paths.append([*(paths[parent] if parent >= 0 else []), node])
+        depth = max(map(len, paths))
+        path = torch.tensor([[*nodes, *[0] * (depth - len(nodes))] for nodes in paths])[None]
+        path_len = torch.tensor([[len(nodes) for nodes in paths]])
+        batch = Batch(
+            self._rows, ids, start + path_len[0] - 1, self.table[0, start : start + len(ids)], self.table,
+            torch.tensor([start]), path, path_len, window=len(ids), bound=start + len(ids),
+        )  # fmt: skip
+        out = self.model.logits(self.model(ids, batch.positions, self.attn.bind(batch, 0))[0])
+        self._advance(start + 1)
+        return out
+
+    def accept(self, start: int, nodes: list[int]) -> None:
+        """Puts these nodes of the tree whose root was at `start` behind it, as commit does."""
+        slots, others = self.table[0, start:].clone(), [i for i in range(len(self.table[0]) - start) if i not in nodes]
+        self.table[0, start:] = slots[torch.tensor([*nodes, *others])]
+
+    def _advance(self, length: int) -> None:
+        """As commit does. Before the first step the state is that of an empty text, which is never written."""
+        self.states.advance(self._rows, torch.tensor([length]))
+        if not self.states.write[0]:
+            self.states.write[0] = self._spare
