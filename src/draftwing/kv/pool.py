@@ -100,8 +100,11 @@ class KVPool:
 
 
 def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages)."""
-    count = math.prod(shape)
-    if device.type != "cpu" or not count:
+    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages), and begin
+    with a cache line."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(size + 63, np.uint8))
+    first = -memory.data_ptr() % 64
+    return memory[first : first + size].view(dtype).view(shape)

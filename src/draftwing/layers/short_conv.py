@@ -87,11 +87,6 @@ class ShortConv(Mixer):
         return [self.into, self.out]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
-        b, c, u = self.into(x).chunk(3, 1)
-        own = b * u
-        made, taps = own * self.conv[:, 0, -1], self.conv[:, 0]  # in the parameter's dtype
-        for back, before in enumerate(attend.earlier(self.pool_layer, own, self._width - 1).unbind(1), 2):
-            made = made + before * taps[:, -back]
-        return self.out(c * made.to(c.dtype), residual)
+        return self.out(attend.short_conv(self.pool_layer, self.into(x), self.conv[:, 0]), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -107,6 +107,16 @@ class Attend:
         before it, the nearest first; zeros where there are none."""
         raise NotImplementedError
 
+    def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
+        """Runs a short convolution between gates. made [M, 3 * channels]: b, c and u of each token; taps [channels,
+        width] float32, the newest token's last -> c * conv(b * u), [M, channels]. The layer keeps b * u."""
+        b, c, u = made.chunk(3, 1)
+        own = b * u
+        total = own * taps[:, -1]
+        for back, before in enumerate(self.earlier(layer, own, taps.shape[1] - 1).unbind(1), 2):
+            total = total + before * taps[:, -back]
+        return c * total.to(c.dtype)
+
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """Runs a gated delta net over the batch, from the states of its rows (`kv.row_states`) -> [M, value_heads *
         value_dim] in the inputs' dtype: normed and gated. Rows of the inputs may be apart."""

@@ -26,6 +26,8 @@ from draftwing.ops.cpu import delta_net
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
 
+_MOST_TAPS = 8  # of a short convolution
+
 
 class NativeAttention:
     """Implements `AttnBackend` over a `KVPool` of real CPU tensors. One forward at a time."""
@@ -145,6 +147,22 @@ class CpuAttend(KernelAttend):
             heads, kv_heads, dim, self._half(x), self._kv_half, *self._how, 0, 0, 0, layers.eps,
         )  # fmt: skip
         return outs
+
+    def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
+        kept = self._kv[self._first_layer + layer]
+        (queries, size), (channels, width) = made.shape, taps.shape
+        half, kept_half = made.dtype == torch.bfloat16, kept.dtype == torch.bfloat16
+        known = made.dtype in DTYPES and kept.dtype in DTYPES and kept_half >= half
+        if not known or width > _MOST_TAPS or type(made) is not Tensor:
+            return super().short_conv(layer, made, taps)
+        assert size == 3 * channels and kept.shape[1:] == (channels,) and taps.dtype == torch.float32
+        assert made.stride(1) == 1 and taps.is_contiguous() and kept.is_contiguous()
+        out = made.new_empty(queries, channels)
+        self._raw.short_conv(
+            out.data_ptr(), made.data_ptr(), made.stride(0), taps.data_ptr(), kept.data_ptr(), self._slots.data_ptr(),
+            channels, width, half, kept_half, self._threads, queries, *self._who,
+        )  # fmt: skip
+        return out
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         states, layer_of_pool = self._pool.states, self._first_layer + layer
