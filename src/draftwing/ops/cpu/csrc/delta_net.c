@@ -1,14 +1,15 @@
-/* Gated delta nets over chunks and trees, and the short convolution. The references are ops/torch/delta_net.py and
-   ops/torch/state.py.
+/* Gated delta nets over chunks and trees. The reference is ops/torch/delta_net.py; what states and records are is in
+   kv/row_states.py.
 
    A token's bits are those of the plain recurrence over its ancestors. Of a value head, with S [key_dim, value_dim] as
-   the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d; S <- g S + k d^T. Sums over key_dim run in
-   its order, with products that are fused with them, each column by itself, so neither vectors nor threads nor the tokens around it change them. A token before
-   which S is not needed again leaves none: of most nodes of a tree S is read alone.
+   the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d; S <- g S + k d^T. Each column of S is summed
+   by itself, in the order of key_dim, with products that are fused with the sums: so neither vectors nor threads nor
+   the tokens around it change them. Where no token goes on from an S, it is not made: at the leaves of a tree.
 
-   A unit of work is what some value heads of one key head do over a tree, or over a chunk. It takes its tokens in an
-   order in which mostly each follows the one before it: of each S is then written, and summed for the next token, in one
-   go. It does so for as many columns as registers have room for, whose S stays in the first cache. */
+   A unit of work is some value heads of one key head. It takes the tokens of a tree, or some of a chunk, in an order in
+   which mostly each follows the one before: S is then written, and summed for the next token, in one go. It does so for
+   as many columns as registers have room for, whose S stays in the first cache. A thread runs its units one after the
+   other, and of a chunk so many tokens at a time that their inputs are in its cache for all of them. */
 
 #include "cpu.h"
 #if defined(__aarch64__)
@@ -17,11 +18,11 @@
 
 #define MOST_TAPS 8
 #define AT_ONCE 64 /* tokens of a chunk that are made ready together */
-#define WIDE 4 /* registers of columns at a time */
+#define WIDE 4     /* registers of columns at a time */
 #define COLUMNS (WIDE * PART)
-#define AHEAD 6 /* tokens whose inputs are fetched meanwhile */
-#define ROW_LINES 4 /* of the states that are needed next, fetched with a row of this one */
-#define UNIT_EPS 1e-6f /* as L2_EPS */
+#define AHEAD 6                               /* tokens whose inputs are fetched meanwhile */
+#define ROW_LINES 4                           /* of the states that are needed next, fetched with a row of this one */
+#define UNIT_EPS 1e-6f                        /* as L2_EPS */
 enum { READ = -1, WRITE = -2, NOWHERE = -3 }; /* where a state is, beside the buffers 0, 1, .. */
 
 typedef struct {
@@ -48,7 +49,7 @@ typedef struct {
     char *scratch;
     int64_t scratch_size, threads, group; /* group: value heads of a unit, of one key head */
     float eps;
-    int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: in which threads take a tree's units */
+    int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: of an item's units */
 } Net;
 
 /* What a thread computes on its way; of tokens in the order in which they run. */
@@ -141,9 +142,7 @@ static void find_children(const Spare *s, int64_t n) {
 }
 
 INLINE int64_t first_of(const Net *j, int64_t tree) { return j->starts ? j->starts[tree] : tree * j->longest; }
-INLINE int64_t node_of(const Net *j, int64_t query) {
-    return j->path[query * j->depth + j->path_len[query] - 1];
-}
+INLINE int64_t node_of(const Net *j, int64_t query) { return j->path[query * j->depth + j->path_len[query] - 1]; }
 
 /* A tree's tokens: those to run again, and each node after its parent. */
 static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
@@ -250,7 +249,8 @@ static void turn_taps(const Net *j, float *to, int64_t stride, int64_t first, in
         return;
     }
     for (int64_t c = 0; c < count; c += PART, from += 4 * PART) {
-        const pf a = part_at(from), b = part_at(from + PART), d = part_at(from + 2 * PART), e = part_at(from + 3 * PART);
+        const pf a = part_at(from), b = part_at(from + PART), d = part_at(from + 2 * PART),
+                 e = part_at(from + 3 * PART);
         const pf even[2] = {EVEN(a, b), EVEN(d, e)}, odd[2] = {ODD(a, b), ODD(d, e)};
         const pf taps[4] = {EVEN(even[0], even[1]), EVEN(odd[0], odd[1]), ODD(even[0], even[1]), ODD(odd[0], odd[1])};
         for (int t = 0; t < 4; t++) memcpy(to + t * stride + c, &taps[t], sizeof taps[t]);
@@ -282,7 +282,7 @@ static void scale_unit(float *x, int64_t size, float scale) {
 
 typedef struct {
     int64_t row, key, part; /* key head, and which of the groups of its value heads */
-    int64_t count, kept;    /* of tokens; where in `buffers` its states are, in heads, from one part of a chunk to the next */
+    int64_t count, kept;    /* of tokens; heads whose states are before its own in `buffers`, of a chunk */
     Ahead next;             /* the states that are read and written after these */
 } Unit;
 INLINE int64_t head_of(const Net *j, const Unit *u, int64_t h) {
@@ -329,7 +329,7 @@ static void make_ready(const Net *j, const Spare *s, const Unit *u) {
     }
 }
 
-/* What S of a head is multiplied with, and beta; records of log decay and beta. */
+/* What S of a head is multiplied with, and beta, by each token; and their records: log decay and beta. */
 static void make_gates(const Net *j, const Spare *s, int64_t head, int64_t count) {
     const int half = (int)j->half;
     for (int64_t i = 0; i < count; i++) {
@@ -433,12 +433,12 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
     const int64_t size = dk * dv, kept = j->spans ? ((u->kept + h) * dv + c) * dk : 0;
     float *state = j->state + head * size + c, sum_k[COLUMNS], sum_q[COLUMNS], d[COLUMNS];
 #define SLOT(slot) ((Matrix){state + (slot) * j->value_heads * size, dv})
-#define PLACE(where)                                       \
-    ((where) == READ    ? SLOT(j->read[u->row])            \
-     : (where) == WRITE ? SLOT(j->write[u->row])           \
+#define PLACE(where)                             \
+    ((where) == READ    ? SLOT(j->read[u->row])  \
+     : (where) == WRITE ? SLOT(j->write[u->row]) \
                         : (Matrix){s->buffers + kept + (where) * dk * columns, columns})
     const Token *tokens = s->tokens;
-#define SUM(n, m, update, from, to)                                                                                \
+#define SUM(n, m, update, from, to) \
     step(from, to, dk, g, k, d, s->k + (n) * dk, s->q + (n) * dk, sum_k, sum_q, &u->next, parts, update, m)
     const float *k = NULL;
     float g = 0;
@@ -466,12 +466,8 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
         }
     }
 }
-static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
-    run_columns(j, s, u, h, c, WIDE);
-}
-static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
-    run_columns(j, s, u, h, c, 1);
-}
+static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_columns(j, s, u, h, c, WIDE); }
+static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_columns(j, s, u, h, c, 1); }
 
 INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, const int half) {
     const int64_t dv = j->value_dim;
@@ -576,17 +572,34 @@ static void some_pieces(void *data) {
         run_piece(j, &s, i / pieces, i % pieces * units / pieces, (i % pieces + 1) * units / pieces);
 }
 
-/* -- the module ------------------------------------------------------------------------------------------------------ */
+/* -- the module ---------------------------------------------------------------------------------------------------- */
 
 #define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, threads */
-#define BATCH 11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
+#define BATCH \
+    11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
                     longest span, depth: as of attention */
 static Net net_of(const int64_t *n, const int64_t *batch) {
-    Net j = {.key_heads = n[0], .value_heads = n[1], .key_dim = n[2], .value_dim = n[3], .width = n[4], .tiled = n[5],
-             .nodes = n[6], .group = n[7], .half = n[8], .threads = n[9], .rows = POINTER(batch[0]), .table = POINTER(batch[1]),
-             .table_stride = batch[2], .prefix = POINTER(batch[3]), .path = POINTER(batch[4]),
-             .path_len = POINTER(batch[5]), .spans = POINTER(batch[6]), .starts = POINTER(batch[7]),
-             .count = batch[8], .longest = batch[9], .depth = batch[10]};
+    Net j = {.key_heads = n[0],
+             .value_heads = n[1],
+             .key_dim = n[2],
+             .value_dim = n[3],
+             .width = n[4],
+             .tiled = n[5],
+             .nodes = n[6],
+             .group = n[7],
+             .half = n[8],
+             .threads = n[9],
+             .rows = POINTER(batch[0]),
+             .table = POINTER(batch[1]),
+             .table_stride = batch[2],
+             .prefix = POINTER(batch[3]),
+             .path = POINTER(batch[4]),
+             .path_len = POINTER(batch[5]),
+             .spans = POINTER(batch[6]),
+             .starts = POINTER(batch[7]),
+             .count = batch[8],
+             .longest = batch[9],
+             .depth = batch[10]};
     const int64_t units = j.value_heads / j.group;
     j.pieces = units < j.threads ? units : j.threads;
     j.channels = 2 * j.key_heads * j.key_dim + j.value_heads * j.value_dim;
@@ -602,8 +615,8 @@ static PyObject *py_delta_scratch(PyObject *self, PyObject *const *args, Py_ssiz
     return PyLong_FromLongLong(spare_of(&j, NULL).end);
 }
 
-/* sizes, batch, write slots, saves; out, qkv, z, b, a, strides of the last four; conv, decay, dt_bias, norm; state, conv,
-   inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, queries; eps.
+/* sizes, batch, write slots, saves; out, qkv, z, b, a, strides of the last four; conv, decay, dt_bias, norm; state,
+   conv, inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, queries; eps.
    saves: of each chunk where its pairs of (tokens, state slot) begin, and where the last ones end; then these. */
 static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     enum { REST = SIZES + BATCH, ALL = REST + 27 };
@@ -621,7 +634,8 @@ static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t 
     j.eps = (float)PyFloat_AsDouble(args[ALL]);
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    run(some_pieces, &j, j.count * j.pieces > 1 ? j.threads : 1, n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
+    run(some_pieces, &j, j.count * j.pieces > 1 ? j.threads : 1,
+        n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -644,5 +658,8 @@ static PyObject *py_delta_advance(PyObject *self, PyObject *const *args, Py_ssiz
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 PyMethodDef delta_methods[] = {
-    METHOD(delta_scratch), METHOD(delta_net), METHOD(delta_advance), {NULL, NULL, 0, NULL},
+    METHOD(delta_scratch),
+    METHOD(delta_net),
+    METHOD(delta_advance),
+    {NULL, NULL, 0, NULL},
 };

@@ -80,8 +80,8 @@ static void some_channels(void *data) {
 }
 
 /* out, made, its stride, taps, kept, write slots, channels, width, half, half of what is kept, threads, queries; rows,
-   table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the longest span, depth: as of
-   attention */
+   table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the longest span, depth: as
+   of attention */
 static PyObject *py_short_conv(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[23];
     if (!numbers(args, given, 23, n)) return NULL;
