@@ -1,4 +1,4 @@
-"""A few steps of two rows through a gated delta net: prompts in chunks, trees, what of them is accepted, plain steps."""
+"""Steps of two rows through a gated delta net: prompts in chunks, trees, what of them is accepted, plain steps."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
    All files are compiled for several instruction sets (ops/cpu/isa.py), and what they compute has the same bits in each.
    So sums run in an order of their own, over 16 lanes where they are a vector's; a product and a sum are rounded one by
-   one (-ffp-contract=off), or fused by an intrinsic in every set; and no function of libm is called that rounds in more
+   one (-ffp-contract=off), or fused in every set (delta_net.c); and no function of libm is called that rounds in more
    than one way, which leaves sqrt and what is exact. */
 
 #pragma once
