@@ -384,15 +384,22 @@ INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm256_fmadd_ps((__m256)x, (__m25
 #elif defined(__aarch64__)
 INLINE pf fused(pf x, pf y, pf z) { return (pf)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
 #else
-typedef double pd __attribute__((vector_size(8 * PART)));
-typedef int64_t pl __attribute__((vector_size(8 * PART)));
-INLINE pf fused(pf x, pf y, pf z) {
+typedef float few __attribute__((vector_size(8)));
+typedef double pd __attribute__((vector_size(16)));
+typedef uint64_t pl __attribute__((vector_size(16)));
+INLINE few fused_two(few x, few y, few z) {
     const pd product = __builtin_convertvector(x, pd) * __builtin_convertvector(y, pd);
     const pd more = __builtin_convertvector(z, pd), sum = product + more, added = sum - product;
     const pd rest = (product - (sum - added)) + (more - added);
     const pl inexact = (pl)(rest < 0.0) | (pl)(rest > 0.0), even = ((pl)sum & 1) - 1;
-    const pl away = 1 + 2 * (((pl)rest < 0) ^ ((pl)sum < 0)); /* true is -1 */
-    return __builtin_convertvector((pd)((pl)sum + (inexact & even & away)), pf);
+    const pl towards = 1 - 2 * (((pl)rest ^ (pl)sum) >> 63); /* zero, or away from it */
+    return __builtin_convertvector((pd)((pl)sum + (inexact & even & towards)), few);
+}
+INLINE pf fused(pf x, pf y, pf z) {
+    few made[2];
+    made[0] = fused_two(__builtin_shufflevector(x, x, 0, 1), __builtin_shufflevector(y, y, 0, 1), __builtin_shufflevector(z, z, 0, 1));
+    made[1] = fused_two(__builtin_shufflevector(x, x, 2, 3), __builtin_shufflevector(y, y, 2, 3), __builtin_shufflevector(z, z, 2, 3));
+    return __builtin_shufflevector(made[0], made[1], 0, 1, 2, 3);
 }
 #endif
 
