@@ -76,7 +76,7 @@ class ShortConv(Mixer):
         in_size: int,
     ) -> None:
         super().__init__()
-        self.pool_layer, self._width = pool_layer, config.width
+        self.pool_layer = pool_layer
         wide = torch.promote_types(dtype, torch.float32)
         self.into = Linear(in_size, 3 * config.channels, False, dtype, device, layer.weight_format)
         self.conv = nn.Parameter(torch.zeros(config.channels, 1, config.width, dtype=wide, device=device))

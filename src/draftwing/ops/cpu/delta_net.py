@@ -14,7 +14,7 @@ from draftwing.ops.row_states import DeltaSpec, RowStates
 
 _VECTOR = 16  # sizes of heads are multiples of it
 _MOST_TAPS = 8
-_BATCH = 7  # items for each thread, from which on a unit of work is all of a key head
+_PLENTY = 7  # units of work for a thread
 
 Who = tuple[int, ...]  # rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes, depth
 
@@ -37,7 +37,7 @@ def saves_of(chunks: Sequence[ChunkSpan]) -> Tensor:
 def _group(spec: DeltaSpec, items: int, threads: int) -> int:
     """Value heads of a unit of work: all that share a key head, whose queries and keys are then made once, or where
     these units are few for the threads, one."""
-    return spec.value_heads // spec.key_heads if items * spec.key_heads >= _BATCH * threads else 1
+    return spec.value_heads // spec.key_heads if items * spec.key_heads >= _PLENTY * threads else 1
 
 
 def delta_net(

@@ -397,8 +397,10 @@ INLINE few fused_two(few x, few y, few z) {
 }
 INLINE pf fused(pf x, pf y, pf z) {
     few made[2];
-    made[0] = fused_two(__builtin_shufflevector(x, x, 0, 1), __builtin_shufflevector(y, y, 0, 1), __builtin_shufflevector(z, z, 0, 1));
-    made[1] = fused_two(__builtin_shufflevector(x, x, 2, 3), __builtin_shufflevector(y, y, 2, 3), __builtin_shufflevector(z, z, 2, 3));
+    made[0] = fused_two(__builtin_shufflevector(x, x, 0, 1), __builtin_shufflevector(y, y, 0, 1),
+                        __builtin_shufflevector(z, z, 0, 1));
+    made[1] = fused_two(__builtin_shufflevector(x, x, 2, 3), __builtin_shufflevector(y, y, 2, 3),
+                        __builtin_shufflevector(z, z, 2, 3));
     return __builtin_shufflevector(made[0], made[1], 0, 1, 2, 3);
 }
 #endif
