@@ -74,6 +74,10 @@ class RowStates(Protocol):
     length: Tensor
     node_slots: Tensor
 
+    def set(self, entries: Tensor) -> None:
+        """Gives rows other state slots. entries [S, 4] int64 as `Plan.states`, of different rows."""
+        ...
+
     def advance(self, rows: Tensor, length: Tensor) -> None:
         """Makes what a step wrote of rows [B] what the next one reads. length [B]: tokens in it."""
         ...

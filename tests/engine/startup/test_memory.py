@@ -51,7 +51,7 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     rig.drafter.kv_layers, rig.drafter.aux_layers, rig.drafter.lookahead = rig.layers[1:], aux, lookahead
     monkeypatch.setattr(type(rig.device), "free_memory", lambda self: 4 * GB)
     slot = 3 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
-    assert sizing.size_pool(options(), rig, 10**6, 0) == GB // slot
+    assert sizing.size_pool(options(), rig, 10**6, 0).tokens == GB // slot
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
 
 
@@ -117,9 +117,9 @@ def on_cuda(rig, monkeypatch):
 def test_the_pool_gets_what_steps_and_graphs_leave(on_cuda):
     slot = 2 * 2 * 2 * 16 * 4
     left = 60 * GB - 5 * GB - 2 * 8 * 7 * 10**6 - 2 * GB - 1.6 * GB
-    assert sizing.size_pool(options(), on_cuda, 10**6, 8) == int(left) // slot
-    assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8) == 77
-    assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8) == 20 * GB // slot
+    assert sizing.size_pool(options(), on_cuda, 10**6, 8).tokens == int(left) // slot
+    assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8).tokens == 77
+    assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8).tokens == 20 * GB // slot
 
 
 def test_refusals_name_the_number_to_change(on_cuda):
