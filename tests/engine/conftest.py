@@ -206,8 +206,9 @@ class Rig:
         book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
         deferral=None, states=None,
     ):  # fmt: skip
-        """states: `StateSizes` of a model with recurrent layers.  graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
-        pool, where it is not the model's. deferral: of prompts, where it is not what an engine on a CPU has."""
+        """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
+        pool, where it is not the model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of
+        a model with recurrent layers."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers

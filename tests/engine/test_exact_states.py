@@ -40,9 +40,8 @@ def test_disturbed_drafts(harness, case, shape, lag):
 def test_drafters_and_nobody(harness, case, drafter):
     rig = answer(harness, case, shapes=(PLAIN if drafter is None else TreeShape(4, 2, 8),), drafter=drafter)
     assert drafter is None or rig.stats.tokens > rig.stats.rows
-    answer(
-        harness, case, policy=harness.Cycle(TreeShape(4, 2, 8)) if drafter else None, drafter=drafter, chunk=7, lag=0
-    )
+    policy = harness.Cycle(TreeShape(4, 2, 8)) if drafter else None
+    answer(harness, case, policy=policy, drafter=drafter, chunk=7, lag=0)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -54,8 +53,8 @@ def test_chunks_the_best_nodes_of_a_batch_and_steps_without_drafts(harness, case
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_preemption_and_eviction(harness, case, lag):
-    rig = answer(harness, case, shapes=(TREE,), slots=120, chunk=8, states=StateSizes(14, 8, 4), lag=lag)
-    assert rig.sched.retractions >= 2 and rig.sched.kv.states.hits >= 2
+    rig = answer(harness, case, shapes=(TREE,), slots=80, chunk=8, states=StateSizes(14, 8, 4), lag=lag)
+    assert rig.sched.retractions >= 2 and rig.sched.kv.states.hits >= 1
 
 
 @pytest.mark.parametrize("states", [3, 5])

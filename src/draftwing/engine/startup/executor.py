@@ -64,10 +64,9 @@ def make_executor(
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
     room = max_commit + max_span + 1 + (LAG_ROOM if rig.draft_layers else 0)  # past the context, in a row
     if delta_specs(rig.draft_layers):
-        raise ConfigError(
-            "a draft model with recurrent layers cannot draft: its states are kept for texts, not for trees"
-        )
-    pool_tokens, states = map(model.ranks.least, size_pool(options, rig, row_length(wanted + room), graph_size))
+        raise ConfigError("a draft model cannot have recurrent layers: expected attention alone")
+    sizes = size_pool(options, rig, row_length(wanted + room), graph_size)
+    pool_tokens, states = model.ranks.least(sizes.tokens), model.ranks.least(sizes.states)
     if not options.max_total_tokens:  # more could only ever cache prefixes
         pool_tokens = min(pool_tokens, 2 * rows * wanted)
     context = min(wanted, pool_tokens - max_span - max_commit)

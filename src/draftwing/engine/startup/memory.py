@@ -87,27 +87,27 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolS
     slot_bytes = max(KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig), 1)
     fraction = options.state_memory_fraction if delta_specs(rig.layers) else 0.0
     if options.max_total_tokens:
-        budget = int(options.max_total_tokens * slot_bytes / (1 - fraction))
-        return PoolSize(
-            options.max_total_tokens, state_slots(options, rig, int(budget * fraction), options.max_total_tokens)
-        )
+        tokens = options.max_total_tokens
+        budget = int(tokens * slot_bytes * fraction / (1 - fraction))
+        return PoolSize(tokens, state_slots(options, rig, budget, tokens))
     budget = pool_budget(options, rig, length, graph_size, slot_bytes)
     states = state_slots(options, rig, int(budget * fraction), budget // slot_bytes)
     return PoolSize((budget - states * state_bytes(rig.layers, rig.model.dtype)) // slot_bytes, states)
 
 
 def state_slots(options: Options, rig: Rig, budget: int, tokens: int) -> int:
-    """How many states have room in so many bytes, beside a KV pool of so many tokens: no more than could be used. Raises
-    ConfigError where one request alone has not got what it needs."""
+    """How many states have room in so many bytes, beside a KV pool of so many tokens: no more than could be used.
+    Raises ConfigError where one request alone has not got what it needs."""
     each, rows = state_bytes(rig.layers, rig.model.dtype), options.max_running_requests
-    assert rows
     if not each:
         return 0
+    assert rows
     slots = min(budget // each, ROW_SLOTS * rows + tokens // GRAIN)
     if slots < LEAST_SLOTS:
         raise ConfigError(
-            f"{budget / 1e9:.2f} GB for states of recurrent layers have room for {slots}, and {LEAST_SLOTS} of "
-            f"{each / 1e6:.1f} MB are needed: raise --state-memory-fraction, --mem-fraction-static or --max-total-tokens"
+            f"{budget / 1e9:.2f} GB for states of recurrent layers have room for {slots} of {each / 1e6:.1f} MB, "
+            f"expected {LEAST_SLOTS} at least: raise --state-memory-fraction, --mem-fraction-static or "
+            "--max-total-tokens"
         )
     return slots
 
