@@ -11,6 +11,8 @@ from exactness import CHAIN, DEEP, TOKENS, TREE, answer
 from layer_kinds import HYBRIDS, config_of
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.devices import pick_device
+from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.kv.row_states import RowStates
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.state_slots import StateSizes, StateSlots
@@ -136,6 +138,19 @@ def test_aborts(harness, case):
     rig.sched.flush_cache()
     assert rig.sched.kv.states.kept == 0
     rig.sched.kv.check_idle()
+
+
+def test_a_start_tries_out_whether_bits_are_kept(harness, case, monkeypatch):
+    ops = pick_device("cpu").ops
+    if not ops.exact_by_design:
+        pytest.skip("what torch makes of a row of logits depends on the batch")
+    model = harness.model_of(case[0].config)
+    model.pack(ops, True)
+    rig = harness.Rig(model, shapes=(TREE,), drafter="ngram", attn=ops.attention)
+    assert keeps_bits(rig.executor)
+    advance = RowStates.set
+    monkeypatch.setattr(RowStates, "set", lambda self, entries: advance(self, entries[:, [0, 2, 1, 3]]))
+    assert not keeps_bits(rig.executor), "with what a part writes and what it reads exchanged"
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -190,4 +190,6 @@ def _empty(executor: Executor, rows: int) -> None:
     table = executor.table
     for state in (table.page_table, table.tokens, table.kv_len, table.last):
         state[:rows] = 0
+    if table.states is not None:
+        table.states.read[:rows] = table.states.write[:rows] = table.states.dummy
     executor.restore_calibration()
