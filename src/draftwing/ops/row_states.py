@@ -65,6 +65,7 @@ class LayerStates(NamedTuple):
 class RowStates(Protocol):
     """As `kv.row_states.RowStates`."""
 
+    slots: int  # usable state slots
     nodes: int  # most of one tree
     dummy: int  # the state slot that nobody reads
     layers: Mapping[int, LayerStates]  # by pool layer

@@ -53,7 +53,7 @@ def keeps_bits(executor: Executor) -> bool:
 
 def _prompts(executor: Executor, text: list[int], parts: list[tuple[int, int]], rows: int) -> Tensor:
     """The hidden states of the text, in parts one after the other, each of so many rows together: [rows * T, H]."""
-    found = []
+    found: list[Tensor] = []
     request, every = GenerationRequest("", text, SamplingParams(temperature=0.0)), np.arange(rows)
     for begin, end in parts:
         admits = tuple(Admission(row, text, NOBODY, request, seed=0) for row in range(rows)) if not begin else ()
