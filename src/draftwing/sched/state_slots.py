@@ -80,6 +80,10 @@ class StateSlots:
         """Snapshots in the tree."""
         return len(self._kept)
 
+    def stats(self) -> dict[str, int]:
+        """Counts: all state slots, snapshots, and requests that began with one."""
+        return {"state_slots": self.slots, "snapshots": self.kept, "snapshot_hits": self.hits}
+
     def has_room(self, node: Node) -> bool:
         """Whether a request can run that begins with the state of a node, if it has one."""
         free = len(self._free) + len(self._kept) - self._pinned
