@@ -14,6 +14,7 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.kv.row_states import RowStates
+from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
@@ -219,6 +220,7 @@ BROKEN: list[Patch] = [not_advanced, half_advanced, wrong_slot, too_long, snapsh
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_rule_is_noticed(harness, case, broken, monkeypatch):
+    monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # which asks what is broken here
     broken(monkeypatch)
     with pytest.raises(AssertionError):
         test_prefix_hits(harness, case, 1)

@@ -87,6 +87,6 @@ class CpuStateOps:
         rows, prefix_len = rows.contiguous(), prefix_len.contiguous()
         assert rows.dtype == prefix_len.dtype == torch.int64 and rows.shape == prefix_len.shape
         self.raw.delta_advance(
-            *(part.data_ptr() for part in (states.read, states.write, states.page, states.length)),
-            rows.data_ptr(), len(rows), prefix_len.data_ptr(), 1,
+            *(part.data_ptr() for part in (states.read, states.write, states.page, states.length, states.node_slots)),
+            states.nodes, rows.data_ptr(), len(rows), prefix_len.data_ptr(), 1,
         )  # fmt: skip

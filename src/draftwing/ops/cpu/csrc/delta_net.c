@@ -649,18 +649,20 @@ static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-/* read, write, page, length, rows, their count, length of each, and what it is more */
+/* read, write, page, length, node_slots, nodes, rows, their count, length of each, and what it is more */
 static PyObject *py_delta_advance(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8];
-    if (!numbers(args, given, 8, n)) return NULL;
+    int64_t n[10];
+    if (!numbers(args, given, 10, n)) return NULL;
     int64_t *read = POINTER(n[0]), *write = POINTER(n[1]), *page = POINTER(n[2]), *length = POINTER(n[3]);
-    const int64_t *rows = POINTER(n[4]), *to = POINTER(n[6]);
-    for (int64_t i = 0; i < n[5]; i++) {
+    int64_t *node_slots = POINTER(n[4]);
+    const int64_t nodes = n[5], *rows = POINTER(n[6]), *to = POINTER(n[8]);
+    for (int64_t i = 0; i < n[7]; i++) {
         const int64_t row = rows[i], was = read[row];
         read[row] = write[row];
         write[row] = was;
         page[row] = 1 - page[row];
-        length[row] = to[i] + n[7];
+        length[row] = to[i] + n[9];
+        memset(node_slots + (row * 2 + page[row]) * nodes, 0, (size_t)nodes * 8); /* records of the step before last */
     }
     Py_RETURN_NONE;
 }
