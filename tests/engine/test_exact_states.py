@@ -220,8 +220,8 @@ BROKEN: list[Patch] = [not_advanced, half_advanced, wrong_slot, too_long, snapsh
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_rule_is_noticed(harness, case, broken, monkeypatch):
-    monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # which asks what is broken here
     broken(monkeypatch)
+    monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # C asks nobody
     with pytest.raises(AssertionError):
         test_prefix_hits(harness, case, 1)
         test_conversations_go_on_from_the_end_of_the_turn(harness, case, 0)
