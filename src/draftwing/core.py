@@ -136,6 +136,7 @@ class Chunk(NamedTuple):
     length: int
     final: bool  # the last chunk of the prompt: its last row's logits are sampled
     kept: int | None = None  # place of what the drafter may see of it later, see `Deferred`; None: it sees it at once
+    saves: tuple[tuple[int, int], ...] = ()  # snapshots of a recurrent model: (tokens of the chunk, state slot)
 
 
 class PromptPart(NamedTuple):
@@ -219,6 +220,9 @@ class Plan:
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
     catch_up: CatchUp | None = None  # comes before `admits`, `new_slots` and all else of the plan, unless it is `late`
+    # [S, 4] of models with recurrent layers: rows, and the state slots that their next steps read and write, and tokens
+    # in the former; -1: as the device has it. Come with the uploads, of distinct rows.
+    states: IntArray = field(default_factory=lambda: NOBODY)
     shown: tuple[Deferred, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
 
     @cached_property

@@ -7,21 +7,28 @@ normal numbers has other bits on another CPU.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.kv.pool import KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
 from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.types import BlockRows, Draft, SamplingRows
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from delta_steps import DeltaSteps
 
 Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]
 CASES: dict[str, Case] = {}
@@ -135,6 +142,26 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
             cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
             yield backend.bind(batch, 0).fused(0, qkv, cos, sin)
         yield pool.kv[0][1:408]
+
+
+@case
+def delta_nets(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    for spec in (DeltaSpec(2, 4, 32, 144, 4), DeltaSpec(1, 3, 16, 32, 2, tiled=True)):
+        yield from DeltaSteps(ops, spec, dtype, functools.partial(made.floats, dtype, scale=1.5)).all()
+
+
+@case
+def short_convs(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    for channels, width in ((40, 3), (144, 4)):
+        pool = KVPool([StateSpec((channels,), None)], 100, dtype, torch.device("cpu"))
+        backend, rows = ops.attention(pool), torch.tensor([0])
+        table, taps = torch.arange(1, 101).view(1, 100), made.floats(torch.float32, channels, width)
+        for start, count in ((0, 20), (20, 3), (23, 1)):
+            at = torch.arange(start, start + count)
+            chunks = (ChunkSpan(0, 0, start, count),)
+            batch = Batch(rows, at, at, table[0, at], table, torch.tensor([start]), chunks=chunks, bound=100)
+            yield backend.bind(batch, 0).short_conv(0, made.floats(dtype, count, 3 * channels), taps)
+        yield pool.kv[0]
 
 
 @case

@@ -19,6 +19,7 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.state_slots import StateSizes
 
 SHAPE = TreeShape(2, 2, 4)
 
@@ -64,10 +65,17 @@ def plans() -> list[Plan]:
     policy = FixedShape(SHAPE)
     spans = {shape: span(shape) for shape in policy.menu}
     config = SchedulerConfig(
-        400, 8, span(SHAPE), 16, initial_confidence=1, lagging=frozenset([SHAPE]), deferral=Deferral(64, 16)
+        400,
+        8,
+        span(SHAPE),
+        16,
+        initial_confidence=1,
+        lagging=frozenset([SHAPE]),
+        deferral=Deferral(64, 16),
+        states=StateSizes(24, 8, 4),
     )
     sched = Scheduler(config, policy, spans)
-    device = ToyDevice(8, 60, lookahead=0, tail=0, lagging=config.lagging)
+    device = ToyDevice(8, 60, lookahead=0, tail=0, lagging=config.lagging, with_states=True)
     for req in everything():
         sched.submit(req)
     found = []

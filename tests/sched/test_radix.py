@@ -149,6 +149,6 @@ def test_a_beginning_does_not_keep_the_rest_of_a_prompt_in_memory():
     upper = cache.match(short, 0, 50).node  # splits the long one
     assert len(upper.slots) == 50 and upper.slots.base is None and upper.keys.base is None
     cache.evict(4900)
-    for node in cache._nodes():
+    for node in cache.nodes():
         for part in (node.keys, node.slots):
             assert part.base is None or part.base.size <= 2 * part.size

@@ -75,9 +75,10 @@ class Tree:
 class ToyDevice:
     def __init__(
         self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (), lag: int = LAG,
-        deferral: Deferral = AT_ONCE,
+        deferral: Deferral = AT_ONCE, with_states: bool = False,
     ) -> None:  # fmt: skip
-        """entries: of a page-table row; lagging: shapes after which the drafter has something to catch up with."""
+        """entries: of a page-table row; lagging: shapes after which the drafter has something to catch up with.
+        with_states: there are recurrent layers, whose state of some tokens is these tokens."""
         self.lookahead, self.tail, self.lagging, self.lag = lookahead, tail, lagging, lag
         self.seen: Counter[str] = Counter()
         self._queue: list[bytes] = []
@@ -92,6 +93,10 @@ class ToyDevice:
         self._from_tokens, self._skipped = deferral.from_tokens, [False] * rows
         self._by_slot = deferral.by_slot  # then hidden states lie where the KV does
         self._places: dict[int, tuple[int, int]] = {}  # the same of prompts: row and position
+        self._with_states = with_states
+        self._states: dict[int, list[int]] = {0: []}  # by state slot
+        self._read_slot, self._write_slot, self._length = [-1] * rows, [-1] * rows, [-1] * rows
+        self._records: list[dict[int, int]] = [{} for _ in range(rows)]  # of the last step: tokens by KV slot
 
     def launch(self, plan: Plan) -> None:
         self._queue.append(pickle.dumps(plan))
@@ -113,6 +118,7 @@ class ToyDevice:
             self._table[row, first : first + len(slots)] = slots
         rows = plan.rows.tolist()
         assert len(set(rows)) == len(rows), "a row runs twice"
+        self._give_states(plan)
         for part in plan.shown:
             self._see(part)
         if plan.catch_up is not None and late:
@@ -143,6 +149,36 @@ class ToyDevice:
             logprobs=tuple([TokenLogprobs.of(t) for t in steps[i][0]] for i, _ in plan.logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
         )
+
+    def _give_states(self, plan: Plan) -> None:
+        given = plan.states.tolist()
+        assert len({row for row, *_ in given}) == len(given) and (self._with_states or not given)
+        for row, *values in given:
+            for kept, value in zip((self._read_slot, self._write_slot, self._length), values, strict=True):
+                kept[row] = kept[row] if value < 0 else value
+        if not self._with_states:
+            return
+        rows = plan.rows.tolist()
+        written = [self._write_slot[row] for row in rows] + [s for chunk in plan.chunks for _, s in chunk.saves]
+        assert 0 not in written and len(set(written)) == len(written), "a state is written twice"
+        assert not {self._read_slot[row] for row in rows} & set(written), "what a row reads is written"
+
+    def _run_states(self, row: int, start: int, end: int, saves: tuple[tuple[int, int], ...] = ()) -> None:
+        """Over positions [start, end) of its text, and over those since its state that were accepted."""
+        if not self._with_states:
+            return
+        tokens, length = self._tokens[row], self._length[row]
+        assert self._states[self._read_slot[row]] == tokens[:length], "another's state, or another length"
+        for p in range(length, start):
+            assert self._records[row][self._slot(row, p)] == tokens[p], "no record of what was accepted"
+        self.seen["replayed"] += length < start
+        for after, slot in saves:
+            assert 0 < after <= end - start
+            self._states[slot] = tokens[: start + after]
+            self.seen["snapshots"] += 1
+        self._states[self._write_slot[row]] = tokens[:end]
+        self._read_slot[row], self._write_slot[row] = self._write_slot[row], self._read_slot[row]
+        self._length[row], self._records[row] = end, {}
 
     def _slot(self, row: int, position: int) -> int:
         slot = int(self._table[row, position])
@@ -210,6 +246,8 @@ class ToyDevice:
         tokens, end = self._tokens[row], chunk.start + chunk.length
         assert self._kv_len[row] == chunk.start < end <= plan.max_kv_len, "a chunk starts where the row ends"
         known = len(tokens)
+        assert not self._with_states or self._length[row] == chunk.start, "a chunk cannot replay"
+        self._run_states(row, chunk.start, end, chunk.saves)
         for p in range(chunk.start, end):
             self._kv[self._slot(row, p)] = (tokens[p], p)
         self._kv_len[row] = end
@@ -257,7 +295,9 @@ class ToyDevice:
             for p in range(n + (self.lookahead == 0), n + span(plan.shape)):  # scribbled on while the draft grows
                 self._draft_kv[self._slot(row, p)] = (-1,)
         tree = Tree(tokens, seed, plan.shape)
+        self._run_states(row, n, n + 1)
         for i in range(nodes):
+            self._records[row][self._slot(row, n + i)] = tree.tokens[i]
             self._kv[self._slot(row, n + i)] = (tree.tokens[i], n + tree.depth[i])
         path = tree.accepted(seed)
         order = path + [i for i in range(nodes) if i not in path]

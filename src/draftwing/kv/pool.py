@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.ops.row_states import DeltaSpec as DeltaSpec
+from draftwing.ops.row_states import RowStates
+
 
 class KVSpec(NamedTuple):
     """Keys and values of one attention layer."""
@@ -40,33 +43,6 @@ class StateSpec(NamedTuple):
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
         return self.dtype or (torch.bfloat16 if pool == FP8 else pool)
-
-
-class DeltaSpec(NamedTuple):
-    """Sizes of a gated delta net on one rank, whose state is kept by row, in `kv.row_states.RowStates`, since one for each
-    token would be too large. In the slots of tokens it keeps nothing.
-
-    tiled: value head j reads key head j % key_heads, as GGUF files order them; else j // (value_heads / key_heads).
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int  # taps of the convolution
-    tiled: bool = False
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values of all heads."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (0,)
-
-    def dtype_in(self, pool: torch.dtype) -> torch.dtype:
-        return pool
 
 
 SlotSpec = KVSpec | StateSpec | DeltaSpec  # what one pool layer holds in each slot
@@ -99,6 +75,7 @@ class KVPool:
         self.slots = slots
         self.dtype = dtype
         self.kv = [zeros_as_written((slots + 1, *spec.shape), spec.dtype_in(dtype), device) for spec in self.layers]
+        self.states: RowStates | None = None  # of layers that keep theirs by row
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:
@@ -123,8 +100,11 @@ class KVPool:
 
 
 def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages)."""
-    count = math.prod(shape)
-    if device.type != "cpu" or not count:
+    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages), and begin
+    with a cache line."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(size + 63, np.uint8))
+    first = -memory.data_ptr() % 64
+    return memory[first : first + size].view(dtype).view(shape)

@@ -10,55 +10,45 @@ A running row has two, and reads one while a step writes the other. The step tha
 
 `advance`, at commit, makes the written state the one that is read. So a rejected node leaves nothing, plain decoding
 is a tree of one node, and every token has the bits of a plain recurrence over its ancestors: of whichever tree, chunk
-or cached prefix it is computed in. State slot 0 is that of an empty text: zeros, never written. The last one is the dummy
-row's, whose state nobody reads.
+or cached prefix it is computed in. State slot 0 is that of an empty text: zeros, never written. The last one is the
+dummy row's, whose state nobody reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec, zeros_as_written
-
-
-class LayerStates(NamedTuple):
-    """States and records of one layer.
-
-    state [slots + 2, value_heads, key_dim, value_dim] float32.  conv [slots + 2, conv_width - 1, channels] in the
-    model's dtype: the convolution's inputs of the newest tokens, the oldest first.  inputs
-    [rows + 1, 2, nodes, channels] in the model's dtype: records of nodes by row and page: what goes into the
-    convolution.  gates [rows + 1, 2, nodes, 2, value_heads] float32: records of log decay and beta.
-    """
-
-    spec: DeltaSpec
-    state: Tensor
-    conv: Tensor
-    inputs: Tensor
-    gates: Tensor
+from draftwing.kv.pool import DeltaSpec, SlotSpec, zeros_as_written
+from draftwing.ops.row_states import LayerStates as LayerStates
 
 
 class RowStates:
     """layers: by pool layer.  slots: usable state slots.  nodes: most of one tree.
 
-    Of each row, on the device: read, write [rows + 1] int64, the state slots that the next step reads and writes; page
-    [rows + 1] int64, 0 or 1: where the next step leaves its records (it reads the other one's); length [rows + 1] int64:
-    tokens in the state that is read; node_slots [rows + 1, 2, nodes] int64: the KV slots of the nodes with records, by
-    which a page table names those that were accepted.
+    Of each row, on the device, [rows + 1] int64: read, write: the state slots of the next step; page, 0 or 1: where it
+    leaves its records (it reads the other one's); length: tokens in the state that is read.
+    node_slots [rows + 1, 2, nodes] int64: the KV slots of the nodes with records, by which a page table names those
+    that were accepted, and 0 of nodes without. Rows that were given no state slots have the dummy's.
     """
 
     def __init__(
-        self, specs: Mapping[int, DeltaSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device
+        self,
+        specs: Mapping[int, DeltaSpec],
+        slots: int,
+        rows: int,
+        nodes: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.slots, self.nodes, self.dummy = slots, nodes, slots + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return zeros_as_written(shape, dtype, device)
 
-        self.layers = {
+        self.layers: Mapping[int, LayerStates] = {
             layer: LayerStates(
                 spec,
                 zeros(slots + 2, spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32),
@@ -68,14 +58,46 @@ class RowStates:
             )
             for layer, spec in specs.items()
         }
-        self.read, self.write, self.page, self.length = zeros(rows + 1), zeros(rows + 1), zeros(rows + 1), zeros(rows + 1)
-        self.read[rows] = self.write[rows] = self.dummy
+        self.read, self.write, self.page, self.length = (zeros(rows + 1) for _ in range(4))
+        self.read.fill_(self.dummy)
+        self.write.fill_(self.dummy)
         self.node_slots = zeros(rows + 1, 2, nodes)
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[SlotSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device
+    ) -> RowStates | None:
+        """For a pool with these layers; None where none keeps its state by row. dtype: the model's."""
+        specs = delta_specs(layers)
+        return cls(specs, slots, rows, nodes, dtype, device) if specs else None
+
+    def set(self, entries: Tensor) -> None:
+        """Gives rows other state slots. entries [S, 4] int64 as `Plan.states`, of different rows."""
+        rows, *values = entries.unbind(1)
+        for state, value in zip((self.read, self.write, self.length), values, strict=True):
+            state.index_copy_(0, rows, torch.where(value < 0, state[rows], value))
 
     def advance(self, rows: Tensor, length: Tensor) -> None:
         """Makes what a step wrote of rows [B] what the next one reads. length [B]: tokens in it."""
-        read, write = self.read[rows], self.write[rows]
+        read, write, page = self.read[rows], self.write[rows], 1 - self.page[rows]
         self.read.index_copy_(0, rows, write)
         self.write.index_copy_(0, rows, read)
-        self.page.index_copy_(0, rows, 1 - self.page[rows])
+        self.page.index_copy_(0, rows, page)
         self.length.index_copy_(0, rows, length)
+        # Who leaves records there next may have fewer nodes; a slot's record of earlier must not be found then.
+        self.node_slots.index_put_((rows, page), self.node_slots.new_zeros(()))
+
+
+def delta_specs(layers: Sequence[SlotSpec]) -> dict[int, DeltaSpec]:
+    """Those of pool layers that keep their state by row, by layer."""
+    return {at: spec for at, spec in enumerate(layers) if isinstance(spec, DeltaSpec)}
+
+
+def state_bytes(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:
+    """Of one state, of all layers. dtype: the model's."""
+    return sum(spec.state_bytes(dtype) for spec in delta_specs(layers).values())
+
+
+def record_bytes(layers: Sequence[SlotSpec], rows: int, nodes: int, dtype: torch.dtype) -> int:
+    """Of the records of all rows, for trees of so many nodes."""
+    return 2 * (rows + 1) * nodes * sum(spec.record_bytes(dtype) for spec in delta_specs(layers).values())

@@ -76,7 +76,7 @@ class ShortConv(Mixer):
         in_size: int,
     ) -> None:
         super().__init__()
-        self.pool_layer, self._width = pool_layer, config.width
+        self.pool_layer = pool_layer
         wide = torch.promote_types(dtype, torch.float32)
         self.into = Linear(in_size, 3 * config.channels, False, dtype, device, layer.weight_format)
         self.conv = nn.Parameter(torch.zeros(config.channels, 1, config.width, dtype=wide, device=device))
@@ -87,11 +87,6 @@ class ShortConv(Mixer):
         return [self.into, self.out]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
-        b, c, u = self.into(x).chunk(3, 1)
-        own = b * u
-        made, taps = own * self.conv[:, 0, -1], self.conv[:, 0]  # in the parameter's dtype
-        for back, before in enumerate(attend.earlier(self.pool_layer, own, self._width - 1).unbind(1), 2):
-            made = made + before * taps[:, -back]
-        return self.out(c * made.to(c.dtype), residual)
+        return self.out(attend.short_conv(self.pool_layer, self.into(x), self.conv[:, 0]), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

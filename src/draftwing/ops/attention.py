@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
-
-if TYPE_CHECKING:
-    from draftwing.kv.pool import DeltaSpec
-    from draftwing.kv.row_states import RowStates
+from draftwing.ops.row_states import DeltaSpec, RowStates
+from draftwing.ops.torch.delta_net import delta_net, over_sequences
 
 
 class HeadNorms(NamedTuple):
@@ -109,6 +107,16 @@ class Attend:
         before it, the nearest first; zeros where there are none."""
         raise NotImplementedError
 
+    def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
+        """Runs a short convolution between gates. made [M, 3 * channels]: b, c and u of each token; taps [channels,
+        width] float32, the newest token's last -> c * conv(b * u), [M, channels]. The layer keeps b * u."""
+        b, c, u = made.chunk(3, 1)
+        own = b * u
+        total = own * taps[:, -1]
+        for back, before in enumerate(self.earlier(layer, own, taps.shape[1] - 1).unbind(1), 2):
+            total = total + before * taps[:, -back]
+        return c * total.to(c.dtype)
+
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """Runs a gated delta net over the batch, from the states of its rows (`kv.row_states`) -> [M, value_heads *
         value_dim] in the inputs' dtype: normed and gated. Rows of the inputs may be apart."""
@@ -169,8 +177,6 @@ class DenseAttend(Attend):
         return torch.stack(back, 2).flatten(0, 1)
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        from draftwing.ops.torch.delta_net import over_sequences
-
         return over_sequences(inputs, weights, self.sequences)
 
 
@@ -201,7 +207,7 @@ def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
     """Returns the spans of chunks that follow each other in a flat batch; chunk i is batch row i."""
     offsets = accumulate((chunk.length for chunk in chunks), initial=0)
     return tuple(
-        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final)
+        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final, chunk.saves)
         for i, (offset, chunk) in enumerate(zip(offsets, chunks, strict=False))
     )
 
@@ -326,8 +332,6 @@ class BoundAttend(Attend):
         return torch.where(slots.unsqueeze(2) > 0, kept[slots], 0).to(own.dtype)
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        from draftwing.ops.torch.delta_net import delta_net
-
         assert self._pool.states is not None, "only a pool with states of rows has such layers"
         return delta_net(self._pool.states, self._first_layer + layer, self._batch, inputs, weights)
 

@@ -58,12 +58,12 @@ class InflightPrefixes:
         same = self._by_all.get((req.salt, req.digest), ())
         return any(_before(other, req, held) for other in same)
 
-    def common_prefixes(self, req: Req, tokens: IntArray, held: Container[Req]) -> Iterator[tuple[int, int]]:
-        """Of each prompt that is like it: tokens in common, and those that are left to compute. held: whose prompts do
-        not go on now. Left out are those of other clients and of lower priority, which may get less time."""
+    def common_prefixes(self, req: Req, tokens: IntArray, held: Container[Req]) -> Iterator[tuple[Req, int, int]]:
+        """Each request whose prompt is like it: tokens in common, and those that are left to compute. held: whose
+        prompts do not go on now. Left out are those of other clients and of lower priority, which may get less time."""
         before = (pair for pair in self._alike(req, tokens).items() if _before(pair[0], req, held))
         for other, its in islice(before, _MAX_COMPARED):
-            yield _common(tokens, its), len(its) - other.sent
+            yield other, _common(tokens, its), len(its) - other.sent
 
     def _alike(self, req: Req, tokens: IntArray) -> dict[Req, IntArray]:
         return self._by_head.get(_head(req.salt, tokens), {})

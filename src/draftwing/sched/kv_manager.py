@@ -12,25 +12,31 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from draftwing.core import Admission, IntArray
+from draftwing.core import NOBODY, Admission, IntArray
 from draftwing.sched.inflight_prefixes import MAX_LEFT_PER_SHARED, MIN_SHARED_TOKENS, InflightPrefixes
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req
 from draftwing.sched.slots import SlotAllocator
+from draftwing.sched.state_slots import StateSizes, StateSlots
 
 
 class KVManager:
     """Changes of the page tables wait here for the next plan: `take_changes`.
 
-    pool: free slots.  radix: cached prefixes.  by_row: requests that hold a row.
+    pool: free slots.  radix: cached prefixes.  by_row: requests that hold a row.  states: of a model with recurrent
+    layers.
     """
 
-    def __init__(self, slots: int, rows: int, lookahead: int, cache: bool, room: int) -> None:
+    def __init__(
+        self, slots: int, rows: int, lookahead: int, cache: bool, room: int, states: StateSizes | None = None
+    ) -> None:
         """slots: of the pool.  rows: requests that may run at once.  lookahead: tokens past t on which KV at t depends.
-        cache: whether prefixes are kept.  room: slots past the committed length that two steps in flight may need."""
+        cache: whether prefixes are kept.  room: slots past the committed length that two steps in flight may need.
+        states: of a model with recurrent layers."""
         self.slots, self.room = slots, room
         self.pool = SlotAllocator(slots)
         self.radix = RadixCache(lookahead, cache)
+        self.states = self.radix.states = None if states is None else StateSlots(states, lookahead)
         self.by_row: dict[int, Req] = {}
         self._rows, self._lookahead = rows, lookahead
         self._free_rows = deque(range(rows))  # first in, first out: row-indexed memories are all used
@@ -59,20 +65,26 @@ class KVManager:
             return False
         if not held and self._inflight.remembers(req, tokens):
             return True
-        waits = self._inflight.has(req, held) or self._saves(req, tokens, held)
+        same = self.states is None and self._inflight.has(req, held)  # with states it says where one is to be kept
+        waits = same or self._saves(req, tokens, held)
         if waits and not held:
             self._inflight.remember(req, tokens)
         return waits
 
     def _saves(self, req: Req, tokens: IntArray, held: Container[Req]) -> bool:
         """Whether enough of its tokens is being computed for others."""
-        alike = [pair for pair in self._inflight.common_prefixes(req, tokens, held) if pair[0] >= MIN_SHARED_TOKENS]
+        found = self._inflight.common_prefixes(req, tokens, held)
+        alike = [one for one in found if one[1] >= MIN_SHARED_TOKENS]
         if not alike:
             return False
         most = self._may_reuse(req)
         cached = len(self.radix.match(tokens, req.salt, most).slots)
-        saved = [(min(common, most) - cached, left) for common, left in alike]
+        saved = [(self._reusable(other, min(common, most)) - cached, left) for other, common, left in alike]
         return any(less >= MIN_SHARED_TOKENS and left <= MAX_LEFT_PER_SHARED * less for less, left in saved)
+
+    def _reusable(self, req: Req, common: int) -> int:
+        """How many of so many tokens that are being computed for a request others can go on from."""
+        return common if self.states is None else self.states.want(req, common)
 
     def admit(self, req: Req, tokens: IntArray, reserve: int) -> bool:
         """Gives it a row and what is cached of its tokens; False, and nothing changes, where they would leave fewer
@@ -81,7 +93,8 @@ class KVManager:
         match = self.radix.match(tokens, req.salt, most)
         self.radix.lock(match.node)
         cached = len(match.slots)
-        if self.by_row and len(tokens) - cached + self.room + reserve > self.obtainable:
+        short = self.by_row and len(tokens) - cached + self.room + reserve > self.obtainable
+        if short or (self.states is not None and not self.states.has_room(match.node)):
             self.radix.unlock(match.node)
             return False
         req.node = match.node
@@ -95,6 +108,8 @@ class KVManager:
         if not req.retractions:
             req.cached_tokens = cached
         self.by_row[req.row] = req
+        if self.states is not None:
+            self.states.admit(req, match.node, cached, match.reach)
         if cached < most:
             self._inflight.add(req, tokens)
         draft_salt = req.salt if req.draft_salt is None else req.draft_salt
@@ -138,6 +153,10 @@ class KVManager:
         self._admits, self._new_slots = {}, {}
         return out
 
+    def take_states(self) -> IntArray:
+        """The same of state slots, as `Plan.states`."""
+        return NOBODY if self.states is None else self.states.take_entries()
+
     def changes(self, row: int) -> bool:
         """Whether the next plan has to tell the device of other slots of a row."""
         return row in self._new_slots or row in self._admits
@@ -150,6 +169,8 @@ class KVManager:
         assert req.running and req.node is not None
         self._inflight.drop(req)
         self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
+        if self.states is not None:
+            self._keep_states(req, self.states, self.states.release(req))
         self.radix.unlock(req.node)
         self.pool.free(_owned(req))
         req.slots, req.owned, req.covered, req.node = np.empty(0, np.int64), np.empty(0, bool), 0, None
@@ -157,6 +178,15 @@ class KVManager:
         self._new_slots.pop(req.row, None)
         del self.by_row[req.row]
         self._free_rows.append(req.row)
+
+    def _keep_states(self, req: Req, states: StateSlots, found: Sequence[tuple[int, int]]) -> None:
+        """Gives states of a request's committed tokens, each with its position, to the tree."""
+        for position, slot in found:
+            node = self.radix.node_at(self._known(req), req.salt, position) if self.radix.enabled else None
+            if node is None:
+                states.free(slot)
+            else:
+                states.keep(node, slot)
 
     def _known(self, req: Req) -> IntArray:
         """The tokens that its committed KV depends on."""
@@ -171,6 +201,8 @@ class KVManager:
         """
         self._inflight.drop(req)
         node = self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
+        if self.states is not None:
+            self._keep_states(req, self.states, self.states.shared(req))
         assert req.node is not None
         self.radix.lock(node)
         self.radix.unlock(req.node)
@@ -187,6 +219,8 @@ class KVManager:
     def flush(self) -> None:
         """Empties the prefix cache, as far as nobody reads it."""
         self.pool.free(self.radix.evict(self.radix.evictable))
+        if self.states is not None:
+            self.states.drop_all()
 
     def quarantine(self, req: Req) -> None:
         """Its logits are not finite, and it is about to be released. Neither its KV is kept nor what is cached and it
@@ -198,6 +232,8 @@ class KVManager:
         """As `quarantine`, of what is cached and nobody reads."""
         self._quarantined.append(self.radix.evict(self.radix.evictable))
         self.pool.free(self._quarantined[-1])
+        if self.states is not None:
+            self.states.drop_all()
 
     def take_quarantined(self) -> IntArray | None:
         """Slots whose KV nobody may read, not even where it has no weight; mostly None."""
@@ -213,6 +249,8 @@ class KVManager:
         owned = self.pool.available + self.radix.size
         assert owned == self.slots, f"{owned} slots are accounted for, the pool has {self.slots}"
         assert self.radix.locked == 0, "a lock outlived its request"
+        if self.states is not None:
+            self.states.check_idle()
         assert len(self._free_rows) == self._rows and not self.by_row, "a row was lost"
 
     def check_integrity(self) -> None:
@@ -224,6 +262,8 @@ class KVManager:
         rows = Counter([*self._free_rows, *self.by_row])
         assert len(rows) == self._rows and max(rows.values()) == 1, "a row was lost or given twice"
         assert len(set(running)) == len(running)
+        if self.states is not None:
+            self.states.check_integrity(running, self.radix.nodes())
         if not running:
             assert self.radix.locked == 0, "a lock outlived its request"
 

@@ -26,6 +26,7 @@ def make_plan(
     new_slots: Mapping[int, Sequence[tuple[int, IntArray]]],
     catch_up: CatchUp | None,
     shown: tuple[Deferred, ...],
+    states: IntArray,
 ) -> Plan:
     """chunks: one for each request, none for a tree; new_slots: by row."""
     # Only the last chunk of a prompt draws a token; the others need no sampling.
@@ -58,6 +59,7 @@ def make_plan(
         chunks=tuple(chunks),
         catch_up=catch_up,
         shown=shown,
+        states=states,
         noisy=_indices(noisy),
         filtered=_indices([i for i in noisy if reqs[i].params.filtered]),
         banning=_indices([i for i in drawing if _below_min(reqs[i])]),

@@ -16,12 +16,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from draftwing.core import IntArray
+from draftwing.sched.state_slots import StateSlots
 
 
 class Node:
-    """An edge of the tree with the node at its end: `keys` [m, window] and the `slots` [m] that hold them."""
+    """An edge of the tree with the node at its end: `keys` [m, window] and the `slots` [m] that hold them. state: slot
+    of the recurrent layers' state at the end, 0: there is none; pins: requests that are about to read it."""
 
-    __slots__ = ("alive", "children", "keys", "parent", "queued", "refs", "salt", "slots", "used")
+    __slots__ = ("alive", "children", "keys", "parent", "pins", "queued", "refs", "salt", "slots", "state", "used")
 
     def __init__(self, keys: IntArray, slots: IntArray, parent: Node | None, used: int, salt: int) -> None:
         self.keys = keys
@@ -33,11 +35,13 @@ class Node:
         self.salt = salt
         self.alive = True
         self.queued = False  # has an entry in the eviction heap
+        self.state = self.pins = 0
 
 
 class Match(NamedTuple):
     node: Node
     slots: IntArray  # [matched positions]
+    reach: int = 0  # positions with cached KV; more than are matched, where there is no state at the last
 
 
 class RadixCache:
@@ -48,6 +52,7 @@ class RadixCache:
         self.enabled = enabled
         self.size = 0
         self.locked = 0
+        self.states: StateSlots | None = None  # of a model with recurrent layers
         self._clock = 0
         self._order = count()  # breaks ties in the heap
         self._heap: list[tuple[int, int, Node]] = []  # (used, order, leaf); entries may be stale
@@ -66,12 +71,20 @@ class RadixCache:
         return node
 
     def match(self, tokens: IntArray, salt: int, limit: int) -> Match:
-        """Longest cached prefix of `tokens`, at most `limit` positions. The node ends exactly at the match."""
+        """Longest cached prefix of `tokens`, at most `limit` positions, of a model with recurrent layers the longest at
+        whose end there is a state. The node ends exactly at the match."""
         node = self.root(salt)
         if not self.enabled:
             return Match(node, np.empty(0, np.int64))
-        node, _ = self._walk(node, self._windows(tokens)[: max(limit, 0)])
-        return Match(node, self.path_slots(node))
+        node, reach = self._walk(node, self._windows(tokens)[: max(limit, 0)])
+        if self.states is not None:
+            node = next(step for step in _path(node) if step.state or step.parent is None)
+        return Match(node, self.path_slots(node), reach)
+
+    def node_at(self, tokens: IntArray, salt: int, length: int) -> Node | None:
+        """The node at the end of so many positions; None where they are not all cached."""
+        node, done = self._walk(self.root(salt), self._windows(tokens)[:length])
+        return node if done == length else None
 
     def path_slots(self, node: Node) -> IntArray:
         """Slots of all positions from the root to the end of `node`."""
@@ -125,6 +138,8 @@ class RadixCache:
             out.append(leaf.slots[keep:])
             wanted -= len(leaf.slots) - keep
             self.size -= len(leaf.slots) - keep
+            if leaf.state and self.states is not None:
+                self.states.drop(leaf)
             if keep:
                 leaf.keys, leaf.slots = _part(leaf.keys[:keep]), _part(leaf.slots[:keep])
                 self._offer(leaf)
@@ -134,7 +149,7 @@ class RadixCache:
 
     def slots(self) -> IntArray:
         """Every slot in the tree, for integrity checks."""
-        parts = [node.slots for node in self._nodes()]
+        parts = [node.slots for node in self.nodes()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _windows(self, tokens: IntArray) -> IntArray:
@@ -188,7 +203,8 @@ class RadixCache:
         leaf.alive = False
         self._offer(parent)
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, the roots included."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()

@@ -18,6 +18,7 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.sched.async_mask import AsyncMask
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.radix import Node
+from draftwing.sched.state_slots import HeldStates
 
 
 class ReqState(Enum):
@@ -74,6 +75,7 @@ class Req:
     row: int = -1
     admission: int = -1
     node: Node | None = None
+    states: HeldStates | None = None  # of a running request, where the model has recurrent layers
     slots: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     owned: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
     covered: int = 0

@@ -36,6 +36,7 @@ from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
+from draftwing.sched.state_slots import StateSizes
 from draftwing.sched.stop import append_until_stop, finish_meta
 from draftwing.sched.trace import traced_step
 
@@ -62,6 +63,7 @@ class SchedulerConfig:
     lag: int = LAG  # most positions of a row in one pass then, and that it may lack where `deferral` says nothing else
     deferral: Deferral = AT_ONCE  # of prompts
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
+    states: StateSizes | None = None  # of a model with recurrent layers
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
 
 
@@ -75,7 +77,7 @@ class Scheduler:
         self.config = config
         self.spans = spans
         room = config.max_span + max(shape.max_commit for shape in policy.menu)
-        self.kv = KVManager(config.slots, config.max_rows, config.lookahead, config.radix, room)
+        self.kv = KVManager(config.slots, config.max_rows, config.lookahead, config.radix, room, config.states)
         self.waiting = FairQueue()
         self._workers = Workers()
         self.running: list[Req] = []
@@ -241,7 +243,8 @@ class Scheduler:
             if not self._cover(req, req.sent + length + (self.config.tail if final else 0)):
                 continue
             kept = self._catch_ups.prefill(req, length, final)
-            chunks.append(Chunk(req.row, req.sent, length, final, kept))
+            saves = () if self.kv.states is None else self.kv.states.saves(req, length)
+            chunks.append(Chunk(req.row, req.sent, length, final, kept, saves))
             chosen.append(req)
             req.sent += length
             req.bound = req.sent
@@ -287,8 +290,10 @@ class Scheduler:
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(
             self._steps, kind, shape, reqs, max_kv_len, chunks, *self.kv.take_changes(), self._catch_ups.take(),
-            self._catch_ups.take_shown(),
+            self._catch_ups.take_shown(), self.kv.take_states(),
         )  # fmt: skip
+        if self.kv.states is not None:
+            self.kv.states.planned(reqs)
         self._steps += 1
         return plan
 
@@ -396,6 +401,8 @@ class Scheduler:
 
     def _commit_chunk(self, req: Req, chunk: Chunk, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         req.kv = chunk.start + chunk.length
+        if self.kv.states is not None:
+            self.kv.states.committed(req, req.kv)
         if not chunk.final:
             return
         req.inflight -= 1
@@ -406,6 +413,8 @@ class Scheduler:
 
     def _commit_path(self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int) -> None:
         """count: tokens that row i of the result committed for it."""
+        if self.kv.states is not None:
+            self.kv.states.committed(req, req.kv + 1)
         if shape.nodes > 1:
             window = slice(req.kv, req.kv + shape.nodes)
             req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table

@@ -11,9 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import Attend, AttentionKind, Batch, HeadNorms, HeadShape, KernelAttend, Pool
+from draftwing.ops.attention import (
+    Attend,
+    AttentionKind,
+    Batch,
+    DeltaInputs,
+    DeltaWeights,
+    HeadNorms,
+    HeadShape,
+    KernelAttend,
+    Pool,
+)
+from draftwing.ops.cpu import delta_net
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
+
+_MOST_TAPS = 8  # of a short convolution
 
 
 class NativeAttention:
@@ -72,6 +85,7 @@ class CpuAttend(KernelAttend):
         assert table.stride(1) == 1
         longest_row = batch.bound or table.shape[1]
         self._slots = batch.write_slots.contiguous()
+        self._saves: Tensor | None = None  # see `delta_net.saves_of`
         self._keep = [rows, table]  # the addresses below are theirs
         if batch.chunks:
             spans = torch.tensor([chunk[:4] for chunk in batch.chunks])  # row, offset, start, length
@@ -133,6 +147,35 @@ class CpuAttend(KernelAttend):
             heads, kv_heads, dim, self._half(x), self._kv_half, *self._how, 0, 0, 0, layers.eps,
         )  # fmt: skip
         return outs
+
+    def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
+        kept = self._kv[self._first_layer + layer]
+        (queries, size), (channels, width) = made.shape, taps.shape
+        half, kept_half = made.dtype == torch.bfloat16, kept.dtype == torch.bfloat16
+        known = made.dtype in DTYPES and kept.dtype in DTYPES and kept_half >= half
+        if not known or width > _MOST_TAPS or type(made) is not Tensor:
+            return super().short_conv(layer, made, taps)
+        assert size == 3 * channels and kept.shape[1:] == (channels,) and taps.dtype == torch.float32
+        assert made.stride(1) == 1 and taps.is_contiguous() and kept.is_contiguous()
+        out = made.new_empty(queries, channels)
+        self._raw.short_conv(
+            out.data_ptr(), made.data_ptr(), made.stride(0), taps.data_ptr(), kept.data_ptr(), self._slots.data_ptr(),
+            channels, width, half, kept_half, self._threads, queries, *self._who,
+        )  # fmt: skip
+        return out
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        states, layer_of_pool = self._pool.states, self._first_layer + layer
+        assert states is not None, "only a pool with states of rows has such layers"
+        if not delta_net.can_run(states.layers[layer_of_pool].spec, inputs):
+            return super().delta(layer, inputs, weights)
+        assert self._batch.window <= states.nodes
+        if self._batch.chunks and self._saves is None:
+            self._saves = delta_net.saves_of(self._batch.chunks)
+        return delta_net.delta_net(
+            self._raw, self._backend.spare, states, layer_of_pool, self._who, self._slots, self._saves, self._threads,
+            inputs, weights,
+        )  # fmt: skip
 
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""

@@ -9,6 +9,7 @@ import torch
 from draftwing.ops.attention import AttnBackend, Pool
 from draftwing.ops.cpu.assign import CpuAssignOps
 from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.cpu.expansion import CpuExpansionOps
 from draftwing.ops.cpu.experts import Spare
 from draftwing.ops.cpu.extension import DTYPES, chosen_isa, load_extension
@@ -28,6 +29,7 @@ class CpuOps(
     CpuExpansionOps,
     CpuSamplingOps,
     CpuLayerOps,
+    CpuStateOps,
     TorchOps,
 ):
     """Made where the extension was built and the device is a CPU. Takes tensors with data only."""

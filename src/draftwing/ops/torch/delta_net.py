@@ -2,20 +2,23 @@
 
 Of each value head, with q and k of unit length and q scaled, S [key_dim, value_dim] float32 and log decay g:
 S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q.
-Every token's bits are those of this recurrence over its ancestors, one after the other (see `kv.row_states`).
+Every token's bits are those of this recurrence over its ancestors, one after the other (see `kv.row_states`). Between
+what is kept in float32 it is computed in float64: torch's functions, and the order of its sums, depend in the last bits
+on where in a tensor a value stands.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec
-from draftwing.kv.row_states import LayerStates, RowStates
-from draftwing.ops.attention import Batch, DeltaInputs, DeltaWeights
+from draftwing.ops.row_states import DeltaSpec, LayerStates, RowStates
+
+if TYPE_CHECKING:  # it calls what is here
+    from draftwing.ops.attention import Batch, DeltaInputs, DeltaWeights
 
 L2_EPS = 1e-6  # of the squared length of queries and keys
 
@@ -29,8 +32,8 @@ class _State(NamedTuple):
 
 def gates(inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
     """Returns log decay and beta [M, 2, value_heads] float32."""
-    log_decay = weights.decay * F.softplus(inputs.a.float() + weights.dt_bias)
-    return torch.stack((log_decay, inputs.b.float().sigmoid()), 1)
+    log_decay = weights.decay * F.softplus(inputs.a.double() + weights.dt_bias)
+    return torch.stack((log_decay, inputs.b.double().sigmoid()), 1).float()
 
 
 def delta_net(states: RowStates, layer: int, batch: Batch, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
@@ -104,7 +107,7 @@ def _tree(
         state, o = go_on(state, goes, qkv[at], gate[at])
         out = torch.where(goes[:, None, None], o, out)
         if not level:  # the root
-            _write(kept, torch.where(length == 1, states.write[rows], states.dummy), state)
+            _write(kept, torch.where(node == 0, states.write[rows], states.dummy), state)
     kept.inputs[rows, page, node], kept.gates[rows, page, node] = qkv, gate
     states.node_slots[rows, page, node] = batch.write_slots
     return out
@@ -114,21 +117,18 @@ def _step(spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: De
     """One token of each of B states: qkv [B, channels], gate [B, 2, value_heads] -> what it is then, and o
     [B, value_heads, value_dim]"""
     window = torch.cat((state.window, qkv[:, None]), 1)  # [B, conv_width, channels]
-    made = torch.zeros_like(window[:, 0], dtype=torch.float32)
-    for tap in range(spec.conv_width):
-        made = made + window[:, tap].float() * weights.conv[:, tap]
-    made = F.silu(made)
+    made = F.silu((window.double() * weights.conv.T).sum(1))
     wide = spec.key_heads * spec.key_dim
     q, k, v = made.split((wide, wide, spec.value_heads * spec.value_dim), 1)
     q, k = (_unit(part.unflatten(1, (spec.key_heads, spec.key_dim))) for part in (q, k))
     head = torch.arange(spec.value_heads, device=qkv.device)
     theirs = head % spec.key_heads if spec.tiled else head // (spec.value_heads // spec.key_heads)
     q, k = q[:, theirs] * spec.key_dim**-0.5, k[:, theirs]  # [B, value_heads, key_dim]
-    v = v.unflatten(1, (spec.value_heads, spec.value_dim))
+    v, gate = v.unflatten(1, (spec.value_heads, spec.value_dim)), gate.double()
     s = state.s * gate[:, 0, :, None, None].exp()
     d = gate[:, 1, :, None] * (v - (s * k[..., None]).sum(2))
     s = s + k[..., None] * d[:, :, None]
-    return _State(s, window[:, 1:]), (s * q[..., None]).sum(2)
+    return _State(s.float(), window[:, 1:]), (s * q[..., None]).sum(2).float()
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -142,5 +142,6 @@ def _write(kept: LayerStates, slots: Tensor, state: _State) -> None:
 
 def _gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     """o [M, value_heads, value_dim] float32, z [M, value_heads * value_dim] -> as z"""
+    o = o.double()
     normed = o * (o.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm
-    return (normed.flatten(1) * F.silu(z.float())).to(z.dtype)
+    return (normed.flatten(1) * F.silu(z.double())).to(z.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from draftwing.ops.attention import AttnBackend, Pool
 from draftwing.ops.reference.assign import AssignOps
@@ -10,6 +11,7 @@ from draftwing.ops.reference.merge import MergeOps
 from draftwing.ops.reference.ngram import NGramOps
 from draftwing.ops.reference.suffix import SuffixOps
 from draftwing.ops.reference.tree import TreeOps
+from draftwing.ops.row_states import RowStates
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.expansion import ExpansionOps
@@ -62,6 +64,11 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
         """Attention over the pool. exact: a query's result has the same bits however it is asked for, which on a CPU is
         so anyway."""
         return TorchAttention(pool)
+
+    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor) -> None:
+        """Makes what a step of trees wrote of rows [B] what the next one reads: the states after their roots.
+        prefix_len [B]: tokens before these; of a prefill's chunk, all but its last."""
+        states.advance(rows, prefix_len + 1)
 
     def before_tracing(self) -> None:
         """Finds out what kernels ask of the device, for a compiler that traces their launches must not do so."""

@@ -4,7 +4,7 @@
 
    All files are compiled for several instruction sets (ops/cpu/isa.py), and what they compute has the same bits in each.
    So sums run in an order of their own, over 16 lanes where they are a vector's; a product and a sum are rounded one by
-   one (-ffp-contract=off), or fused by an intrinsic in every set; and no function of libm is called that rounds in more
+   one (-ffp-contract=off), or fused in every set (delta_net.c); and no function of libm is called that rounds in more
    than one way, which leaves sqrt and what is exact. */
 
 #pragma once
@@ -178,11 +178,20 @@ INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a s
 
 /* The upper half to the lower one, and so on. */
 INLINE float sum_lanes(vf v) {
-    float s[LANES];
-    storef(s, v);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) s[i] += s[i + step];
-    return s[0];
+    const Parted x = {.f = v};
+    float s[4];
+#if PART == 16
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x.f), _mm512_extractf32x8_ps((__m512)x.f, 1));
+#elif PART == 8
+    const pf half = x.floats[0] + x.floats[1];
+#endif
+#if PART > 4
+    const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128((__m256)half), _mm256_extractf128_ps((__m256)half, 1));
+#else
+    const pf quarter = (x.floats[0] + x.floats[2]) + (x.floats[1] + x.floats[3]);
+#endif
+    memcpy(s, &quarter, sizeof s);
+    return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
 /* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
@@ -360,6 +369,6 @@ enum { OTHER, MODEL, LOOKUP };
 INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
-/* What tree.c, assign.c, ngram.c, suffix.c and merge.c add to the module. */
+/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c and short_conv.c add to the module. */
 HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
-    head_methods[];
+    head_methods[], delta_methods[], conv_methods[];

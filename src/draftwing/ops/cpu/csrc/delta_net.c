@@ -1,0 +1,676 @@
+/* Gated delta nets over chunks and trees. The reference is ops/torch/delta_net.py; what states and records are is in
+   kv/row_states.py.
+
+   A token's bits are those of the plain recurrence over its ancestors. Of a value head, with S [key_dim, value_dim] as
+   the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d; S <- g S + k d^T. Each column of S is summed
+   by itself, in the order of key_dim, with products that are fused with the sums: so neither vectors nor threads nor
+   the tokens around it change them. Where no token goes on from an S, it is not made: at the leaves of a tree.
+
+   A unit of work is some value heads of one key head. It takes the tokens of a tree, or some of a chunk, in an order in
+   which mostly each follows the one before: S is then written, and summed for the next token, in one go. It does so for
+   as many columns as registers have room for, whose S stays in the first cache. A thread runs its units one after the
+   other, and of a chunk so many tokens at a time that their inputs are in its cache for all of them. */
+
+#include "cpu.h"
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define MOST_TAPS 8
+#define AT_ONCE 64 /* tokens of a chunk that are made ready together */
+#define WIDE 4     /* registers of columns at a time */
+#define COLUMNS (WIDE * PART)
+#define AHEAD 6                               /* tokens whose inputs are fetched meanwhile */
+#define ROW_LINES 4                           /* of the states that are needed next, fetched with a row of this one */
+#define UNIT_EPS 1e-6f                        /* as L2_EPS */
+enum { READ = -1, WRITE = -2, NOWHERE = -3 }; /* where a state is, beside the buffers 0, 1, .. */
+
+typedef struct {
+    const void *taps[MOST_TAPS]; /* what went into the convolution, of this token the last */
+    int64_t query;               /* of the batch, or -1: run again */
+    float *gates;                /* its record, or NULL: read where it is run again, else written */
+    char *input;                 /* the rest of a record that is written */
+    int64_t from, to;            /* the state before it, and where that after it goes */
+    int64_t save;                /* another state slot that this goes to, or -1 */
+} Token;
+
+typedef struct {
+    void *out;
+    const void *qkv, *z, *b, *a;
+    int64_t qkv_stride, z_stride, b_stride, a_stride, half;
+    int64_t key_heads, value_heads, key_dim, value_dim, width, tiled; /* width: of the convolution */
+    const float *conv, *decay, *dt_bias, *norm;
+    float *state, *gates;
+    char *windows, *inputs; /* `LayerStates.conv` and `.inputs` */
+    const int64_t *read, *write, *page, *length;
+    int64_t *node_slots, nodes;
+    const int64_t *rows, *table, *prefix, *path, *path_len, *spans, *starts, *slots, *saves; /* as in `Attention` */
+    int64_t table_stride, count, longest, depth;
+    char *scratch;
+    int64_t scratch_size, threads, group; /* group: value heads of a unit, of one key head */
+    float eps;
+    int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: of an item's units */
+} Net;
+
+/* What a thread computes on its way; of tokens in the order in which they run. */
+typedef struct {
+    Token *tokens;
+    int64_t *parent, *child, *sibling, *place, *at; /* of a tree's queries; at: by node */
+    float *taps, *q, *k, *v, *o, *g, *beta, *dot, *buffers;
+    int64_t end; /* bytes */
+} Spare;
+
+INLINE int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+INLINE char *piece(char **at, int64_t bytes) {
+    char *here = *at;
+    *at += lines(bytes);
+    return here;
+}
+static int64_t most_tokens(const Net *j) { return j->spans ? AT_ONCE : j->longest + j->nodes; }
+static Spare spare_of(const Net *j, char *memory) {
+    const int64_t most = (most_tokens(j) + LANES - 1) / LANES * LANES, queries = j->spans ? 0 : j->longest;
+    const int64_t dk = j->key_dim, dv = j->value_dim, group = j->group;
+    const int64_t levels = j->spans ? 0 : dk * COLUMNS * j->depth;
+    const int64_t heads = (j->value_heads / group + j->pieces - 1) / j->pieces * group, whole = heads * dk * dv;
+    char *at = memory;
+    Spare s;
+    s.tokens = (Token *)piece(&at, most * (int64_t)sizeof(Token));
+    s.parent = (int64_t *)piece(&at, queries * 8);
+    s.child = (int64_t *)piece(&at, queries * 8);
+    s.sibling = (int64_t *)piece(&at, queries * 8);
+    s.place = (int64_t *)piece(&at, queries * 8);
+    s.at = (int64_t *)piece(&at, j->nodes * 8);
+    s.taps = (float *)piece(&at, MOST_TAPS * (2 * dk + group * dv) * 4);
+    s.q = (float *)piece(&at, most * dk * 4);
+    s.k = (float *)piece(&at, most * dk * 4);
+    s.v = (float *)piece(&at, most * group * dv * 4);
+    s.o = (float *)piece(&at, most * dv * 4);
+    s.g = (float *)piece(&at, most * 4);
+    s.beta = (float *)piece(&at, most * 4);
+    s.dot = (float *)piece(&at, most * 4);
+    s.buffers = (float *)piece(&at, (levels > whole ? levels : whole) * 4);
+    s.end = at - memory;
+    return s;
+}
+
+/* -- which tokens, and where their states are ---------------------------------------------------------------------- */
+
+static void follow(const Net *j, Token *token, const void *const *taps, const void *input) {
+    for (int64_t t = 0; t + 1 < j->width; t++) token->taps[t] = taps[t + 1];
+    token->taps[j->width - 1] = input;
+}
+static void first_taps(const Net *j, int64_t slot, const void **taps) {
+    for (int64_t t = 1; t < j->width; t++)
+        taps[t] = j->windows + (slot * (j->width - 1) + t - 1) * j->channels * j->bytes;
+}
+INLINE const void *input_of(const Net *j, int64_t query) {
+    return (const char *)j->qkv + query * j->qkv_stride * j->bytes;
+}
+
+/* The tokens that a row's tree accepted since its state was written, by their records. */
+static int64_t run_again(const Net *j, const Spare *s, int64_t row, int64_t prefix) {
+    const int64_t page = row * 2 + 1 - j->page[row], length = j->length[row], *slots = j->node_slots + page * j->nodes;
+    int64_t count = prefix > length ? prefix - length : 0;
+    if (count > j->nodes) count = j->nodes; /* of a row that nobody reads */
+    const void *first[MOST_TAPS];
+    first_taps(j, j->read[row], first);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = j->table[row * j->table_stride + length + i];
+        int64_t node = 0;
+        while (node + 1 < j->nodes && slots[node] != slot) node++;
+        const int64_t record = page * j->nodes + node;
+        s->tokens[i] = (Token){.query = -1, .from = i ? 0 : READ, .to = 0, .save = -1};
+        s->tokens[i].gates = j->gates + record * 2 * j->value_heads;
+        follow(j, &s->tokens[i], i ? s->tokens[i - 1].taps : first, j->inputs + record * j->channels * j->bytes);
+    }
+    return count;
+}
+
+/* Children of each query as lists: those without children first. */
+static void find_children(const Spare *s, int64_t n) {
+    for (int64_t q = 0; q < n; q++) s->child[q] = -1;
+    for (int64_t q = 1; q < n; q++)
+        if (s->parent[q] >= 0) s->child[s->parent[q]] = q; /* that it has some */
+    for (int64_t q = 0; q < n; q++) s->place[q] = s->child[q];
+    for (int64_t q = 0; q < n; q++) s->child[q] = -1;
+    for (int leaves = 0; leaves < 2; leaves++)
+        for (int64_t q = n - 1; q >= 0; q--)
+            if (s->parent[q] >= 0 && (s->place[q] < 0) == leaves) {
+                s->sibling[q] = s->child[s->parent[q]];
+                s->child[s->parent[q]] = q;
+            }
+}
+
+INLINE int64_t first_of(const Net *j, int64_t tree) { return j->starts ? j->starts[tree] : tree * j->longest; }
+INLINE int64_t node_of(const Net *j, int64_t query) { return j->path[query * j->depth + j->path_len[query] - 1]; }
+
+/* A tree's tokens: those to run again, and each node after its parent. */
+static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
+    const int64_t row = j->rows[tree], page = row * 2 + j->page[row];
+    const int64_t offset = first_of(j, tree), n = first_of(j, tree + 1) - offset;
+    if (n <= 0) return 0;
+    int64_t count = run_again(j, s, row, j->prefix[tree]);
+    for (int64_t q = 0; q < n; q++) {
+        const int64_t *path = j->path + (offset + q) * j->depth, above = j->path_len[offset + q] - 2;
+        s->at[path[above + 1]] = q;
+        s->parent[q] = above < 0 ? -1 : s->at[path[above]];
+        s->sibling[q] = -1;
+    }
+    find_children(s, n);
+    const void *first[MOST_TAPS];
+    first_taps(j, j->read[row], first);
+    for (int64_t q = 0; q >= 0;) {
+        Token *token = &s->tokens[count];
+        const int64_t parent = s->parent[q], record = page * j->nodes + node_of(j, offset + q);
+        *token = (Token){.query = offset + q, .from = count ? 0 : READ, .to = WRITE, .save = -1};
+        token->gates = j->gates + record * 2 * j->value_heads;
+        token->input = j->inputs + record * j->channels * j->bytes;
+        const void *const *taps = count ? s->tokens[count - 1].taps : first;
+        if (parent >= 0) {
+            const int64_t from = s->tokens[s->place[parent]].to;
+            taps = s->tokens[s->place[parent]].taps;
+            token->from = from;
+            /* The last that goes on from a state may do so in its place. */
+            if (s->child[q] < 0) token->to = NOWHERE;
+            else token->to = from < 0 ? 0 : from + (s->sibling[q] >= 0);
+        }
+        follow(j, token, taps, input_of(j, offset + q));
+        s->place[q] = count++;
+        if (s->child[q] >= 0) q = s->child[q];
+        else {
+            while (q >= 0 && s->sibling[q] < 0) q = s->parent[q];
+            if (q >= 0) q = s->sibling[q];
+        }
+    }
+    return count;
+}
+
+/* Tokens [done, done + AT_ONCE) of a chunk. */
+static int64_t chunk_tokens(const Net *j, const Spare *s, int64_t chunk, int64_t done) {
+    const int64_t *span = j->spans + 4 * chunk, row = j->rows[span[0]], last = span[3] - 1;
+    const int64_t count = span[3] - done < AT_ONCE ? span[3] - done : AT_ONCE, *save = j->saves + j->saves[chunk];
+    const int64_t *end = j->saves + j->saves[chunk + 1];
+    const void *taps[MOST_TAPS];
+    first_taps(j, j->read[row], taps);
+    if (done) memcpy(taps, s->tokens[AT_ONCE - 1].taps, sizeof taps);
+    while (save < end && save[0] <= done) save += 2;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t at = done + i;
+        s->tokens[i] = (Token){.query = span[1] + at, .from = at ? 0 : READ, .to = at == last ? WRITE : 0, .save = -1};
+        follow(j, &s->tokens[i], i ? s->tokens[i - 1].taps : taps, input_of(j, span[1] + at));
+        if (save < end && save[0] == at + 1) {
+            s->tokens[i].save = save[1];
+            save += 2;
+        }
+    }
+    return count;
+}
+
+/* -- convolution, gates -------------------------------------------------------------------------------------------- */
+
+INLINE vf exponential(vf x) { return exp2_16(x * splat(1.44269504f)); }
+INLINE vf silu(vf x) {
+    const vf power = x * splat(-1.44269504f);
+    return x / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
+}
+INLINE vf sigmoid(vf x) {
+    const vf power = x * splat(-1.44269504f);
+    return 1.0f / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
+}
+/* ln(1 + exp(x)) = max(x, 0) + ln(1 + y), y = exp(-|x|); ln(1 + y) = 2 atanh(y / (2 + y)) by its series. */
+INLINE vf softplus(vf x) {
+    const vf positive = select_f(above(x, splat(0.0f)), x, splat(0.0f)), size = positive + (positive - x);
+    const vf y = exponential(-size), s = y / (y + 2.0f), q = s * s;
+    vf p = q * (1.0f / 15) + 1.0f / 13;
+    p = p * q + 1.0f / 11;
+    p = p * q + 1.0f / 9;
+    p = p * q + 1.0f / 7;
+    p = p * q + 1.0f / 5;
+    p = p * q + 1.0f / 3;
+    return positive + 2.0f * (s + s * q * p);
+}
+
+#if PART == 16
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#elif PART == 8
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#else
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#endif
+/* Rows of the convolution's weight as [width, rows]: to + tap * stride. */
+static void turn_taps(const Net *j, float *to, int64_t stride, int64_t first, int64_t count) {
+    const float *from = j->conv + first * j->width;
+    if (j->width != 4) {
+        for (int64_t c = 0; c < count; c++)
+            for (int64_t t = 0; t < j->width; t++) to[t * stride + c] = from[c * j->width + t];
+        return;
+    }
+    for (int64_t c = 0; c < count; c += PART, from += 4 * PART) {
+        const pf a = part_at(from), b = part_at(from + PART), d = part_at(from + 2 * PART),
+                 e = part_at(from + 3 * PART);
+        const pf even[2] = {EVEN(a, b), EVEN(d, e)}, odd[2] = {ODD(a, b), ODD(d, e)};
+        const pf taps[4] = {EVEN(even[0], even[1]), EVEN(odd[0], odd[1]), ODD(even[0], even[1]), ODD(odd[0], odd[1])};
+        for (int t = 0; t < 4; t++) memcpy(to + t * stride + c, &taps[t], sizeof taps[t]);
+    }
+}
+INLINE void convolve(const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count, float *to,
+                     const int64_t width, const int half) {
+    for (int64_t c = 0; c < count; c += LANES) {
+        vf sum = load(token->taps[0], first + c, LANES, half) * loadf(taps + c);
+        for (int64_t t = 1; t < width; t++)
+            sum += load(token->taps[t], first + c, LANES, half) * loadf(taps + t * stride + c);
+        storef(to + c, silu(sum));
+    }
+}
+static void convolved(const Net *j, const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count,
+                      float *to) {
+    if (j->half && j->width == 4) convolve(token, taps, stride, first, count, to, 4, 1);
+    else if (j->half) convolve(token, taps, stride, first, count, to, j->width, 1);
+    else convolve(token, taps, stride, first, count, to, j->width, 0);
+}
+static void scale_unit(float *x, int64_t size, float scale) {
+    vf squares = {0};
+    for (int64_t c = 0; c < size; c += LANES) squares += loadf(x + c) * loadf(x + c);
+    const vf factor = splat(scale / sqrtf(sum_lanes(squares) + UNIT_EPS));
+    for (int64_t c = 0; c < size; c += LANES) storef(x + c, loadf(x + c) * factor);
+}
+
+/* -- one unit ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    int64_t row, key, part; /* key head, and which of the groups of its value heads */
+    int64_t count, kept;    /* of tokens; heads whose states are before its own in `buffers`, of a chunk */
+    Ahead next;             /* the states that are read and written after these */
+} Unit;
+INLINE int64_t head_of(const Net *j, const Unit *u, int64_t h) {
+    h += u->part * j->group;
+    return j->tiled ? u->key + h * j->key_heads : u->key * (j->value_heads / j->key_heads) + h;
+}
+
+/* What a unit does with channels, stretch by stretch: those of its key head's queries and keys, and of its values. */
+typedef struct {
+    int64_t first, size, at; /* at: in `taps` */
+} Stretch;
+INLINE Stretch stretch_of(const Net *j, const Unit *u, int64_t i) {
+    const int64_t dk = j->key_dim, dv = j->value_dim, keys = j->key_heads * dk;
+    if (i < 2) return (Stretch){i * keys + u->key * dk, dk, i * dk};
+    return (Stretch){2 * keys + head_of(j, u, i - 2) * dv, dv, 2 * dk + (i - 2) * dv};
+}
+
+/* No hardware foresees what lies a row of all heads further on. */
+INLINE void bring(const void *at, int64_t bytes) {
+    for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch((const char *)at + c);
+}
+
+static void make_ready(const Net *j, const Spare *s, const Unit *u) {
+    const int64_t dk = j->key_dim, dv = j->value_dim, stride = 2 * dk + j->group * dv;
+    const float scale = 1.0f / sqrtf((float)dk);
+    for (int64_t i = 0; i < u->count; i++) {
+        const Token *token = &s->tokens[i];
+        float *q = s->q + i * dk, *k = s->k + i * dk;
+        for (int64_t part = token->query < 0; part < 2 + j->group; part++) {
+            const Stretch of = stretch_of(j, u, part);
+            float *to = part == 0 ? q : part == 1 ? k : s->v + (i * j->group + part - 2) * dv;
+            if (i + AHEAD < u->count) {
+                const void *later = s->tokens[i + AHEAD].taps[j->width - 1];
+                bring((const char *)later + of.first * j->bytes, of.size * j->bytes);
+            }
+            convolved(j, token, s->taps + of.at, stride, of.first, of.size, to);
+        }
+        scale_unit(k, dk, 1.0f);
+        if (token->query < 0) continue;
+        scale_unit(q, dk, scale);
+        vf dot = {0};
+        for (int64_t c = 0; c < dk; c += LANES) dot += loadf(q + c) * loadf(k + c);
+        s->dot[i] = sum_lanes(dot);
+    }
+}
+
+/* What S of a head is multiplied with, and beta, by each token; and their records: log decay and beta. */
+static void make_gates(const Net *j, const Spare *s, int64_t head, int64_t count) {
+    const int half = (int)j->half;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t query = s->tokens[i].query;
+        s->g[i] = query < 0 ? 0 : load(j->a, query * j->a_stride + head, 1, half)[0];
+        s->beta[i] = query < 0 ? 0 : load(j->b, query * j->b_stride + head, 1, half)[0];
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        storef(s->g + i, softplus(loadf(s->g + i) + splat(j->dt_bias[head])) * splat(j->decay[head]));
+        storef(s->beta + i, sigmoid(loadf(s->beta + i)));
+    }
+    for (int64_t i = 0; i < count; i++) {
+        float *record = s->tokens[i].gates, *beta = record + j->value_heads;
+        if (!record) continue;
+        if (s->tokens[i].query < 0) s->g[i] = record[head], s->beta[i] = beta[head];
+        else record[head] = s->g[i], beta[head] = s->beta[i];
+    }
+    for (int64_t i = 0; i < count; i += LANES) storef(s->g + i, exponential(loadf(s->g + i)));
+}
+
+/* Records of inputs, and the convolution's inputs of states that are written. */
+static void write_inputs(const Net *j, const Spare *s, const Unit *u) {
+    const int64_t before = j->width - 1;
+    for (int64_t i = 0; i < u->count; i++) {
+        const Token *t = &s->tokens[i];
+        for (int64_t part = u->part ? 2 : 0; part < 2 + j->group; part++) {
+            const Stretch of = stretch_of(j, u, part);
+            const int64_t at = of.first * j->bytes;
+            const size_t size = (size_t)(of.size * j->bytes);
+            if (t->input) memcpy(t->input + at, (const char *)t->taps[before] + at, size);
+            for (int save = 0; save < 2; save++) {
+                const int64_t slot = save ? t->save : t->to == WRITE ? j->write[u->row] : -1;
+                char *to = j->windows + slot * before * j->channels * j->bytes + at;
+                for (int64_t w = 0; slot >= 0 && w < before; w++)
+                    memmove(to + w * j->channels * j->bytes, (const char *)t->taps[w + 1] + at, size);
+            }
+        }
+    }
+}
+
+typedef struct {
+    float *at;
+    int64_t stride;
+} Matrix; /* some columns of S */
+
+/* x * y + z, rounded once. Where no instruction does it: of numbers as doubles the product is exact, and a sum that is
+   rounded to an odd last bit where it is not exact may be rounded again (Boldo and Melquiond 2008). */
+#if defined(__AVX512F__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
+#elif defined(__FMA__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
+#elif defined(__aarch64__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
+#else
+typedef float few __attribute__((vector_size(8)));
+typedef double pd __attribute__((vector_size(16)));
+typedef uint64_t pl __attribute__((vector_size(16)));
+INLINE few fused_two(few x, few y, few z) {
+    const pd product = __builtin_convertvector(x, pd) * __builtin_convertvector(y, pd);
+    const pd more = __builtin_convertvector(z, pd), sum = product + more, added = sum - product;
+    const pd rest = (product - (sum - added)) + (more - added);
+    const pl inexact = (pl)(rest < 0.0) | (pl)(rest > 0.0), even = ((pl)sum & 1) - 1;
+    const pl towards = 1 - 2 * (((pl)rest ^ (pl)sum) >> 63); /* zero, or away from it */
+    return __builtin_convertvector((pd)((pl)sum + (inexact & even & towards)), few);
+}
+INLINE pf fused(pf x, pf y, pf z) {
+    few made[2];
+    made[0] = fused_two(__builtin_shufflevector(x, x, 0, 1), __builtin_shufflevector(y, y, 0, 1),
+                        __builtin_shufflevector(z, z, 0, 1));
+    made[1] = fused_two(__builtin_shufflevector(x, x, 2, 3), __builtin_shufflevector(y, y, 2, 3),
+                        __builtin_shufflevector(z, z, 2, 3));
+    return __builtin_shufflevector(made[0], made[1], 0, 1, 2, 3);
+}
+#endif
+
+/* `parts` registers of columns: S goes from `from` to `to` by g, k and d (update), and sums over it and the keys, and
+   queries, of the token after are taken (sums 0: none, 1, 2: both). */
+INLINE void step(Matrix from, Matrix to, int64_t key_dim, float g, const float *k, const float *d, const float *next_k,
+                 const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts, const int update,
+                 const int sums) {
+    pf keys[WIDE], queries[WIDE], change[WIDE];
+    for (int c = 0; c < parts; c++) {
+        keys[c] = queries[c] = (pf){0};
+        if (update) change[c] = part_at(d + c * PART);
+    }
+    for (int64_t i = 0; i < key_dim; i++) {
+        const pf key = (update ? k[i] : 0) - (pf){0}, next_key = (sums > 0 ? next_k[i] : 0) - (pf){0};
+        const pf query = (sums > 1 ? next_q[i] : 0) - (pf){0};
+        const float *row = from.at + i * from.stride;
+        fetch(next, ROW_LINES);
+        for (int c = 0; c < parts; c++) {
+            pf s = part_at(row + c * PART);
+            if (update) {
+                s = fused(key, change[c], s * g);
+                memcpy(to.at + i * to.stride + c * PART, &s, sizeof s);
+            }
+            if (sums > 0) keys[c] = fused(s, next_key, keys[c]);
+            if (sums > 1) queries[c] = fused(s, query, queries[c]);
+        }
+    }
+    for (int c = 0; c < parts; c++) {
+        if (sums > 0) memcpy(sum_k + c * PART, &keys[c], sizeof keys[c]);
+        if (sums > 1) memcpy(sum_q + c * PART, &queries[c], sizeof queries[c]);
+    }
+}
+
+/* Columns [c, c + parts * PART) of head h of the unit, all tokens. */
+INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts) {
+    const int64_t dk = j->key_dim, dv = j->value_dim, columns = parts * PART, head = head_of(j, u, h);
+    const int64_t size = dk * dv, kept = j->spans ? ((u->kept + h) * dv + c) * dk : 0;
+    float *state = j->state + head * size + c, sum_k[COLUMNS], sum_q[COLUMNS], d[COLUMNS];
+#define SLOT(slot) ((Matrix){state + (slot) * j->value_heads * size, dv})
+#define PLACE(where)                             \
+    ((where) == READ    ? SLOT(j->read[u->row])  \
+     : (where) == WRITE ? SLOT(j->write[u->row]) \
+                        : (Matrix){s->buffers + kept + (where) * dk * columns, columns})
+    const Token *tokens = s->tokens;
+#define SUM(n, m, update, from, to) \
+    step(from, to, dk, g, k, d, s->k + (n) * dk, s->q + (n) * dk, sum_k, sum_q, &u->next, parts, update, m)
+    const float *k = NULL;
+    float g = 0;
+    const Matrix first = PLACE(tokens[0].from);
+    if (tokens[0].query < 0) SUM(0, 1, 0, first, first);
+    else SUM(0, 2, 0, first, first);
+    for (int64_t i = 0; i < u->count; i++) {
+        const Token *t = &tokens[i];
+        const float *v = s->v + (i * j->group + h) * dv + c, beta = s->beta[i];
+        g = s->g[i];
+        k = s->k + i * dk;
+        for (int64_t l = 0; l < columns; l++) d[l] = beta * (v[l] - g * sum_k[l]);
+        for (int64_t l = 0; l < columns && t->query >= 0; l++) s->o[i * dv + c + l] = g * sum_q[l] + s->dot[i] * d[l];
+        const int more = i + 1 < u->count, again = more && t[1].query < 0;
+        if (t->to != NOWHERE) {
+            const Matrix from = PLACE(t->from), to = PLACE(t->to);
+            if (!more) SUM(0, 0, 1, from, to);
+            else if (again) SUM(i + 1, 1, 1, from, to);
+            else SUM(i + 1, 2, 1, from, to);
+            for (int64_t r = 0; r < dk && t->save >= 0; r++)
+                memcpy(SLOT(t->save).at + r * dv, to.at + r * to.stride, (size_t)columns * 4);
+        } else if (more) {
+            const Matrix next = PLACE(t[1].from);
+            SUM(i + 1, 2, 0, next, next);
+        }
+    }
+}
+static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_columns(j, s, u, h, c, WIDE); }
+static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_columns(j, s, u, h, c, 1); }
+
+INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, const int half) {
+    const int64_t dv = j->value_dim;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t query = s->tokens[i].query, z = query * j->z_stride + head * dv;
+        const float *o = s->o + i * dv;
+        if (query < 0) continue;
+        if (i + AHEAD < count && s->tokens[i + AHEAD].query >= 0) {
+            const int64_t later = s->tokens[i + AHEAD].query;
+            bring((const char *)j->z + (later * j->z_stride + head * dv) * j->bytes, dv * j->bytes);
+            bring((const char *)j->out + (later * j->value_heads + head) * dv * j->bytes, dv * j->bytes);
+        }
+        vf squares = {0};
+        for (int64_t c = 0; c < dv; c += LANES) squares += loadf(o + c) * loadf(o + c);
+        const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)dv + j->eps));
+        for (int64_t c = 0; c < dv; c += LANES)
+            store(j->out, (query * j->value_heads + head) * dv + c, LANES, half,
+                  loadf(o + c) * factor * loadf(j->norm + c) * silu(load(j->z, z + c, LANES, half)));
+    }
+}
+
+/* A head's tokens, normed and gated. */
+static void give(const Net *j, const Spare *s, int64_t head, int64_t count) {
+    if (j->half) give_of(j, s, head, count, 1);
+    else give_of(j, s, head, count, 0);
+}
+
+/* The states that head h of a unit reads and writes. */
+static Ahead states_of(const Net *j, const Unit *u, int64_t h) {
+    const int64_t size = j->key_dim * j->value_dim, head = head_of(j, u, h);
+    const char *read = (const char *)(j->state + (j->read[u->row] * j->value_heads + head) * size);
+    const char *write = (const char *)(j->state + (j->write[u->row] * j->value_heads + head) * size);
+    return (Ahead){read, read + size * 4, write, write + size * 4};
+}
+static void run_tokens(const Net *j, const Spare *s, Unit *u, const Unit *then) {
+    const int64_t dv = j->value_dim;
+    const int64_t stride = 2 * j->key_dim + j->group * dv;
+    for (int64_t i = 0; i < 2 + j->group; i++) {
+        const Stretch of = stretch_of(j, u, i);
+        turn_taps(j, s->taps + of.at, stride, of.first, of.size);
+    }
+    make_ready(j, s, u);
+    write_inputs(j, s, u);
+    for (int64_t h = 0; h < j->group; h++) {
+        const int64_t head = head_of(j, u, h);
+        make_gates(j, s, head, u->count);
+        if (h + 1 < j->group) u->next = states_of(j, u, h + 1);
+        else if (then) u->next = states_of(j, then, 0);
+        int64_t c = 0;
+        for (; c + COLUMNS <= dv; c += COLUMNS) run_wide(j, s, u, h, c);
+        for (; c < dv; c += PART) run_narrow(j, s, u, h, c);
+        give(j, s, head, u->count);
+    }
+}
+
+/* Dead nodes, which are no root and have no parent: zeros. */
+static void leave_out(const Net *j, const Spare *s, int64_t tree) {
+    const int64_t offset = first_of(j, tree), n = first_of(j, tree + 1) - offset;
+    const int64_t size = j->value_heads * j->value_dim * j->bytes;
+    for (int64_t q = 1; q < n; q++)
+        if (s->parent[q] < 0) memset((char *)j->out + (offset + q) * size, 0, (size_t)size);
+}
+
+/* The units [from, end) of a tree's or chunk's tokens, which are made ready. */
+static void run_units(const Net *j, const Spare *s, int64_t row, int64_t from, int64_t end, int64_t count) {
+    const int64_t parts = j->value_heads / j->key_heads / j->group;
+    Unit next = {.row = row, .key = from / parts, .part = from % parts, .count = count};
+    for (int64_t unit = from; unit < end; unit++) {
+        Unit u = next;
+        u.kept = (unit - from) * j->group;
+        next.key = (unit + 1) / parts;
+        next.part = (unit + 1) % parts;
+        run_tokens(j, s, &u, unit + 1 < end && !j->spans ? &next : NULL);
+    }
+}
+
+static void run_piece(const Net *j, const Spare *s, int64_t item, int64_t from, int64_t end) {
+    if (j->spans) {
+        const int64_t *span = j->spans + 4 * item, row = j->rows[span[0]];
+        for (int64_t done = 0; done < span[3]; done += AT_ONCE)
+            run_units(j, s, row, from, end, chunk_tokens(j, s, item, done));
+        return;
+    }
+    const int64_t row = j->rows[item], count = tree_tokens(j, s, item);
+    if (!count) return;
+    run_units(j, s, row, from, end, count);
+    if (from) return;
+    leave_out(j, s, item);
+    int64_t *slots = j->node_slots + (row * 2 + j->page[row]) * j->nodes; /* 0: of no record */
+    memset(slots, 0, (size_t)j->nodes * 8);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t query = s->tokens[i].query;
+        if (query >= 0) slots[node_of(j, query)] = j->slots[query];
+    }
+}
+
+static void some_pieces(void *data) {
+    Net *j = data;
+    const Spare s = spare_of(j, j->scratch + take(&j->worker, 1) * j->scratch_size);
+    const int64_t units = j->value_heads / j->group, pieces = j->pieces;
+    for (int64_t i; (i = take(&j->next, 1)) < j->count * pieces;)
+        run_piece(j, &s, i / pieces, i % pieces * units / pieces, (i % pieces + 1) * units / pieces);
+}
+
+/* -- the module ---------------------------------------------------------------------------------------------------- */
+
+#define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, threads */
+#define BATCH \
+    11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
+                    longest span, depth: as of attention */
+static Net net_of(const int64_t *n, const int64_t *batch) {
+    Net j = {.key_heads = n[0],
+             .value_heads = n[1],
+             .key_dim = n[2],
+             .value_dim = n[3],
+             .width = n[4],
+             .tiled = n[5],
+             .nodes = n[6],
+             .group = n[7],
+             .half = n[8],
+             .threads = n[9],
+             .rows = POINTER(batch[0]),
+             .table = POINTER(batch[1]),
+             .table_stride = batch[2],
+             .prefix = POINTER(batch[3]),
+             .path = POINTER(batch[4]),
+             .path_len = POINTER(batch[5]),
+             .spans = POINTER(batch[6]),
+             .starts = POINTER(batch[7]),
+             .count = batch[8],
+             .longest = batch[9],
+             .depth = batch[10]};
+    const int64_t units = j.value_heads / j.group;
+    j.pieces = units < j.threads ? units : j.threads;
+    j.channels = 2 * j.key_heads * j.key_dim + j.value_heads * j.value_dim;
+    j.bytes = j.half ? 2 : 4;
+    return j;
+}
+
+/* sizes, batch -> bytes of scratch that a thread needs */
+static PyObject *py_delta_scratch(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[SIZES + BATCH];
+    if (!numbers(args, given, SIZES + BATCH, n)) return NULL;
+    const Net j = net_of(n, n + SIZES);
+    return PyLong_FromLongLong(spare_of(&j, NULL).end);
+}
+
+/* sizes, batch, write slots, saves; out, qkv, z, b, a, strides of the last four; conv, decay, dt_bias, norm; state,
+   conv, inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, queries; eps.
+   saves: of each chunk where its pairs of (tokens, state slot) begin, and where the last ones end; then these. */
+static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    enum { REST = SIZES + BATCH, ALL = REST + 27 };
+    int64_t all[ALL];
+    if (!numbers(args, given - 1, ALL, all)) return NULL;
+    const int64_t *n = all + REST;
+    Net j = net_of(all, all + SIZES);
+    j.slots = POINTER(n[0]), j.saves = POINTER(n[1]);
+    j.out = POINTER(n[2]), j.qkv = POINTER(n[3]), j.z = POINTER(n[4]), j.b = POINTER(n[5]), j.a = POINTER(n[6]);
+    j.qkv_stride = n[7], j.z_stride = n[8], j.b_stride = n[9], j.a_stride = n[10];
+    j.conv = POINTER(n[11]), j.decay = POINTER(n[12]), j.dt_bias = POINTER(n[13]), j.norm = POINTER(n[14]);
+    j.state = POINTER(n[15]), j.windows = POINTER(n[16]), j.inputs = POINTER(n[17]), j.gates = POINTER(n[18]);
+    j.read = POINTER(n[19]), j.write = POINTER(n[20]), j.page = POINTER(n[21]), j.length = POINTER(n[22]);
+    j.node_slots = POINTER(n[23]), j.scratch = POINTER(n[24]), j.scratch_size = n[25];
+    j.eps = (float)PyFloat_AsDouble(args[ALL]);
+    if (PyErr_Occurred()) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    run(some_pieces, &j, j.count * j.pieces > 1 ? j.threads : 1,
+        n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* read, write, page, length, node_slots, nodes, rows, their count, length of each, and what it is more */
+static PyObject *py_delta_advance(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[10];
+    if (!numbers(args, given, 10, n)) return NULL;
+    int64_t *read = POINTER(n[0]), *write = POINTER(n[1]), *page = POINTER(n[2]), *length = POINTER(n[3]);
+    int64_t *node_slots = POINTER(n[4]);
+    const int64_t nodes = n[5], *rows = POINTER(n[6]), *to = POINTER(n[8]);
+    for (int64_t i = 0; i < n[7]; i++) {
+        const int64_t row = rows[i], was = read[row];
+        read[row] = write[row];
+        write[row] = was;
+        page[row] = 1 - page[row];
+        length[row] = to[i] + n[9];
+        memset(node_slots + (row * 2 + page[row]) * nodes, 0, (size_t)nodes * 8); /* records of the step before last */
+    }
+    Py_RETURN_NONE;
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+PyMethodDef delta_methods[] = {
+    METHOD(delta_scratch),
+    METHOD(delta_net),
+    METHOD(delta_advance),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,92 @@
+"""Gated delta nets in C: ops/cpu/csrc/delta_net.c, which says in what order it sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.attention import ChunkSpan, DeltaInputs, DeltaWeights
+from draftwing.ops.cpu.extension import DTYPES
+from draftwing.ops.row_states import DeltaSpec, RowStates
+
+_VECTOR = 16  # sizes of heads are multiples of it
+_MOST_TAPS = 8
+_PLENTY = 7  # units of work for a thread
+
+Who = tuple[int, ...]  # rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes, depth
+
+
+def can_run(spec: DeltaSpec, inputs: DeltaInputs) -> bool:
+    """Whether the kernel takes heads of these sizes."""
+    sizes = spec.key_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0 and 2 <= spec.conv_width <= _MOST_TAPS
+    return sizes and inputs.qkv.dtype in DTYPES
+
+
+def saves_of(chunks: Sequence[ChunkSpan]) -> Tensor:
+    """What the kernel is told of `ChunkSpan.saves`: where each chunk's begin, where the last ones end, and these."""
+    starts, pairs = [len(chunks) + 1], []
+    for chunk in chunks:
+        pairs += [number for save in chunk.saves for number in save]
+        starts.append(len(chunks) + 1 + len(pairs))
+    return torch.tensor(starts + pairs)
+
+
+def _group(spec: DeltaSpec, items: int, threads: int) -> int:
+    """Value heads of a unit of work: all that share a key head, whose queries and keys are then made once, or where
+    these units are few for the threads, one."""
+    return spec.value_heads // spec.key_heads if items * spec.key_heads >= _PLENTY * threads else 1
+
+
+def delta_net(
+    raw: Any,
+    scratch: Callable[[int], Tensor],
+    states: RowStates,
+    layer: int,
+    who: Who,
+    slots: Tensor,
+    saves: Tensor | None,
+    threads: int,
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+) -> Tensor:
+    """As `Attend.delta`. scratch(size): so many bytes; layer: of the pool; slots [M]: the batch's write slots;
+    saves: `saves_of` the chunks."""
+    kept = states.layers[layer]
+    spec, rows = kept.spec, inputs.qkv.shape[0]
+    values = spec.value_heads * spec.value_dim
+    parts = [part if part.stride(1) == 1 else part.contiguous() for part in inputs]
+    assert all(part.dtype == kept.conv.dtype for part in parts)
+    assert [part.shape[1] for part in parts] == [spec.channels, values, spec.value_heads, spec.value_heads]
+    assert weights.conv.shape == (spec.channels, spec.conv_width)
+    assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
+    out = inputs.z.new_empty(rows, values)
+    count, half = who[8], kept.conv.dtype == torch.bfloat16
+    sizes = (*spec[:5], spec.tiled, states.nodes, _group(spec, count, threads), half, threads)
+    size = raw.delta_scratch(*sizes, *who)
+    raw.delta_net(
+        *sizes, *who, slots.data_ptr(), 0 if saves is None else saves.data_ptr(),
+        out.data_ptr(), *(part.data_ptr() for part in parts), *(part.stride(0) for part in parts),
+        *(weight.data_ptr() for weight in weights[:4]), *(tensor.data_ptr() for tensor in kept[1:]),
+        states.read.data_ptr(), states.write.data_ptr(), states.page.data_ptr(), states.length.data_ptr(),
+        states.node_slots.data_ptr(), scratch(size * threads).data_ptr(), size, rows, weights.eps,
+    )  # fmt: skip
+    return out
+
+
+class CpuStateOps:
+    """Overrides what the commit of a step does with states of rows."""
+
+    raw: Any
+
+    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor) -> None:
+        """Makes what a step of trees wrote of rows [B] what the next one reads: the states after their roots.
+        prefix_len [B]: tokens before these; of a prefill's chunk, all but its last."""
+        rows, prefix_len = rows.contiguous(), prefix_len.contiguous()
+        assert rows.dtype == prefix_len.dtype == torch.int64 and rows.shape == prefix_len.shape
+        self.raw.delta_advance(
+            *(part.data_ptr() for part in (states.read, states.write, states.page, states.length, states.node_slots)),
+            states.nodes, rows.data_ptr(), len(rows), prefix_len.data_ptr(), 1,
+        )  # fmt: skip

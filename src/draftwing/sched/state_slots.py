@@ -1,0 +1,242 @@
+"""State slots of models with recurrent layers: who has which. Host only.
+
+A running row has two, which its steps read and write by turns (`kv.row_states`); the device swaps them, and the host
+does as it does. All others are *snapshots*, at nodes of the radix tree, or free. A row begins with a snapshot, or with
+the state of an empty text, which is slot 0; it reads that once and writes a slot of its own, and it gets its second one
+with the plan after that.
+
+What a row writes is its own until it is released, so a slot may be given away while a step in flight writes it: whoever
+gets it is launched later.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from draftwing.core import NOBODY, IntArray
+
+if TYPE_CHECKING:  # both have what is here
+    from draftwing.sched.radix import Node
+    from draftwing.sched.req import Req
+
+EVERY = 512  # tokens between snapshots of a long prompt, whose end others may replace; they compute half as many again
+GRAIN = 64  # the last snapshot of a prompt is at a multiple of so many tokens: at the same place for who begins alike
+ROW_SLOTS = 2  # of a running request
+LEAST_SLOTS = ROW_SLOTS + 1  # a request that runs alone, and the snapshot that it begins with
+
+
+class StateSizes(NamedTuple):
+    """slots: state slots.  every, grain: as `EVERY` and `GRAIN`."""
+
+    slots: int
+    every: int = EVERY
+    grain: int = GRAIN
+
+
+@dataclass(eq=False)
+class HeldStates:
+    """What a running request has. read, write: of its next step.  spare: its second slot, until its first step is
+    planned.  begun: the node whose state that step reads.  writes: of the steps in flight, the oldest first.  newest,
+    length: the slot that the last committed step wrote, 0 before there is one, and the tokens in it.  wanted: positions
+    of its prompt at which snapshots are to be taken.  saves: those that are, with their slots."""
+
+    read: int
+    write: int
+    spare: int
+    begun: Node | None
+    wanted: set[int]
+    writes: deque[int] = field(default_factory=deque)
+    newest: int = 0
+    length: int = 0
+    saves: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def own(self) -> list[int]:
+        """Its slots but for those of `saves`."""
+        return [self.write, self.spare] if self.spare else [self.read, self.write]
+
+
+class StateSlots:
+    """hits: requests that began with a snapshot."""
+
+    def __init__(self, sizes: StateSizes, lookahead: int) -> None:
+        """lookahead: tokens that a cached prefix must leave of a text."""
+        assert sizes.slots >= LEAST_SLOTS, f"{sizes.slots} state slots, at the least {LEAST_SLOTS} are needed"
+        self.slots, self.every, self.grain = sizes
+        self.hits = 0
+        self._lookahead = lookahead
+        self._free = list(range(sizes.slots, 0, -1))
+        self._kept: OrderedDict[Node, None] = OrderedDict()  # nodes with snapshots, the least recently used first
+        self._pinned = 0  # of these
+        self._entries: dict[int, tuple[int, int, int]] = {}  # of the next plan, by row
+
+    @property
+    def kept(self) -> int:
+        """Snapshots in the tree."""
+        return len(self._kept)
+
+    def stats(self) -> dict[str, int]:
+        """Counts: all state slots, snapshots, and requests that began with one."""
+        return {"state_slots": self.slots, "snapshots": self.kept, "snapshot_hits": self.hits}
+
+    def has_room(self, node: Node) -> bool:
+        """Whether a request can run that begins with the state of a node, if it has one."""
+        free = len(self._free) + len(self._kept) - self._pinned
+        return free - (node.state > 0 and not node.pins) >= ROW_SLOTS
+
+    # -- snapshots --------------------------------------------------------------------------------------------------
+
+    def keep(self, node: Node, slot: int) -> None:
+        """A node gets a snapshot, and the slot is the tree's; free where it has one."""
+        if node.state:
+            self._free.append(slot)
+        else:
+            node.state = slot
+        self._kept[node] = None
+        self._kept.move_to_end(node)
+
+    def drop(self, node: Node) -> None:
+        """A node loses its snapshot."""
+        assert not node.pins, "a row is about to read it"
+        del self._kept[node]
+        self._free.append(node.state)
+        node.state = 0
+
+    def drop_all(self) -> None:
+        """Of all nodes whose state no row is about to read."""
+        for node in [node for node in self._kept if not node.pins]:
+            self.drop(node)
+
+    def _take(self) -> int:
+        """A free slot, or that of the least recently used snapshot; 0 where there is none."""
+        if not self._free:
+            node = next((node for node in self._kept if not node.pins), None)
+            if node is None:
+                return 0
+            self.drop(node)
+        return self._free.pop()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def admit(self, req: Req, node: Node, length: int, reach: int) -> None:
+        """A request has its row, and room. node, length: at whose state it begins, and how many tokens that has.
+        reach: how many of its tokens have cached KV."""
+        if node.state:
+            self.hits += 1
+            self._kept.move_to_end(node)
+            self._pinned += not node.pins
+            node.pins += 1
+        read, write, spare = node.state, self._take(), self._take()
+        assert write and spare, "there was no room"
+        req.states = HeldStates(read, write, spare, node if read else None, self._positions(req, length, reach))
+        self._entries[req.row] = read, write, length
+
+    def _positions(self, req: Req, start: int, reach: int) -> set[int]:
+        """Where snapshots of its prompt are taken: every so many tokens, where it leaves what is cached, and near its
+        end. One prompt takes a quarter of all slots at most, or one."""
+        end, every = len(req.tokens) - 1 - self._lookahead, self.every
+        while (end - start) // every > max(self.slots // 4, 1):
+            every *= 2
+        found = {reach, end // self.grain * self.grain, *range(start // every * every + every, end + 1, every)}
+        return {position for position in found if position > start}
+
+    def want(self, req: Req, position: int) -> int:
+        """Has a snapshot taken of a prompt at a position where another one leaves it, if that is not too late. Returns
+        the last position up to there with one."""
+        held = req.states
+        assert held is not None
+        if req.sent < position:
+            held.wanted.add(position)
+            return position
+        return max((at for at, _ in held.saves if at <= position), default=0)
+
+    def saves(self, req: Req, length: int) -> tuple[tuple[int, int], ...]:
+        """`Chunk.saves` of its next chunk of so many tokens."""
+        held, found = req.states, []
+        assert held is not None
+        for position in sorted(held.wanted):
+            if req.sent < position <= req.sent + length and (slot := self._take()):
+                held.saves.append((position, slot))
+                found.append((position - req.sent, slot))
+        return tuple(found)
+
+    def planned(self, reqs: Iterable[Req]) -> None:
+        """A step of these requests was planned, and its plan is made."""
+        for req in reqs:
+            held = req.states
+            assert held is not None
+            held.writes.append(held.write)
+            if not held.spare:
+                held.read, held.write = held.write, held.read
+                continue
+            held.read, held.write, held.spare = held.write, held.spare, 0
+            self._entries[req.row] = -1, held.write, -1
+            self._unpin(held)
+
+    def committed(self, req: Req, length: int) -> None:
+        """The oldest step in flight has written the state after so many tokens."""
+        held = req.states
+        assert held is not None
+        held.newest, held.length = held.writes.popleft(), length
+
+    def shared(self, req: Req) -> list[tuple[int, int]]:
+        """Its snapshots, which are the tree's from now on: position and slot."""
+        held = req.states
+        assert held is not None
+        found, held.saves = held.saves, []
+        return found
+
+    def release(self, req: Req) -> list[tuple[int, int]]:
+        """Takes all that a request has. Returns the states of its committed tokens, for the tree: position and slot."""
+        held = req.states
+        assert held is not None
+        found = [save for save in held.saves if save[0] <= req.kv]
+        if 0 < held.length <= req.kv and held.newest not in held.writes:  # else a step in flight writes there
+            found.append((held.length, held.newest))
+        theirs = {slot for _, slot in found}
+        slots = [*held.own, *(slot for _, slot in held.saves)]
+        self._free += [slot for slot in slots if slot not in theirs]
+        self._unpin(held)
+        self._entries.pop(req.row, None)
+        req.states = None
+        return found
+
+    def free(self, slot: int) -> None:
+        """A state has no place in the tree."""
+        self._free.append(slot)
+
+    def take_entries(self) -> IntArray:
+        """`Plan.states` of the next plan."""
+        if not self._entries:
+            return NOBODY
+        entries, self._entries = self._entries, {}
+        return np.asarray([(row, *entry) for row, entry in entries.items()], np.int64)
+
+    def _unpin(self, held: HeldStates) -> None:
+        if held.begun is not None:
+            held.begun.pins -= 1
+            self._pinned -= not held.begun.pins
+            held.begun = None
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        """With nothing running every slot is free or a snapshot."""
+        count = len(self._free) + len(self._kept)
+        assert count == self.slots and not self._pinned, f"{count} state slots are accounted for, of {self.slots}"
+
+    def check_integrity(self, running: Iterable[Req], nodes: Iterable[Node]) -> None:
+        """Every slot has one owner. nodes: of the tree."""
+        with_state = {node for node in nodes if node.state}
+        assert with_state == set(self._kept), "a snapshot is of no node of the tree"
+        held = [req.states for req in running if req.states is not None]
+        slots = [*self._free, *(node.state for node in with_state)]
+        for one in held:
+            slots += [*one.own, *(slot for _, slot in one.saves)]
+        assert sorted(slots) == list(range(1, self.slots + 1)), "a state slot was lost, or has two owners"
+        assert self._pinned == len({one.begun for one in held} - {None})

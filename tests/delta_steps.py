@@ -1,0 +1,95 @@
+"""Steps of two rows through a gated delta net: prompts in chunks, trees, what of them is accepted, plain steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool
+from draftwing.kv.row_states import RowStates
+from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights
+from draftwing.ops.row_states import DeltaSpec
+from draftwing.ops.torch.ops import TorchOps
+
+ROWS, NODES, LONGEST = 2, 8, 200
+PARENTS = [0, 0, 0, 1, 1, 2, 5, 6]
+ACCEPTED = [0, 2, 5]  # of the tree
+Make = Callable[..., Tensor]  # of a shape, in the model's dtype
+
+
+class DeltaSteps:
+    """`make` gives numbers around 0 of a shape. The rows' texts are of their own."""
+
+    def __init__(self, ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype, make: Make) -> None:
+        self.ops, self.spec, self.dtype, self.make = ops, spec, dtype, make
+        cpu = torch.device("cpu")
+        self.pool = KVPool([spec], ROWS * LONGEST, dtype, cpu)
+        self.states = RowStates({0: spec}, 2 * ROWS + 1, ROWS, NODES, dtype, cpu)
+        self.pool.states = self.states
+        self.states.set(torch.tensor([[0, 1, 2, 0], [1, 3, 4, 0]]))
+        heads = spec.value_heads
+        self.weights = DeltaWeights(
+            make(spec.channels, spec.conv_width).float() / 2, -make(heads).float().abs(), make(heads).float(),
+            make(spec.value_dim).float(), 1e-6,
+        )  # fmt: skip
+        table = 1 + torch.arange(ROWS * LONGEST).view(LONGEST, ROWS).t()
+        self.table = torch.cat((table, torch.zeros(1, LONGEST, dtype=torch.int64)))
+        self.kv_len = torch.zeros(ROWS, dtype=torch.int64)
+        self.backend = ops.attention(self.pool)
+
+    def inputs(self, count: int) -> DeltaInputs:
+        spec = self.spec
+        both = self.make(count, spec.channels + spec.value_heads * spec.value_dim)  # of one GEMM, so rows are apart
+        gates = self.make(count, 2 * spec.value_heads)
+        return DeltaInputs(*both.tensor_split((spec.channels,), 1), *gates.chunk(2, 1))
+
+    def run(self, batch: Batch, inputs: DeltaInputs) -> Tensor:
+        return self.backend.bind(batch, 0).delta(0, inputs, self.weights)
+
+    def chunks(self, lengths: tuple[int, int], saves: tuple[tuple[int, int], ...] = ()) -> Batch:
+        """The next chunk of each row."""
+        starts = self.kv_len.tolist()
+        first = ChunkSpan(0, 0, starts[0], lengths[0], saves=saves)
+        spans = first, ChunkSpan(1, lengths[0], starts[1], lengths[1])
+        at = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+        rows = torch.arange(ROWS)
+        slots = self.table[rows.repeat_interleave(torch.tensor(lengths)), at]
+        return Batch(rows, at, at, slots, self.table, self.kv_len, chunks=spans, bound=LONGEST)
+
+    def trees(self, parents: list[int]) -> Batch:
+        """One of each row."""
+        paths = [[0]]
+        for node, parent in enumerate(parents[1:], 1):
+            paths.append([*paths[parent], node])
+        depth = max(map(len, paths))
+        path = torch.tensor([[*own, *[0] * (depth - len(own))] for own in paths]).repeat(ROWS, 1, 1)
+        lengths = torch.tensor([len(own) for own in paths]).repeat(ROWS, 1)
+        at = (self.kv_len[:, None] + lengths - 1).flatten()
+        slots = torch.cat([self.table[row, self.kv_len[row] :][: len(paths)] for row in range(ROWS)])
+        return Batch(
+            torch.arange(ROWS), at, at, slots, self.table, self.kv_len.clone(), path, lengths, window=len(paths),
+            bound=LONGEST,
+        )  # fmt: skip
+
+    def commit(self, nodes: int, accepted: list[int]) -> None:
+        """After a step of trees."""
+        self.ops.advance_states(self.states, torch.arange(ROWS), self.kv_len)
+        order = accepted + [node for node in range(nodes) if node not in accepted]
+        for row in range(ROWS):
+            here = self.table[row, self.kv_len[row] :][:nodes]
+            here.copy_(here[order])
+        self.kv_len += len(accepted)
+
+    def all(self) -> Iterator[Tensor]:
+        """What each step gives, and all that is kept at the end."""
+        for lengths, saves in (((3, 70), ()), ((80, 2), ((1, 5), (66, 5)))):
+            yield self.run(self.chunks(lengths, saves), self.inputs(sum(lengths)))
+            self.kv_len += torch.tensor(lengths)
+            self.ops.advance_states(self.states, torch.arange(ROWS), self.kv_len - 1)
+        for parents, accepted in ((PARENTS, ACCEPTED), ([0], [0]), (PARENTS, [0]), ([0, 0, 1], [0, 1, 2]), ([0], [0])):
+            yield self.run(self.trees(parents), self.inputs(ROWS * len(parents)))
+            self.commit(len(parents), accepted)
+        yield from self.states.layers[0][1:]
+        yield from (self.states.read, self.states.write, self.states.page, self.states.length)

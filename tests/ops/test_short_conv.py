@@ -1,0 +1,112 @@
+"""Short convolutions between gates: over chunks, trees and parts of trees, what they give over a text in one go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool, StateSpec
+from draftwing.ops.attention import Batch, ChunkSpan, DenseAttend, Ragged
+from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.torch.ops import TorchOps
+
+SIZES = [(40, 3), (144, 4), (64, 2)]
+LONGEST = 60
+PARENTS = [0, 0, 0, 2, 3, 4]
+TREES = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4], [0, 2, 3, 4, 5]]  # paths
+
+
+class Texts:
+    """Two rows, the second one with nothing before its tree."""
+
+    def __init__(self, ops: TorchOps, channels: int, width: int, dtype: torch.dtype) -> None:
+        self.ops, generator = ops, torch.Generator().manual_seed(channels)
+        self.channels = channels
+        self.random = lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(ops.device)
+        self.taps = self.random(channels, width).float()
+        self.pool = KVPool([StateSpec((channels,), None)], 2 * LONGEST, dtype, ops.device)
+        self.table = 1 + torch.randperm(2 * LONGEST, generator=generator).view(2, LONGEST).to(ops.device)
+        self.made = self.random(LONGEST, 3 * channels)
+
+    def run(self, batch: Batch, made: Tensor) -> Tensor:
+        return self.ops.attention(self.pool).bind(batch, 0).short_conv(0, made, self.taps)
+
+    def chunk(self, start: int, end: int) -> Tensor:
+        at = torch.arange(start, end, device=self.table.device)
+        zero, span = at[:1] - start, ChunkSpan(0, 0, start, end - start)
+        batch = Batch(zero, at, at, self.table[0, at], self.table, zero + start, chunks=(span,), bound=LONGEST)
+        return self.run(batch, self.made[start:end])
+
+    def dense(self, made: Tensor) -> Tensor:
+        return DenseAttend().short_conv(0, made, self.taps)
+
+    def trees(self, prefix: int) -> tuple[Batch, Tensor]:
+        def put(values: list[int]) -> Tensor:
+            return torch.tensor(values, device=self.table.device)
+
+        count, at = len(TREES), put([prefix, 0])
+        path = put([[*own, *[0] * (5 - len(own))] for own in TREES]).repeat(2, 1, 1)
+        lengths = put([len(own) for own in TREES]).repeat(2, 1)
+        slots = torch.cat((self.table[0, prefix : prefix + count], self.table[1, :count]))
+        positions = (at[:, None] + lengths - 1).flatten()
+        batch = Batch(put([0, 1]), positions, positions, slots, self.table, at, path, lengths, count, bound=LONGEST)
+        return batch, self.random(2 * count, 3 * self.channels)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float", "half"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize(("channels", "width"), SIZES)
+def test_chunks_and_trees(ops: TorchOps, channels: int, width: int, dtype: torch.dtype) -> None:
+    texts = Texts(ops, channels, width, dtype)
+    expected = texts.dense(texts.made)
+    b, c, u = (part.double() for part in texts.made.chunk(3, 1))
+    padded = torch.cat((b.new_zeros(width - 1, channels), (b * u).to(dtype).double()))
+    plain = c * sum(padded[j : j + LONGEST] * texts.taps[:, j] for j in range(width))
+    wide = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(expected.double(), plain, rtol=wide, atol=wide)
+    found = torch.cat([texts.chunk(*span) for span in ((0, 1), (1, 3), (3, 30), (30, 45))])
+    assert torch.equal(found, expected[:45])
+    batch, made = texts.trees(45)
+    found = texts.run(batch, made)
+    for query, path in enumerate(TREES + TREES):
+        first = query // len(TREES) * len(TREES)
+        own = made[first + torch.tensor(path)]
+        whole = torch.cat((texts.made[:45], own)) if not first else own
+        assert torch.equal(found[query], texts.dense(whole)[-1])
+
+
+def test_parts_of_trees(ops: TorchOps, dtype: torch.dtype) -> None:
+    texts = Texts(ops, 96, 3, dtype)
+    texts.chunk(0, 45)
+    batch, made = texts.trees(45)
+    expected, some = texts.run(batch, made), torch.tensor([0, 2, 3, 6, 7, 8]).to(ops.device)
+    assert batch.path is not None and batch.path_len is not None
+    tree, starts = some // len(TREES), torch.tensor([0, 3, 6], device=some.device)
+    part = batch._replace(
+        rows=tree, prefix_len=batch.prefix_len[tree], write_slots=batch.write_slots[some],
+        path=batch.path.flatten(0, 1)[some, None], path_len=batch.path_len.flatten()[some, None],
+        ragged=Ragged(batch.rows, batch.prefix_len, starts, len(TREES), 3),
+    )  # fmt: skip
+    assert torch.equal(texts.run(part, made[some]), expected[some])
+
+
+def test_a_step_of_the_kernel_is_recorded(ops: TorchOps) -> None:
+    if ops.name != "cpu":
+        pytest.skip("needs the C kernels")
+    texts = Texts(ops, 96, 3, torch.bfloat16)
+    texts.chunk(0, 45)
+    batch, made = texts.trees(45)
+    recording, out = record(lambda: texts.run(batch, made))
+    made.copy_(texts.random(*made.shape))
+    batch.prefix_len[0] = 40
+    batch.write_slots[: len(TREES)] = texts.table[0, 40 : 40 + len(TREES)]
+    texts.chunk(30, 45)
+    expected = texts.run(batch, made)
+    assert isinstance(recording, Recording) and not torch.equal(out, expected)
+    texts.chunk(30, 45)
+    recording.replay()
+    assert torch.equal(out, expected)
