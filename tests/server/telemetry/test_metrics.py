@@ -61,7 +61,8 @@ STATS: dict[str, Any] = {
     },
     "drafted": {"drafts": 12, "proposed": 69, "accepted": 20, "proposed_at": [4, 3, 2], "accepted_at": [11, 8, 1]},
     "last": {"accept_length": 2.25, "accept_rate": 0.5, "gen_throughput": 80.0, "cache_hit_rate": 0.75},
-    "state_slots": 30, "snapshots": 12, "snapshot_bytes": 2400, "snapshot_hits": 9, "plain_seconds": 3.0, "timed_seconds": 2.0, "speedup": 1.75,
+    "state_slots": 30, "snapshots": 12, "snapshot_bytes": 2400, "snapshot_hits": 9,
+    "plain_seconds": 3.0, "timed_seconds": 2.0, "speedup": 1.75,
 }  # fmt: skip
 
 
