@@ -14,11 +14,13 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.kv.row_states import RowStates
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
-pytestmark = pytest.mark.parametrize("harness", ["cpu"], indirect=True, scope="session")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("windows", "blocks")]  # the device's own kernels
+pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS], indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session", params=list(HYBRIDS))
@@ -56,14 +58,20 @@ def test_chunks_the_best_nodes_of_a_batch_and_steps_without_drafts(harness, case
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_preemption_and_eviction(harness, case, lag):
-    rig = answer(harness, case, shapes=(TREE,), slots=80, chunk=8, states=StateSizes(14, 8, 4), lag=lag)
-    assert rig.sched.retractions >= 2 and rig.sched.kv.states.hits >= 1
+    rig = answer(harness, case, shapes=(TREE,), slots=70, chunk=8, states=StateSizes(16, 8, 4), lag=lag)
+    assert rig.sched.retractions >= 1 and rig.sched.kv.states.hits >= 1
 
 
 @pytest.mark.parametrize("states", [3, 5])
 def test_more_requests_than_state_slots(harness, case, states):
     rig = answer(harness, case, shapes=(TREE,), states=StateSizes(states, 8, 4))
     assert rig.sched.kv.states.slots == states
+
+
+def test_steps_that_are_replayed(harness, case):
+    """As from graphs, which were captured on the dummy row."""
+    rig = answer(harness, case, policy=harness.Cycle(TreeShape(4, 3, 11, 4), TREE), graph_size=4)
+    assert rig.executor.replays > 20 and rig.accept_length > 1.2
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -143,8 +151,8 @@ def test_aborts(harness, case):
 
 def test_a_start_tries_out_whether_bits_are_kept(harness, case, monkeypatch):
     ops = pick_device("cpu").ops
-    if not ops.exact_by_design:
-        pytest.skip("what torch makes of a row of logits depends on the batch")
+    if not ops.exact_by_design or case[0].config.weight_format != DENSE:
+        pytest.skip("what torch makes of a row of logits depends on the batch, and what is packed is tried elsewhere")
     model = harness.model_of(case[0].config)
     model.pack(ops, True)
     rig = harness.Rig(model, shapes=(TREE,), drafter="ngram", attn=ops.attention)
@@ -154,23 +162,24 @@ def test_a_start_tries_out_whether_bits_are_kept(harness, case, monkeypatch):
     assert not keeps_bits(rig.executor), "with what a part writes and what it reads exchanged"
 
 
+OPS = type(pick_device("cpu").ops)
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def not_advanced(patch: pytest.MonkeyPatch) -> None:
     """After steps of trees."""
-    patch.setattr(TorchOps, "advance_states", lambda self, states, rows, prefix_len: None)
+    patch.setattr(OPS, "advance_states", lambda self, states, rows, prefix_len: None)
 
 
 def half_advanced(patch: pytest.MonkeyPatch) -> None:
     """The slots are swapped, and the records of the step before are read again."""
-    advance = RowStates.advance
+    advance = OPS.advance_states
 
-    def around(self: RowStates, rows: Any, length: Any) -> None:
-        advance(self, rows, length)
-        self.page[rows] = 1 - self.page[rows]
+    def around(self: Any, states: RowStates, rows: Any, prefix_len: Any) -> None:
+        advance(self, states, rows, prefix_len)
+        states.page[rows] = 1 - states.page[rows]
 
-    patch.setattr(RowStates, "advance", around)
+    patch.setattr(OPS, "advance_states", around)
 
 
 def wrong_slot(patch: pytest.MonkeyPatch) -> None:

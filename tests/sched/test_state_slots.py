@@ -118,6 +118,18 @@ def test_one_prompt_takes_a_quarter_of_all_slots() -> None:
     assert 5 <= states_of(kv).kept <= 11
 
 
+def test_without_a_prefix_cache_there_are_no_snapshots() -> None:
+    kv = KVManager(SLOTS, ROWS, 0, cache=False, room=4, states=StateSizes(40, 2, 2))
+    req = request([*range(50)])
+    assert kv.admit(req, req.array, 0) and not states_of(kv).saves(req, 50)
+    req.state = ReqState.PREFILL
+    end(kv, req)
+    req = request([*range(50)])
+    run(kv, req, steps=3)
+    end(kv, req)
+    assert states_of(kv).kept == 0
+
+
 def test_what_a_request_leaves_when_it_ends() -> None:
     kv = manager(StateSizes(6, 100, 100))
     req = request([*range(9)])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from draftwing.sched.prices import Prices
 from layer_kinds import HYBRIDS, KINDS, config_of
 
 from draftwing.config.options import Options
@@ -16,7 +17,6 @@ from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.ops import make_ops
-from draftwing.sched.prices import Prices
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram_drafter import NGramDrafter

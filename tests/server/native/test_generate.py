@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_engine import EOS, FakeEngine
@@ -126,3 +127,13 @@ def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine
         data = client.post("/generate", json={"text": "abcd", "sampling_params": sampling}).json()
         assert data["text"] == text and data["output_ids"] == engine.tokenizer.encode("abc")
         assert data["meta_info"]["finish_reason"] == {"type": "stop", "matched": c[0]}
+
+
+def test_snapshots_are_counted(client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def usage() -> dict[str, Any]:
+        return client.get("/server_info").json()["internal_states"][0]["memory_usage"]
+
+    engine_stats = engine.stats
+    assert "snapshots" not in usage()
+    monkeypatch.setattr(engine, "stats", lambda: {**engine_stats(), "snapshots": 4, "snapshot_bytes": 80})
+    assert (usage()["snapshots"], usage()["snapshot_bytes"]) == (4, 80)
