@@ -18,7 +18,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.train.capture import causal
+from draftwing.train.capture import Causal
 
 VOCAB, LAYERS = 101, 4
 SIZES = {
@@ -115,7 +115,7 @@ def with_layer(folder: Path, theirs: Any, weights: Mapping[str, Tensor], **more:
 @torch.inference_mode()
 def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
     """Of one sequence, without a pool."""
-    return model.logits(model(ids, torch.arange(len(ids)), causal(1, len(ids)))[0])
+    return model.logits(model(ids, torch.arange(len(ids)), Causal(1, len(ids)))[0])
 
 
 def tokens(length: int, seed: int = 1) -> Tensor:

@@ -24,7 +24,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops.attention import FunctionAttend
-from draftwing.train.capture import causal as windowed
+from draftwing.train.capture import Causal as windowed
 
 # Largest error of a block format, relative to the largest value of its block.
 TOLERANCE = {Type.F32: 0.0, Type.F16: 1e-3, Type.BF16: 8e-3, Type.Q8_0: 1 / 127, Type.Q4_0: 1 / 7, Type.Q4_1: 1 / 14}

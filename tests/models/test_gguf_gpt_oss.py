@@ -19,7 +19,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.loader import load_model
 from draftwing.ops.types import MXRows
-from draftwing.train.capture import causal as windowed
+from draftwing.train.capture import Causal as windowed
 
 HIDDEN, FFN, VOCAB, EXPERTS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 64, 96, 50, 4, 4, 2, 32, 9
 OURS = {

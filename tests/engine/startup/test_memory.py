@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draftwing.sched.prices import Prices
 from layer_kinds import HYBRIDS, KINDS, config_of
 
 from draftwing.config.options import Options
@@ -17,6 +16,7 @@ from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.ops import make_ops
+from draftwing.sched.policy.cost import StepCost
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -105,7 +105,7 @@ def test_an_engine_has_states_and_its_start_leaves_none(hybrid, monkeypatch):
     made = make_executor(chosen, hybrid.model, precision, hybrid.device, None, hybrid.menu)
     states = made.executor.table.states
     assert made.states == 640 * SLOT // STATE == states.slots and states.nodes == TREE.nodes
-    warm_up(made.executor, made.pool, hybrid.menu, Prices(hybrid.menu, False))
+    warm_up(made.executor, made.pool, hybrid.menu, StepCost(hybrid.menu, False))
     for layer in states.layers.values():
         assert not layer.state[:-1].any() and layer.state[-1].any(), "all was the dummy's"
 
