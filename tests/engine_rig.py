@@ -59,9 +59,7 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
             elif name.endswith("sinks"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) + 1)
-            elif not name.endswith(
-                "norm.weight"
-            ):  # biases, and what a mixer has: none are left as made, that is, unset
+            elif not name.endswith("norm.weight"):  # biases, and vectors of a mixer
                 weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
     return model.to(device=device, dtype=dtype).eval()
 
