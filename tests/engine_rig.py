@@ -59,16 +59,14 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
             if weight.dim() == 2:
                 scale = sharpen if name.startswith("lm_head") else 1.0
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
-            elif name.endswith("bias"):
-                weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
-            elif name.endswith("conv"):  # [channels, 1, taps]
-                weight.copy_(torch.randn(weight.shape, generator=generator) / 2)
             elif name.endswith("mixer.norm"):
                 weight.fill_(1)
             elif name.endswith("decay"):
                 weight.copy_(-torch.rand(weight.shape, generator=generator))
             elif name.endswith("sinks"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) + 1)
+            elif not name.endswith("norm.weight"):  # biases, and vectors of a mixer
+                weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
     return model.to(device=device, dtype=dtype).eval()
 
 

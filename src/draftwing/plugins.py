@@ -1,9 +1,11 @@
-"""Imports what a user names as `module:attribute`, a logits processor, a drafter or a device, and checks classes."""
+"""Imports what a user names as `module:attribute`, a logits processor, a drafter or a device, and checks classes; and
+what an installed package names as an entry point."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,16 @@ def import_attribute(name: str, option: str) -> Any:
         if added:
             sys.path.remove(here)
     return value
+
+
+def import_installed(group: str, name: str) -> None:
+    """Imports what installed packages name so in this group of entry points. Raises ConfigError for what cannot be."""
+    for point in entry_points(group=group, name=name):
+        try:
+            point.load()
+        except Exception as error:  # whatever importing somebody's module raises
+            found = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{group} {name}: {point.value} cannot be loaded: {found}") from error
 
 
 def check_class(found: Any, base: str, marks: tuple[str, str], option: str) -> None:

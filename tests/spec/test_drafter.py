@@ -53,7 +53,7 @@ def test_it_saves_steps_and_changes_no_text(
 ) -> None:
     tree = {"speculative_num_steps": 3, "speculative_fixed_shape": True}  # every step drafts
     with caplog.at_level(logging.INFO), LLM(model, **ENGINE, **tree, speculative_algorithm=example.PairLookup) as llm:
-        answers = llm.generate([PROMPT, PROMPT + "red"], [GREEDY, GREEDY | {"temperature": 0.7, "sampling_seed": 1}])
+        answers = llm.generate([PROMPT, PROMPT + "red"], [GREEDY, GREEDY | {"temperature": 2.0, "sampling_seed": 1}])
         stats = llm.engine.stats()
         assert llm.engine.info.shape == TreeShape(3, 1, 4)
     assert answers[0].token_ids == plain and len(set(plain)) > 50
@@ -61,8 +61,9 @@ def test_it_saves_steps_and_changes_no_text(
     assert 1 + meta["spec_num_correct_drafts"] / meta["spec_verify_ct"] > 1.1
     assert "custom_drafter:PairLookup, at most 3 steps" in caplog.text and stats["accept_length"] > 1
     with LLM(model, **ENGINE, speculative_algorithm="none") as llm:
-        sampled = llm.generate(PROMPT + "red", GREEDY | {"temperature": 0.7, "sampling_seed": 1})
-    assert answers[1].token_ids == sampled[0].token_ids
+        params = [GREEDY | {"temperature": 2.0, "sampling_seed": 1}, GREEDY]
+        sampled, greedy = llm.generate([PROMPT + "red"] * 2, params)
+    assert answers[1].token_ids == sampled.token_ids != greedy.token_ids
 
 
 def test_a_chain_ends_where_nothing_is_known(example: Any) -> None:

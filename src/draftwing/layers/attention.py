@@ -191,7 +191,9 @@ class Attention(Mixer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         made = self.qkv(x)
-        qkv = made[:, self._gates :].view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
+        qkv = (made[:, self._gates :] if self.gated else made).view(
+            x.shape[0], -1, self.head_dim
+        )  # [M, heads + 2 * kv_heads, head_dim]
         out = self._with_others(qkv, cos, sin, attend) if self.reads_others else self._attend(qkv, cos, sin, attend)
         return self.o(self.ops.gate(made[:, : self._gates], out) if self.gated else out, residual)
 

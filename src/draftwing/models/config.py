@@ -27,6 +27,7 @@ from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.unserved import NEUTRAL_VALUES, unserved_part
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.parallel.ranks import Ranks
+from draftwing.plugins import import_installed
 from draftwing.requests.refusals import show
 
 
@@ -152,6 +153,10 @@ class Family(NamedTuple):
     rotary: float = 1.0  # share of a head that is turned, `partial_rotary_factor` when the config has none
     shared: bool = False  # whether experts have one more, for all rows
 
+
+# The group in which installed packages name the module that adds to `FAMILIES` or `FORMATS`: an entry point's name is
+# the architecture or the `quant_method`.
+ENTRY_POINTS = "draftwing.models"
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
@@ -310,6 +315,8 @@ def layers_like(
 def _family(config: Fields) -> tuple[str, Family]:
     architectures = config.texts("architectures")
     for name in architectures:
+        if name not in FAMILIES:
+            import_installed(ENTRY_POINTS, name)
         if name in FAMILIES:
             return name, FAMILIES[name]
     if not architectures:
@@ -375,6 +382,8 @@ def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantizati
     if quantization is None:
         return DENSE, None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if isinstance(method, str) and method not in METHODS.keys() | FORMATS.keys():
+        import_installed(ENTRY_POINTS, method)
     if isinstance(method, str) and method in FORMATS:
         return FORMATS[method](quantization), None
     known = {name: read for name, read in METHODS.items() if name != "mxfp4" or family.experts == "gpt_oss"}

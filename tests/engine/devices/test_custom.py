@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 PROMPTS = ["red lorry, yellow lorry, red lorry, yellow lorry, red lorry, ", "yellow lorry, "]
 PARAMS = [
     {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True},
-    {"temperature": 0.7, "sampling_seed": 1, "max_new_tokens": 60, "ignore_eos": True},
+    {"temperature": 2.0, "sampling_seed": 1, "max_new_tokens": 60, "ignore_eos": True},
 ]
 TREES = {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True}  # every step drafts
 SIZES = {name: value for name, value in ENGINE.items() if name != "device"}

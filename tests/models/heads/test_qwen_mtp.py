@@ -102,7 +102,7 @@ class Reference:
 
 
 def features(model: DecoderModel, ids: Tensor) -> Tensor:
-    return FeatureModel(model, (model.final_aux_layer,), pick_device("cpu"))(ids)[0]
+    return FeatureModel(model, (model.final_aux_layer,), pick_device("cpu")).batch([ids])[0][0]
 
 
 @torch.inference_mode()
