@@ -218,7 +218,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise CheckpointError(f"parts of {path} that are not beside it: {', '.join(missing[:4])}{more}, of {count}")
+        raise CheckpointError(f"parts of {path} that are not next to it: {', '.join(missing[:4])}{more}, of {count}")
     return _together(*map(_open_one, paths))
 
 

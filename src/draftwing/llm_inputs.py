@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM.generate` and `LLM.chat` beside sampling, for all prompts; as in the server's APIs.
+    """Keyword arguments of `LLM.generate` and `LLM.chat` besides sampling, for all prompts; as in the server's APIs.
 
     priority: higher runs first.
     cache_salt: requests with different salts share no cache.
@@ -193,7 +193,7 @@ def _text(parts: list[Any], where: str) -> str:
 
 
 def _checked_wishes(tokenizer: Tokenizer, wishes: RequestOptions) -> GenerationRequest:
-    """A request with all that is asked beside sampling, but for drafts. Raises RequestError."""
+    """A request with all that is asked besides sampling, but for drafts. Raises RequestError."""
     unknown = next((name for name in wishes if name not in RequestOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(f"unexpected keyword argument {unknown!r}")

@@ -473,7 +473,7 @@ def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(h
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
-    """Their masks are worked out beside the steps, for rows without drafts; the others go on as they did."""
+    """Their masks are worked out while steps run, for rows without drafts; the others go on as they did."""
     h, model = harness, harness.tiny_model(seed=4)
     made = []
 

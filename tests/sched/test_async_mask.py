@@ -54,7 +54,7 @@ def test_quick_grammars_stay_in_the_steps(clock):
     grammar = Grammar(clock, 0.0001)
     one = AsyncMask(grammar, Workers())
     until_ready(one)
-    assert one.mask is not None, "the first mask is always worked out beside the steps"
+    assert one.mask is not None, "the first mask is always worked out while steps run"
     for token in range(100):
         assert one.follow(token) and not one.slow and one.ready() and one.mask is None
         one.charge(0.0015)  # as the guidance of a step does

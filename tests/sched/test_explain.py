@@ -65,7 +65,7 @@ def test_what_has_no_price() -> None:
     fixed[0]["chosen"], fixed[1]["chosen"] = False, True
     assert summary(fixed, 2).startswith("nothing is drafted")
     told = report(fixed, 2, 10)["options"]
-    assert "nothing is known of its price" in told[0]["why"] and told[1]["why"] == "chosen"
+    assert "nothing is known of its cost" in told[0]["why"] and told[1]["why"] == "chosen"
 
 
 def test_a_report_is_plain_data() -> None:

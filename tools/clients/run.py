@@ -37,9 +37,9 @@ PROMPTS = {
 }
 LOOP_SECONDS, MODEL_SECONDS = 120, 200  # for one run of a program
 STALL_SECONDS = 20  # without a token of an answer, on a busy machine
-SIZES = {"context": "200000", "output": "4096"}  # bytes: what programs are told of the scripted model
+SIZES = {"context": "200000", "output": "4096"}  # bytes: the scripted model's limits for programs
 SMALL = {"context": "32768", "output": "400"}  # of the default model: more output says nothing more
-STOP_SECONDS = 15  # until the engine has been told that nobody waits for the answer
+STOP_SECONDS = 15  # until the engine knows that nobody waits for the answer
 CLOSED = "http://127.0.0.1:9"  # a proxy that is not there: nothing is fetched from elsewhere
 
 
@@ -138,7 +138,7 @@ def script_of(program: Program) -> list[str]:
 
 
 def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str, Any], str]:
-    """One run against the scripted engine: what is wrong, what is told of it, and its log."""
+    """One run against the scripted engine: what is wrong, what is reported of it, and its log."""
     import scene
 
     engine = scene.Player([], program.last or "{answer}", not program.replies)
@@ -187,7 +187,7 @@ def cancelled(program: Program, engine: Any, process: subprocess.Popen[bytes]) -
 
 
 def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> tuple[list[str], dict[str, Any], str]:
-    """One question to a model: what is wrong, what is told of it, and the log."""
+    """One question to a model: what is wrong, what is reported of it, and the log."""
     import scene
 
     recorder.seen.clear()

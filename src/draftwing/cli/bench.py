@@ -33,7 +33,7 @@ PROMPTS = (
 )
 
 
-LEAST_WARMUPS = 4  # prompts: some hundred steps, after which the choice of drafts has settled
+LEAST_WARMUPS = 4  # prompts: some hundred steps, after which the choice of drafts is steady
 ROUNDS = 2  # with drafts and without, alternately
 
 

@@ -1,4 +1,4 @@
-"""Adds the commands beside `serve`: their arguments, and what runs them."""
+"""Adds the commands other than `serve`: their arguments, and what runs them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     sweep.add_argument(
         "--sweep",
         action="store_true",
-        help="print the best flags, prices of steps, and what is chosen and why; needs a drafter",
+        help="print the best flags, costs of steps, and what is chosen and why; needs a drafter",
     )
     sweep.add_argument(
         "--save-shape",

@@ -1,4 +1,4 @@
-"""Makes the batches of steps: what a forward of the target, or a drafter that extends, is told of its queries.
+"""Makes the batches of steps: what a forward pass of the target, or a drafter that extends, gets for its queries.
 
 Works on the row table, on the device alone. What is the same in every step of one size is made once.
 """

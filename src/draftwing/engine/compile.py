@@ -1,6 +1,6 @@
-"""--enable-torch-compile: torch.compile for the forwards of target and draft, attention left out.
+"""--enable-torch-compile: torch.compile for the forward passes of target and draft, attention left out.
 
-Large forwards are not worth the compiler's time: products and attention are all of their cost.
+Large forward passes are not worth the compiler's time: products and attention are all of their cost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Opaque(Attend):
 def compile_forwards(
     model: DecoderModel, head: DraftHead | None, most: int, ops: TorchOps, backend: str = "inductor"
 ) -> None:
-    """Forwards of up to `most` tokens run compiled from now on. Every layer is the same code to the compiler, and sizes
+    """Compiles forward passes of up to `most` tokens. Every layer is the same code to the compiler, and sizes
     are variables of it, so it works for a few times only, when graphs are captured."""
     for module in (model, head):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():

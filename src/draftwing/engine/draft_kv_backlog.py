@@ -104,7 +104,7 @@ class DraftKVBacklog:
             self._ops.put_rows(self._slots, slots, hidden)
 
     def clear(self, slots: Tensor) -> None:
-        """Zeroes what lies beside these slots [n]."""
+        """Zeroes the hidden states of these slots [n]."""
         if self._slots is not None:
             self._slots.index_fill_(0, slots, 0)
 

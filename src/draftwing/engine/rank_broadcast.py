@@ -1,6 +1,6 @@
 """What rank 0 tells the other ranks of a step, and how they run it with the same executor.
 
-Rank 0 has the host's side: scheduler, grammars, prices. Whatever it has its executor do, it has all executors do: a
+Rank 0 has the host's side: scheduler, grammars, costs. Whatever it has its executor do, it has all executors do: a
 call goes out to everybody and is then made here. Of requests only numbers go out. Where the host takes part in a step
 (`Guidance`), its answers follow in the order in which the executor asks, which is the same on every rank.
 """
@@ -32,7 +32,7 @@ COMPARED_EVERY = 64  # steps whose results ranks have seen
 
 
 class RankBroadcast:
-    """Of an engine with one rank: nobody is told anything."""
+    """Stands for it in an engine with one rank: nothing is sent."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Every other rank calls the function of a module, or the method of a class, with its executor first."""

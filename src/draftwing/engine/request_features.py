@@ -1,7 +1,7 @@
 """The device side of what few requests ask for: edited logits, guidance by the host, thinking budgets, limits on
 drafts, predicted outputs, log probabilities. Steps without any of it never come here.
 
-All of it works on a sub-batch, the rows that ask, so that a row's result does not depend on what runs beside it.
+All of it works on a sub-batch, the rows that ask, so that a row's result does not depend on what runs with it.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ _NOT_BUILT = {
     "dependentRequired": " for more than 3 properties that are not required",
     "dependentSchemas": " for more than 3 properties that are not required",
     "propertyNames": " but with one of enum, const and pattern, or with lengths",
-    "unevaluatedItems": " beside keywords like allOf and $ref",
-    "unevaluatedProperties": " beside keywords like allOf and $ref",
+    "unevaluatedItems": " with keywords like allOf and $ref",
+    "unevaluatedProperties": " with keywords like allOf and $ref",
 }
-# What the library says begins so, and is told so.
+# How messages of the library begin, and what is reported.
 _WORDS = [
     (r"Unknown format: (?P<it>.*)", "the format '{it}' is not supported"),
     (r"oneOf constraints are not supported", "'oneOf' is not supported where more than one alternative could hold"),
-    (r"min/maxProperties only", "'minProperties' and 'maxProperties' are not supported beside optional properties"),
+    (r"min/maxProperties only", "'minProperties' and 'maxProperties' are not supported with optional properties"),
     (r"Unsatisfiable schema: (?P<it>.*)", "no value fulfils it: {it}"),
     (r"Invalid type: (?P<it>.*)", "'{it}' is no type"),
     (r"Resource '(?P<it>[^']*)' is not present", "the reference '{it}' leads out of the schema"),
@@ -106,7 +106,7 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
 
 
 def _inside(schema: Any, made: Any, pointer: str, path: Path) -> Iterator[tuple[str, Path]]:
-    """The schemas that the one at `pointer` consists of, in both of its forms: where, and how that is told. Of a
+    """The schemas that the one at `pointer` consists of, in both of its forms: where, and how that is reported. Of a
     reference what it stands for."""
     given, here = pointed(schema, f"#{pointer}"), pointed(made, f"#{pointer}")
     if not isinstance(given, dict) or not isinstance(here, dict):

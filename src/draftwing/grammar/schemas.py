@@ -40,7 +40,7 @@ _BUILT_FORMATS = frozenset({
 })  # fmt: skip
 _OLD_DRAFTS = frozenset(f"http://json-schema.org/draft-0{n}/schema" for n in (4, 6, 7))
 _DRAFTS = _OLD_DRAFTS | {f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12")}
-# Keywords beside which `unevaluatedProperties` and `unevaluatedItems` are more than "additional" ones.
+# Keywords next to which `unevaluatedProperties` and `unevaluatedItems` are more than "additional" ones.
 _APPLIED = frozenset({
     "$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependencies", "dependentSchemas",
     "else", "if", "not", "oneOf", "then",

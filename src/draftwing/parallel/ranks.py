@@ -2,7 +2,7 @@
 
 Every rank runs the same steps on its share of each weight. Two things need all of them: sums of what each has computed
 of its share, and columns that each has some of. Both are made of one gather, and sums are taken in the order of the
-ranks, so all ranks hold the same bits and none of them has to be told what another one decided.
+ranks, so all ranks hold the same bits and none of them has to learn what another one decided.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def bounded(schema: Any, most: int | None = None) -> Any:
     """pydantic's core schema, whose lists end at the first entry that is wrong: errors take a thousand times the bytes
     that they come in. most: entries of a list or an object that has no limit of its own."""
     if isinstance(schema, dict):
-        # What pydantic keeps beside a schema is no schema; a field of this name is.
+        # What pydantic keeps next to a schema is no schema; a field of this name is.
         beside = "metadata" if isinstance(schema.get("type"), str) else None
         out = {key: value if key == beside else bounded(value, most) for key, value in schema.items()}
         if out.get("type") in ("list", "dict") and most is not None:

@@ -1,4 +1,4 @@
-"""What passes from whoever asks to the engine: a prompt, how its answer is sampled, and what is asked beside that: log
+"""What passes from whoever asks to the engine: a prompt, how its answer is sampled, and what is asked besides: log
 probabilities, drafts no larger than wanted, and a text that the answer is expected to resemble."""
 
 from __future__ import annotations

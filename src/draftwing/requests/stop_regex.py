@@ -65,7 +65,7 @@ def _compiled(pattern: str) -> Any:
         return regex.compile(pattern, cache_pattern=False)  # else hundreds would be kept, of 10 MB each
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    except Exception as error:  # beside regex.error, malformed flags and sets raise what they happen to meet
+    except Exception as error:  # besides regex.error, malformed flags and sets raise what they happen to meet
         raise ValueError(f"is not a regular expression: {str(error)[:200]}") from None
 
 

@@ -1,4 +1,4 @@
-"""What may come next in answers that have a grammar, worked out beside the steps where it takes long.
+"""What may come next in answers that have a grammar, worked out while steps run where it takes long.
 
 Most grammars are quick: their masks are made while the target runs, for whole draft trees. But a mask of an ambiguous
 grammar takes a tenth of a second and more, and all requests of a step would wait for it. Such a request is slowed
@@ -21,7 +21,7 @@ from draftwing.grammar.state import Mask
 
 # Seconds of a processor.
 TOKEN = 0.002  # of an answer's steps that its grammar may use for each token
-SLOW = 0.02  # beyond that: then it is worked out beside the steps
+SLOW = 0.02  # beyond that: then it is worked out while steps run
 MOST = 0.1  # that is remembered
 BESIDE = 0.05  # for each token, in the long run
 TOTAL = 2.0  # beyond that: then the answer ends
@@ -46,7 +46,7 @@ class AsyncMask:
 
     def __init__(self, grammar: GrammarState, workers: Workers) -> None:
         """grammar: before the first token. Begins to work out what that may be."""
-        self.mask: Mask | None = None  # what may come next, if it was worked out beside the steps
+        self.mask: Mask | None = None  # what may come next, if it was worked out while steps ran
         self._grammar, self._workers = grammar, workers
         self._debt, self._left = SLOW / 2, TOTAL
         self._deferred: list[int] = []  # tokens that the grammar has not been given

@@ -106,7 +106,7 @@ def _why(entry: Entry, chosen: Entry | None) -> str:
     if entry["late"]:
         return "longer than requests that have waited for a prompt may wait"
     if entry["rate"] is None:
-        return "too large for so many requests, or nothing is known of its price"
+        return "too large for so many requests, or nothing is known of its cost"
     if chosen is None or chosen["rate"] is None:
         return "not chosen"
     return f"{100 * (entry['rate'] / chosen['rate'] - 1):+.1f}% tokens per second"

@@ -11,7 +11,7 @@ host knows of a text as it sees prompts, many rows in one pass, and what steps i
 Of a prompt that is prefilled in chunks it sees all but the last in few passes, at the latest right before the last. A
 pass takes a GPU hardly longer for a thousand positions than for a hundred.
 
-Where hidden states lie beside the KV slots (`Deferral.by_slot`) a drafter that needs them can see any text at any time,
+Where each KV slot has a hidden state (`Deferral.by_slot`) a drafter that needs them can see any text at any time,
 too. While nothing is drafted it sees nothing, neither prompts nor answers.
 """
 
@@ -296,7 +296,7 @@ class FromTokens(Prompts):
 
 
 class FromSlots(FromTokens):
-    """Of a drafter that needs the target's hidden states, which lie beside the slots of the KV pool. While nothing is
+    """Of a drafter that needs the target's hidden states, one for each slot of the KV pool. While nothing is
     drafted it sees nothing but what is longer than `UNSEEN` of a prompt, or twice that of a row: `Req.behind` counts
     all that it lacks, of the prompt, too. Before a step that drafts it sees what the host knows of that, as it sees
     prompts. While something is drafted it sees each chunk of a prompt at once, after whatever it lacks before it."""

@@ -8,7 +8,7 @@ from draftwing.sched.req import Req
 
 
 class PromptLogprobCache:
-    """Those of the requests that run, and of the newest one that was told, which may have ended with its first token
+    """Keeps those of the requests that run, and of the newest one reported, which may have ended with its first token
     while others wait."""
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class Chat:
     messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
     with the last message.  prompted: the template begins the answer.  thinking: True and False tell the template
     whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.  reasons: some is
-    asked for, if the template can switch it on.  ignored: fields of the request that have no effect, beside its hints:
+    asked for, if the template can switch it on.  ignored: fields of the request that have no effect, besides its hints:
     tools that a server would run, say.
     """
 
@@ -71,7 +71,7 @@ class Chat:
 
     @property
     def offers(self) -> bool:
-        """Whether the model is told of functions."""
+        """Returns whether the model sees functions."""
         return bool(self.functions) and self.choice.mode != "none"
 
 

@@ -81,7 +81,7 @@ def opened(options: Options) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
 
 
 def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher]:
-    """Who watches requests beside the metrics. keys: that no log shows. Raises ConfigError."""
+    """Who watches requests besides the metrics. keys: that no log shows. Raises ConfigError."""
     watchers: list[Watcher] = []
     if options.log_requests:
         from draftwing.server.telemetry.request_log import RequestLog

@@ -72,7 +72,7 @@ class Generation:
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
         self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if shows_drafts else {})
-        # Answers to a prompt, which is one list, hold what is told of it once.
+        # Answers to a prompt, which is one list, hold what is reported of it once.
         self._prompt_logprobs: dict[tuple[int, LogprobParams | None], list[TokenLogprobs | None]] = {}
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
@@ -224,7 +224,7 @@ class Service:
     ) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.
 
-        ignored: fields that have no effect here, beside the body's hints.
+        ignored: fields that have no effect here, besides the body's hints.
 
         Raises RequestError, naming fields as the body does, QueueFull where too many wait, or EngineDead.
         """

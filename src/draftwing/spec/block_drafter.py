@@ -41,7 +41,7 @@ class BlockDrafter(Drafter):
         self._numbers = torch.arange(rows, device=device)
         width = head.config_of_block.rows
         self._before = torch.arange(1, width + 1, device=device).repeat(rows, 1)
-        # What `constrain` was told, for the next `propose`: rows, what is banned, which of them are noisy.
+        # What `constrain` got, for the next `propose`: rows, what is banned, which of them are noisy.
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
         self._attn: AttnBackend | None = None
         self._first_layer = 0

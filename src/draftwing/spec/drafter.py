@@ -78,7 +78,7 @@ class SeenTokens(NamedTuple):
 
     table: as in `DraftStep`; it has advanced already.
     batch: a prefill chunk (`batch.chunks`) or the accepted path of each row; `batch.prefix_len` is kv_len before the
-    step. Drafters without auxiliary hidden states and without KV layers are told rows and prefix_len alone of a path.
+    step. Drafters without auxiliary hidden states and without KV layers get only rows and prefix_len of a path.
     aux_hidden [M, ...]: the target's hidden states of `Drafter.aux_layers`; None without such layers.
     next_ids [M]: the token that follows each query.
     count [B]: valid queries of each row's path, None for prefill. Queries past the count are garbage: what they write

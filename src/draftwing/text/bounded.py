@@ -54,7 +54,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 def _check(tokenizer: Tokenizer, text: str, most: int, field: str, stopped: Callable[[], bool]) -> None:
     """Counts the tokens of pieces. Their sum may be a little more than the text has, for a cut changes the tokens
-    beside it; so a quarter more is let pass, and left to whoever counts the real ones."""
+    next to it; so a quarter more is let pass, and left to whoever counts the real ones."""
     count = 0
     for start in range(0, len(text), PIECE):
         if stopped():

@@ -105,7 +105,7 @@ def takes_blocks(q: Tensor, window: int, causal: bool) -> bool:
 
 class ToTextAndBlocks(torch.autograd.Function):
     """Attention to the text up to each query's limit and to the query's own block, by `train.kernels.block_attention`.
-    What comes beside each other has its gradients beside each other."""
+    What comes concatenated has its gradients concatenated."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, text: Tensor, far: Any) -> Tensor:

@@ -31,7 +31,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, probs: Tensor, counts: 
     """
     device = hidden.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    if not torch.is_grad_enabled():  # which the function's own forward pass is not told
+    if not torch.is_grad_enabled():  # which the function's own forward pass does not know
         hidden, weight = hidden.detach(), weight.detach()
     loss, best = _LinearCrossEntropy.apply(hidden.to(product), weight.to(product), probs, counts)
     return loss, best

@@ -1,7 +1,7 @@
 """On-policy data: the engine that will serve the head answers the prompts.
 
 What is drawn for a prompt follows from the seed and the prompt alone, so it does not matter in which order prompts run,
-beside what, and in how many attempts: a run that was killed goes on with the prompts that have no line yet.
+with what, and in how many attempts: a run that was killed goes on with the prompts that have no line yet.
 """
 
 from __future__ import annotations

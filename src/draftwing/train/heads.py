@@ -204,7 +204,7 @@ def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
 
 
 def _traits(head: FeatureHead) -> dict[str, Any]:
-    """Returns how a head computes, beside its weights and draft tokens."""
+    """Returns how a head computes, apart from its weights and draft tokens."""
     # Of its config not what it was published as, for which length, and names in its file.
     unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm", "ranks"}
     config = asdict(head.config)

@@ -55,7 +55,7 @@ class Device(ABC):
 
     @property
     def name(self) -> str:
-        """Returns what its maker calls it. Prices of steps are kept by this name."""
+        """Returns what its maker calls it. Costs of steps are kept by this name."""
         return type(self).__qualname__
 
     @property

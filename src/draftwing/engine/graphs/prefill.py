@@ -26,7 +26,7 @@ from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens
 
 # Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
-# beside requests that decode; where they are, the result of the step before waits for up to 18 ms of launches.
+# while requests decode; where they are, the result of the step before waits for up to 18 ms of launches.
 SIZES = tuple(evens(1024))
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 

@@ -63,7 +63,7 @@ class RankProcesses(RemoteBroadcast):
     digest: Digest
 
     def __init__(self, setup: Setup, device: Device, failed: Callable[[BaseException], None] | None) -> None:
-        """setup: of any rank, without a port.  failed: is told, by a thread, of a rank that ended or hangs, by when all
+        """setup: of any rank, without a port.  failed: called, by a thread, for a rank that ended or hangs, by when all
         are killed: once `watch` was called, or where the start of the engine does not notice. Raises ConfigError where
         ranks cannot meet."""
         self._failed, self._armed, self._loaded, self._failure = failed, False, False, ""
@@ -110,7 +110,7 @@ class RankProcesses(RemoteBroadcast):
 
     def check(self) -> None:
         due = self.digest.due
-        if len(due) < 2:  # the others have not come to the newest yet, or have just told it
+        if len(due) < 2:  # the others have not come to the newest yet, or have just sent it
             return
         self._compare(due.popleft())
 

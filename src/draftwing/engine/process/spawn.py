@@ -1,4 +1,4 @@
-"""Processes of the engine's own: new interpreters that are told by connections, and end when these do."""
+"""Processes of the engine's own: new interpreters that get their work by connections, and end when these do."""
 
 from __future__ import annotations
 

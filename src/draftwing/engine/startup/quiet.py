@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 BUSY = 0.1  # share of a measurement's time that threads waited, all together, from which on it is not believed
-LEAST = 8  # of the time that passed, one part in so many is own whatever is told
+LEAST = 8  # of the time that passed, one part in so many is own whatever the system reports
 
 
 def delays() -> dict[str, float]:

@@ -39,7 +39,7 @@ STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStage
 
 
 def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: StepCost | None) -> None:
-    """Runs a short prompt, then steps of one row of every shape of the menu in turn, as a first request would. Leaves
+    """Runs a short prompt, then steps of one row of each shape of the menu, as a first request would. Leaves
     no trace: the prompt is in the pool's dummy slot and in a row that its next request writes anew, the steps are of
     the row table's dummy. Raises CheckpointError where the logits are not finite. prices: to measure, None where they
     are known."""

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Up to this many rows weights are dequantised in registers, by kernels that give a row the same bits for each number of
-# them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is multiplied out first and then
+# them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is dequantised first and then
 # has the GEMMs of a dense one.
 _FEW = 128
-_MANY = 2048  # more than kernels are for: all matrices of a layer are multiplied out
+_MANY = 2048  # more than kernels are for: all matrices of a layer are dequantised
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Groups(Dense):
 
 class PackedLinear(LinearOp):
     """The device's kernels for few rows of activations; for more, those for many where there are any, or the matrix
-    multiplied out for the time of one GEMM.
+    dequantised for the time of one GEMM.
 
     Without deterministic mode these round differently, as the two GEMMs of a dense weight do.
     """
@@ -179,8 +179,8 @@ class PackedLinear(LinearOp):
         return self._exact.gated(x, self._matrix(), bias, fresh=True)
 
     def begin_behind(self, later: Sequence[PackedLinear]) -> None:
-        """Behind a call of many rows these matrices, which the next calls of the same forward need, are multiplied out
-        beside what follows."""
+        """Has these matrices, which the next calls of the same forward pass need, dequantised after a call of many rows
+        while what follows runs."""
         self._later = later
 
     def _begin(self) -> None:
@@ -191,7 +191,7 @@ class PackedLinear(LinearOp):
         self._ahead = None if done is None else (out, done)
 
     def _matrix(self) -> Tensor:
-        """Multiplied out."""
+        """Dequantises the matrix."""
         if self._ahead is None or self._side is None:
             return self._gemm.dense(self._weight)
         (matrix, done), self._ahead = self._ahead, None
@@ -211,7 +211,7 @@ class PackedLinear(LinearOp):
 
 def multiply_out_beside_attention(layers: Sequence[Sequence[LinearOp]]) -> None:
     """Attention to prompts computes much and reads little: while it runs, the matrices up to the next attention are
-    multiplied out, where the device does anything beside it. layers: of each decoder layer the operation that attention
+    dequantised, where the device does anything meanwhile. layers: of each decoder layer the operation that attention
     follows, and those behind it."""
     for (first, *rest), after in zip(layers, [*layers[1:], ()], strict=True):
         if isinstance(first, PackedLinear):

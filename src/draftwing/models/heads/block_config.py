@@ -32,7 +32,7 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """What block heads differ in beside the sizes of their layers.
+    """What block heads differ in besides the sizes of their layers.
 
     aux_layers: what the target is asked for (`DecoderModel.forward`).  rows: of a block, the newest token and masks.
     mask: the token id of a mask.  from_anchor: whether row j predicts the token after position p + j, p that of the

@@ -165,7 +165,7 @@ class ConfidenceHead(nn.Module):
 
     @torch.no_grad()
     def settle(self, markov: MarkovHead | DominoHead | None) -> None:
-        """Prepares what `ops.confident` is told; weights no longer change. Before they are packed."""
+        """Prepares what `ops.confident` gets; weights no longer change. Before they are packed."""
         weight, bias = self.proj.dense_weight()[0].float(), self.proj.bias
         assert bias is not None
         size = len(weight)

@@ -269,7 +269,7 @@ def _pattern(fields: Fields, key: str, pattern: str) -> str:
     if not wrong:
         try:
             regex.compile(pattern)
-        except Exception as error:  # beside regex.error, malformed flags and sets raise what they happen to meet
+        except Exception as error:  # besides regex.error, malformed flags and sets raise what they happen to meet
             wrong = f"one that is right ({str(error)[:80]})"
     if wrong:
         raise CheckpointError(

@@ -63,7 +63,7 @@ class PackedGemm:
 
 
 def numbers_of(gemm: PackedGemm | BlockedGemm, bias: int) -> tuple[int, ...]:
-    """Returns how the C kernels are told of a GEMM (`product_of`). bias: its address, or 0."""
+    """Returns how a GEMM is passed to the C kernels (`product_of`). bias: its address, or 0."""
     return gemm.address, bias, gemm.inputs, gemm.outputs, gemm.block, gemm.parts
 
 

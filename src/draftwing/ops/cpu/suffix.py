@@ -3,7 +3,7 @@ from the tensors: no bounds of the host.
 
 A tree grows whole when it is proposed. Before, it has as many nodes as the confidence needs: in most steps nothing is
 drafted, and many nodes that are improbable together take longer than those that count. It then grows from the table as
-it is: what other rows have written since its confidence was told is in it, where in torch it is not.
+it is: what other rows have written since its confidence was given is in it, where in torch it is not.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _sums(tokens: int, features: int) -> int:
 
 
 # By kind and rows of x that a block takes, as measured best on one H200: what needs no clusters, and what takes the
-# place of it, or is there beside it, where there are clusters.
+# place of it, or is there with it, where there are clusters.
 _ANYWHERE = {
     ("plain", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
     ("plain_narrow", 8): few_rows(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
@@ -274,7 +274,7 @@ def compile_ahead(dtype: torch.dtype, capability: tuple[int, int], shapes: Shape
 
 
 def options_for(dtype: torch.dtype) -> list[str]:
-    """Returns what the compiler is told of activations of this type."""
+    """Returns the compiler's definitions for activations of this type."""
     return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]
 
 

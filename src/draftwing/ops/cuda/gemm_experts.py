@@ -19,7 +19,7 @@ from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.expert_rows import FP8, INT4, MX, ExpertRows
 
 FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_bulk.cu", "gemm_stream.cu")
-DENSE = 0  # a kind of codes beside those of `expert_rows`
+DENSE = 0  # a kind of codes besides those of `expert_rows`
 MOST = 16  # pairs of a tile
 _TILES = (8, MOST)  # that there are kernels for; and for a single token, where another one is faster
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
@@ -89,7 +89,7 @@ class Stream(NamedTuple):
     @classmethod
     def best(cls, layout: Layout, tokens: int) -> Stream:
         """Of those tried on an H200: three row tiles that leave two stages, four that leave three, or fewer; no more
-        than two beside much of x."""
+        than two with much of x."""
         x_registers = -(-layout.chunks // SHARES) * tokens
         tried = [cls.of(layout, row_tiles, tokens) for row_tiles in range(1, 3 if x_registers > _MUCH else 5)]
         return max((cut for cut in tried if cut.stages > 1 + cut.row_tiles // 4), default=tried[0])

@@ -36,7 +36,7 @@ from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
 _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a time, and warps of a block
 # Blocks of a multiprocessor that multiply a matrix out: as many as there is room for, or so few that attention has room
-# beside them, whose block of a prompt takes two thirds of the registers.
+# next to them, whose block of a prompt takes two thirds of the registers.
 _UNPACK_BLOCKS, _UNPACK_ASIDE = 4, 1
 _ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 
@@ -69,7 +69,7 @@ def width_of(weight: PackedGroups) -> Width:
 
 
 # By bits, as measured best on one H200 with the weights of an 8B model: what needs no clusters, and what takes the
-# place of it where there are clusters, or is there beside it. What `shared` cuts there from 32 rows on is cut elsewhere
+# place of it where there are clusters, or is there with it. What `shared` cuts there from 32 rows on is cut elsewhere
 # as in bfloat16.
 _ANYWHERE: dict[int, Shapes] = {
     4: {
@@ -213,7 +213,7 @@ class GroupGemm(PackedGemm[Tensor]):
         self._order = order_kernels(module, shapes.values())
         self._kernels = kernels_of(module, shapes, width.part)
         self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
-        # What runs beside it may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
+        # What runs meanwhile may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
         self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=_ALL_SHARED)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:

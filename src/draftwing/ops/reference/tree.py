@@ -27,7 +27,7 @@ class Accepted(NamedTuple):
 
 
 class TreeOps:
-    """The operations of a tree step between the forwards."""
+    """The operations of a tree step between the forward passes."""
 
     device: torch.device
 

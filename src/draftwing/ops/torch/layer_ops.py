@@ -53,7 +53,7 @@ class LayerOps(ExpertOps):
         if weight.dtype == torch.float32 and x.itemsize < 4 and not weight.requires_grad:
             return self.rms_norm(x.float(), weight, eps).to(x.dtype)
         if x.device.type != "cpu":
-            # In training the weight is in float32 beside a half-precision x, which torch's fused kernel does not take.
+            # In training the weight is in float32 with a half-precision x, which torch's fused kernel does not take.
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         # On the CPU F.rms_norm is a dozen small operations, layer_norm one. Beside its own negation a row has mean 0
         # and the mean of squares as its variance. The result is rounded before it is weighted, as in transformers.
@@ -86,7 +86,7 @@ class LayerOps(ExpertOps):
         positions: Tensor | None = None,
         feature_first: bool = False,
     ) -> Tensor:
-        """What a draft head's first GEMM reads: the embedding of a token beside a feature, each perhaps normed.
+        """What a draft head's first GEMM reads: the embedding of a token next to a feature, each perhaps normed.
 
         ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
         feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero. ids None: row i of the
@@ -203,7 +203,7 @@ class LayerOps(ExpertOps):
         raise NotImplementedError
 
     def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
-        """The GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is multiplied out."""
+        """The GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is dequantised."""
         return None
 
     def side_work(self) -> SideWork | None:
@@ -233,7 +233,7 @@ class LayerOps(ExpertOps):
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> WholeLayers | None:
         """Decoder layers that follow each other in one call, None where this device, or these layers, have none.
 
-        kept: layers whose outputs the caller wants, counted from 1, beside that of the last.
+        kept: layers whose outputs the caller wants, counted from 1, besides that of the last.
         """
         return None
 

@@ -132,7 +132,7 @@ def tree_attention(
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
     head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
     `ragged` Q is 1, and the trees are those that it tells of. scales: what keys and what values of the pool are to be
-    multiplied with; a pool may be float8_e4m3fn beside queries of 16 bits. kind: of the layer. settled: as
+    multiplied with; a pool may be float8_e4m3fn with queries of 16 bits. kind: of the layer. settled: as
     `AttnBackend.bind` has it.
     """
     tiling = tiling or pick_tiling(kv)

@@ -1,7 +1,7 @@
 """GEMMs with the weights of experts: a program per tile of pairs and outputs, so that of the weights only those of
 experts that were chosen are read. Those of few tokens are `ops.cuda.gemm_experts`' where it takes the weight.
 
-A row's bits depend on that row, its expert and the kind of tile. Weights that are quantised are multiplied out in
+A row's bits depend on that row, its expert and the kind of tile. Weights that are quantised are dequantised in
 registers, to the values of `groups.unpacked`.
 """
 

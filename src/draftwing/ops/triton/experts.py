@@ -1,4 +1,4 @@
-"""Triton kernels of mixtures of experts beside their GEMMs: routing, tiles of pairs, and the sum over choices.
+"""Triton kernels of mixtures of experts besides their GEMMs: routing, tiles of pairs, and the sum over choices.
 
 What a token gets depends on that token alone; how pairs are grouped into tiles has no influence on it.
 """

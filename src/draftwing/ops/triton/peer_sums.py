@@ -1,11 +1,11 @@
 """Sums over ranks of few rows, by one kernel that reads the other GPUs' memory (one-shot all-reduce).
 
-Each rank writes its part into memory of its own that the others map, tells them so, waits until all have told it, and
+Each rank writes its part into memory of its own that the others map, signals that, waits until all have signalled, and
 adds all parts itself, in float32 in the order of the ranks: the bits are those of `sum_parts`, on every rank and for
 any number of rows.
 
 Calls are counted by the device, so a captured kernel knows which one it is. There are two buffers, used in turn. A
-rank that writes to one for call c has been told by all others of call c - 1, before which they had ended call c - 2,
+rank that writes to one for call c has the signals of all others for call c - 1, before which they had ended call c - 2,
 the last to read this buffer. So one meeting a call is enough. Blocks meet block by block; all of a call run at once.
 """
 

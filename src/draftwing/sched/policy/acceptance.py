@@ -55,7 +55,7 @@ class Acceptance:
 
     @property
     def known(self) -> bool:
-        """Whether any step has told anything."""
+        """Returns whether anything was measured yet."""
         return any(self._newest)
 
     def expected(self, index: int, counts: Mapping[int, int]) -> float:
@@ -67,7 +67,7 @@ class Acceptance:
         return total * found / promised if found < promised else total
 
     def last_observed(self, index: int, confidences: Iterable[int]) -> int:
-        """Returns the last step that told of an option, at that of these confidences of which least is known."""
+        """Returns the last step that observed an option, at that of these confidences of which least is known."""
         last = self._last[index]
         return min([last[confidence] for confidence in confidences])
 
@@ -115,7 +115,7 @@ class Acceptance:
             known[confidence] += weight * (mean - known[confidence])
 
     def _carry_over(self, index: int, before: Mapping[int, float]) -> None:
-        """Changes options that the step told nothing of: text that is easy, or hard, is so for all that the same
+        """Changes options that the step did not observe: text that is easy, or hard, is so for all that the same
         drafters make, and the more so the deeper they are. What a lookup finds says nothing of what a model guesses."""
         part, little = self._menu[index], 1 / RECENT  # drafts of a row
         for confidence, old in before.items():

@@ -27,7 +27,7 @@ class ShapeChoice:
         self._telling = deferral.most if deferral.from_tokens else LAG if deferral.by_slot else 0
         # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
         self._planned: dict[int, tuple[list[int], bool]] = {}
-        self._unpriced = 0  # steps since the last whose seconds were a price
+        self._unpriced = 0  # steps since the last whose seconds were its cost
 
     @contextmanager
     def replaced(self, policy: ShapePolicy) -> Iterator[None]:
@@ -82,7 +82,7 @@ class ShapeChoice:
     def context(
         self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0)
     ) -> StepContext:
-        """Returns what the policy is told of a step. prefilled, backlog: as of `choose`."""
+        """Returns what the policy gets for a step. prefilled, backlog: as of `choose`."""
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
@@ -114,7 +114,7 @@ class ShapeChoice:
         kv_tokens = _kv_tokens(req for req in live if req is not None)
         context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=told)
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
-        # plain ones, which would look dearer than others beside drafts.
+        # plain ones, which would look slower than others, compared with drafts.
         priced = not plan.special and (not behind or self._unpriced > RECENT)
         self._unpriced = 0 if priced else self._unpriced + 1
         self.policy.record(plan.shape, context, result, priced)

@@ -123,8 +123,8 @@ class CostTable:
         return less + (more - less) * (batch - below) / (size - below)
 
     def _guess(self, shape: TreeShape, batch: int) -> float:
-        """Seconds of a shape that was never measured, by what its rows may cost beside plain steps: not cheaper than
-        what is smaller, and not dearer than what is larger."""
+        """Guesses a never measured shape's seconds by what its rows may cost relative to plain steps: not cheaper than
+        what is smaller, and not more expensive than what is larger."""
         known = [(other, self._empty(other, batch)) for other in self._measured]
         plain = min(seconds / _relative(other, batch) for other, seconds in known)
         if PLAIN in self._measured:
@@ -137,7 +137,7 @@ class CostTable:
 
 
 def _relative(shape: TreeShape, batch: int) -> float:
-    """A guess at a step's seconds beside those of a plain one."""
+    """Guesses a step's seconds as a multiple of a plain one's."""
     more = shape.queries - 1
     return 1 + min(ROW_COST * more * batch, more)
 

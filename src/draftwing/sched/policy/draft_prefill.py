@@ -19,7 +19,7 @@ class DraftPrefill:
         """most: positions of a pass."""
         self._most = max(most, 1)
         self._passes: deque[float] = deque(maxlen=RECENT)  # seconds
-        # By about the limit: tokens of answers. Long ones are asked for beside short ones.
+        # By about the limit: tokens of answers. Long ones are asked for along with short ones.
         self._answers: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def record(self, seconds: float, passes: int, shown: int) -> None:

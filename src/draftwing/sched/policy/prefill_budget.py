@@ -1,6 +1,6 @@
 """How long prefills take, and how much of one may stand between two steps of requests that are being answered.
 
-Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So a prefill beside them is
+Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So a prefill with them is
 short: a *part* takes `PART` times what it takes to read all weights for next to nothing, as the shortest step does, or
 the shortest prefill, for a step reads few of a mixture's experts; then it still uses the device well. Where many wait
 it may be longer; of a few long prompts it is shorter, for those who decode would pay for them at every step.
@@ -18,12 +18,12 @@ import numpy as np
 from draftwing.core import Chunk
 from draftwing.sched.policy.cost import DOUBT, OUTDATED, RECENT
 
-PART = 3.0  # times what it takes to read all weights: as long may a prefill take beside requests that decode
+PART = 3.0  # times what it takes to read all weights: as long may a prefill take while requests decode
 UNNOTICED_GAP = 0.012  # seconds: as long may it take in any case, which no reader notices
 LONG = 16.0  # times what it takes to read all weights: prompts that take longer are long
 CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
-CROWD = 8  # parts: as long may it take there, too; beside others one in so many of those who wait is done at once
+CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
 CONTEXT = 250.0  # tokens: contexts have to differ by more before they tell what a key costs
 PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
 

@@ -54,9 +54,9 @@ class TreePolicy(ShapePolicy):
     """Chooses the option with the most expected tokens per second: (rows + expected accepted drafts) / seconds.
 
     An option that might be better than the best is tried now and then: one of which nothing was heard for `HOLD` steps
-    might have all its drafts right, and one that did not run for `RECENT` steps might take a third of its price. The
+    might have all its drafts right, and one that did not run for `RECENT` steps might take a third of its cost. The
     loss that is expected of tries is at most `EXPLORE` of the time. A quarter of that each option has for itself, in
-    equal parts, so that what is dear is tried at last; the rest is for whichever looks best.
+    equal parts, so that what is expensive is tried at last; the rest is for whichever looks best.
     """
 
     adapts = True
@@ -169,7 +169,7 @@ class TreePolicy(ShapePolicy):
             idle = self._step - self._ran.get((i, bucket), self._step - HOLD)
             if i == decision.best or i != (i if confirm is None else confirm) or (confirm is None and idle < HOLD):
                 continue  # what came of its last try may not be known yet
-            # Its price may be another one by now, and it may have all drafts right.
+            # Its cost may be another one by now, and it may have all drafts right.
             seconds = option.seconds / max(idle / RECENT, 1.0)
             guessed = i == confirm or not self.cost.known(self.menu[i], batch)
             if guessed:

@@ -24,7 +24,7 @@ WRITE_SECONDS = 60.0  # for a client to read something of what waits for it
 MAX_BYTES = 65_536  # in a row that are no body: headers, their like after a body, decorations of chunks
 MAX_HEADERS = 128
 MAX_PIPELINED = 16
-MAX_CHUNKS = 1024  # of a body, beside one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
+MAX_CHUNKS = 1024  # of a body, besides one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
 CHUNK_BYTES = 64
 MAX_UNREAD = 2**18  # bytes of a body that come when its request has been answered
 CHUNK_COST = 1024  # of these, for each chunk
@@ -234,7 +234,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_response_complete()
 
     def _fail(self, wrong: str) -> None:
-        """Ends what the parser does. wrong: what the client is told."""
+        """Ends what the parser does. wrong: the message for the client."""
         self._wrong = wrong
         raise ValueError(wrong)
 

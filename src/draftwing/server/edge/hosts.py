@@ -1,4 +1,4 @@
-"""Which names and pages may reach the server, and what browsers are told of that."""
+"""Decides which names and pages may reach the server, and sends browsers the headers that say so."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def guarded(app: ASGIApp, options: Options) -> ASGIApp:
 class Sites:
     """Whose pages may use the server.
 
-    names: of hosts beside the server's own.  any: all of them may.  own: the server is there for this machine alone
+    names: of hosts besides the server's own.  any: all of them may.  own: the server is there for this machine alone
     and has no key: pages of programs of this machine may.
     """
 

@@ -143,5 +143,5 @@ class KeyCheck:
 
 
 def _digest(key: bytes) -> bytes:
-    """Returns as many bytes for each key, so that its length is not told either."""
+    """Returns as many bytes for each key, so that its length does not show either."""
     return hashlib.sha256(key).digest()

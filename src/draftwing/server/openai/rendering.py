@@ -137,7 +137,7 @@ class Completion:
         return [{"text": shown, "logprobs": logprobs}] if shown or logprobs is not None else []
 
     def _nothing(self) -> dict[str, Any]:
-        """What the last event of an answer has, beside its ending."""
+        """What the last event of an answer has besides its ending."""
         return {"text": ""}
 
     def _ending(self, answer: Answer) -> dict[str, Any]:

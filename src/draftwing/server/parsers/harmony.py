@@ -225,7 +225,7 @@ class HarmonyReader(MessageReader):
 
 def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as the chat template of gpt-oss wants them: reasoning is called `thinking`, a message makes one call,
-    whose result follows it, and says nothing beside."""
+    whose result follows it, and says nothing else."""
     out: list[dict[str, Any]] = []
     waiting: dict[str | None, deque[dict[str, Any]]] = {}  # messages of calls whose turn has not come, by their id
     for given in messages:

@@ -66,7 +66,7 @@ class HttpRecord:
 
 
 class Watcher:
-    """Is told what happens; this one ignores it all, others override what they want.
+    """Is called with what happens; this one ignores it all, others override what they want.
 
     Methods run on the event loop and must not block; what they raise is logged and goes no further.
     """
@@ -83,7 +83,7 @@ class Watcher:
         """`reason` and `ended` are set."""
 
     def responded(self, record: HttpRecord) -> None:
-        """The response is complete. Answers may still be unfinished: the engine has been told to abort them."""
+        """The response is complete. Answers may still be unfinished: the engine was asked to abort them."""
 
     def close(self) -> None:
         """The server ends. It may block."""

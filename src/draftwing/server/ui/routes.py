@@ -1,4 +1,4 @@
-"""The page at `/`: its files, and the data that it reads beside the API that every client has.
+"""The page at `/`: its files, and the data that it reads besides the API that every client has.
 
 The files hold no data and need no key; what they read does. They are served from memory: no path of a request ever
 reaches the file system.

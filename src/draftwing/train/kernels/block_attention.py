@@ -3,7 +3,7 @@ each as much of it as it says, and their own block.
 
 The online softmax over tiles of keys (Milakov and Gimelshein 2018, arXiv 1805.02867), and a backward pass that makes
 the probabilities again from the log-sum-exps (Dao et al. 2022, arXiv 2205.14135). Queries come in the order of what
-they see, so a tile of them has its keys in common but for the last few. The keys of their blocks are beside the
+they see, so a tile of them has its keys in common but for the last few. The keys of their blocks are next to the
 queries' own, a few for each tile. The reference is the mask of `train.block_attention`.
 """
 
@@ -25,7 +25,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Reach(NamedTuple):
-    """What R queries of each of B texts see of it, beside their own blocks."""
+    """What R queries of each of B texts see of it, besides their own blocks."""
 
     limits: Tensor  # [B, R] int32, ascending: how many of the text's keys
     begins: Tensor  # [B, tiles of keys] int32: the first query that sees any of a tile

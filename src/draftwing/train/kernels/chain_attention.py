@@ -1,4 +1,4 @@
-"""Triton kernels for the rows of its own chain that a draft sees in training, beside the causal attention.
+"""Triton kernels for the rows of its own chain that a draft sees in training, besides the causal attention.
 
 A query q, whose causal part is (out, lse), sees one row (k_s, v_s) of each step s = 1 .. S. The joint output and
 log-sum-exp are those of the online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), started from the causal

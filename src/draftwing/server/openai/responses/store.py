@@ -15,8 +15,8 @@ from typing import Any
 MAX_RESPONSES = 1024
 SECONDS = 3600.0  # since a response was stored, or gone on from
 LOOK_SECONDS = 60.0  # between two looks for what is older
-_BYTES = 2048  # that a response takes beside its JSON, at most
-_ITEM_BYTES = 256  # and each of its items, beside its id
+_BYTES = 2048  # that a response takes besides its JSON, at most
+_ITEM_BYTES = 256  # and each of its items, besides its id
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class ChosenTool(AllowedTool):
 
 @dataclass(frozen=True)
 class Offer:
-    """A tool as the request has it, and the function that the model is told of."""
+    """A tool as the request has it, and the function that the model sees."""
 
     function: Function
     name: str
@@ -95,7 +95,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 class Toolbox:
     """The tools of a request.
 
-    functions: those that the model is told of.  choice: among them.  ignored: names of what is left out.
+    functions: those that the model sees.  choice: among them.  ignored: names of what is left out.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Toolbox:
         if choice.mode is None or not choice.tools:
             raise RequestError("tool_choice must have mode and tools, which are allowed", "tool_choice")
         allowed = {n for i, tool in enumerate(choice.tools) for n in self._named(tool, f"tool_choice.tools.{i}")}
-        # The model is told of no others: without a grammar nothing else would keep it from calling them.
+        # The model sees no others: without a grammar nothing else would keep it from calling them.
         self.functions = [one for one in self.functions if one.name in allowed]
         return ToolChoice(choice.mode)
 
@@ -157,7 +157,7 @@ class Toolbox:
 
 
 def shown_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
-    """The tools as a response repeats them: those that the model could be told of."""
+    """The tools as a response repeats them: those that the model could see."""
     return [_shown(tool) for tool in tools if tool.type not in HOSTED]
 
 
