@@ -50,7 +50,7 @@ REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0,
 TEXTS = ("chat", "code", "copy", "random")
 DRAFTERS = ("EAGLE3", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE3+NGRAM")
 ENOUGH = 0.98  # of the tokens per second without drafts
-DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
+MAX_CHEAP_TOKENS = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
 LONG = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
@@ -87,9 +87,9 @@ def cover(cells: Sequence[Cell], count: int, seed: int = 0) -> list[Cell]:
     while len(seen) < len(wanted):
         new = {cell: sum(pair not in seen for pair in pairs(cell)) for cell in left}
         some = [cell for cell in left if new[cell]]
-        best = max(some, key=lambda cell: new[cell] - cell.requests * cell.prompt / DEAR)
+        best = max(some, key=lambda cell: new[cell] - cell.requests * cell.prompt / MAX_CHEAP_TOKENS)
         _choose(best, left, chosen, seen)
-    left = [cell for cell in left if cell.requests * cell.prompt <= DEAR]
+    left = [cell for cell in left if cell.requests * cell.prompt <= MAX_CHEAP_TOKENS]
     while left and len(chosen) < count:
         _choose(min(left, key=lambda cell: sum(seen[pair] for pair in pairs(cell))), left, chosen, seen)
     return chosen

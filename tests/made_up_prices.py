@@ -34,7 +34,7 @@ class OnMadeUpMachine(TreePolicy):
         self.chosen[shape] += 1
         return shape
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
         late = 1e-4 if result.catching_up else 0.0
         seconds = self._takes(shape, len(context.confidences)) + late
-        super().record(shape, context, replace(result, seconds=seconds, catching_up=late), priced)
+        super().record(shape, context, replace(result, seconds=seconds, catching_up=late), is_cost)

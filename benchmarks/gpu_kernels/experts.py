@@ -249,7 +249,7 @@ def check(model: Model, kind: str) -> None:
             error = float((found.double() - expected).abs().max() / expected.abs().max())
             if not error < 0.02:
                 wrong.append(f"{name} of {tokens} tokens by {error:.3f}")
-        if experts.tile_rows(tokens, exact) > gemm_experts.MOST:
+        if experts.tile_rows(tokens, exact) > gemm_experts.MAX_PAIRS:
             continue
         for token in (0, tokens - 1):
             alone = experts.route(logits[token : token + 1], model.top_k, True, True)
@@ -343,7 +343,7 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
         bench = Bench(model, layers, tokens, exact)
         now, floor = bench.all(), sum(bench.floors)
         label, beside = f"{tokens}{' exact' if exact else ''}", ""
-        if beside_triton and experts.tile_rows(tokens, exact) <= gemm_experts.MOST:
+        if beside_triton and experts.tile_rows(tokens, exact) <= gemm_experts.MAX_PAIRS:
             with TritonsOwn():
                 triton = bench.all()
             beside = f"; Triton's {triton.gate_up:.1f}, {triton.down:.1f}, layer {triton.whole:.1f}"

@@ -89,12 +89,12 @@ def test_an_illegal_token_is_found_by_the_mask(clock):
 
 
 def test_a_grammar_has_a_limit_in_the_long_run(clock):
-    one = AsyncMask(Grammar(clock, 2 * async_mask.BESIDE), Workers())
+    one = AsyncMask(Grammar(clock, 2 * async_mask.ALLOWANCE), Workers())
     with pytest.raises(RequestError, match="takes too long"):
         for token in range(200):
             until_ready(one)
             one.follow(token)
-    assert 0.5 * async_mask.TOTAL / async_mask.BESIDE < token < 2 * async_mask.TOTAL / async_mask.BESIDE
+    assert 0.5 * async_mask.TOTAL / async_mask.ALLOWANCE < token < 2 * async_mask.TOTAL / async_mask.ALLOWANCE
 
 
 def test_others_do_not_wait_for_a_slow_grammar(clock):

@@ -181,14 +181,14 @@ def heat_map(
     parts = [_card(box), _text(box.x + 16, box.y + 26, title, weight=600)]
     left, top = box.x + 16 + LABEL, box.y + 46
     width = min((box.width - LABEL - 32) / len(columns), 92)
-    most = max((abs(math.log(value)) for value in values.values()), default=0.0) or 1.0
+    largest = max((abs(math.log(value)) for value in values.values()), default=0.0) or 1.0
     best = max(values, key=lambda place: values[place])
     for r, row in enumerate(rows):
         parts.append(_text(left - 10, top + CELL * r + 19, row, SOFT, 11, "end"))
     for c, column in enumerate(columns):
         parts.append(_text(left + width * (c + 0.5), top + CELL * len(rows) + 16, column, SOFT, 11, "middle"))
     for (r, c), value in values.items():
-        share = abs(math.log(value)) / most
+        share = abs(math.log(value)) / largest
         colour = COLOURS[0] if value >= 1 else COLOURS[1]
         frame = f'stroke="{INK}" stroke-width="2"' if (r, c) == best else ""
         x, y = left + width * c, top + CELL * r

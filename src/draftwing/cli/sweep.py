@@ -32,7 +32,7 @@ from draftwing.sched.explain import table
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
-PRICE_SECONDS = 20.0  # to measure costs; a start has less time
+COST_SECONDS = 20.0  # to measure costs; a start has less time
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -96,7 +96,7 @@ def sweep(
         engine = Engine(point)
         chooses = engine.parts.prices is not None
         if chooses:
-            engine.measure_prices(grid.batch, PRICE_SECONDS)
+            engine.measure_prices(grid.batch, COST_SECONDS)
         target, device = Local(engine), engine.info.device
         ids = [target.encode(prompt) for prompt in prompts]
         target.run(ids[:1], params, 1)  # first use of everything

@@ -76,9 +76,9 @@ def _from_table(where: str, name: str, table: Any) -> ApiKey:
         if setting not in known:
             raise ConfigError(f"{where} has an unknown setting {setting!r}; expected {', '.join(known)}")
         kind: Any = {"key": str, "admin": bool}.get(setting, int)
-        least = -math.inf if setting == "max_priority" else 1
-        if type(value) is not kind or (kind is int and value < least):
-            number = "a whole number" + (" of at least 1" if least == 1 else "")
+        minimum = -math.inf if setting == "max_priority" else 1
+        if type(value) is not kind or (kind is int and value < minimum):
+            number = "a whole number" + (" of at least 1" if minimum == 1 else "")
             expected = {str: "a text", bool: "true or false", int: number}[kind]
             found = "another type" if setting == "key" else repr(value)  # a key is in no message
             raise ConfigError(f"{where} {setting} must be {expected}; found {found}")

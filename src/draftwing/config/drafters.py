@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from draftwing.config.aliases import ALIASES, HubModel
-from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, most_nodes
+from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, max_nodes
 from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.plugins import check_class, import_attribute
@@ -245,7 +245,7 @@ def _own(cls: Any, name: str) -> DrafterSpec:
         raise ConfigError(f"{_OPTION} {name}: expected propose(self, step), found propose{signature}") from None
     steps, topk, nodes = cls.num_steps, cls.topk, cls.num_draft_tokens
     if nodes is None and isinstance(steps, int) and isinstance(topk, int):
-        nodes = most_nodes(steps, topk)
+        nodes = max_nodes(steps, topk)
     return DrafterSpec(
         name,
         cls.build,

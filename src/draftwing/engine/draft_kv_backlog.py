@@ -38,7 +38,7 @@ WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are co
 MAX_QUERIES = 4096  # of one pass
 PROMPTS = 4  # of which parts may be deferred to a pass as long as any
 DEFERRED = 2048  # positions of a pass over a prompt through one layer, for which requests that decode wait
-LEAST = 1024  # the same through several: fewer are not worth what a pass takes at least
+MIN_PREFILL = 1024  # the same through several: fewer are not worth what a pass takes at least
 PARTS = (1, 2, 16)  # of a pass over texts: kernels are compiled for one, for a multiple of 16 and for others
 
 
@@ -86,7 +86,7 @@ class DraftKVBacklog:
         if drafter is None or not drafter.kv_layers:
             return AT_ONCE
         if not drafter.from_tokens:  # a small model is launched for longer than it needs for a thousand positions
-            most = min(most, max(DEFERRED // len(drafter.kv_layers), LEAST))
+            most = min(most, max(DEFERRED // len(drafter.kv_layers), MIN_PREFILL))
         if not device.has_own_memory:
             # With more layers than one to look ahead, what it knows of a text lies with the row, too.
             return Deferral(0, most, by_slot=True) if drafter.aux_layers and drafter.lookahead <= 1 else AT_ONCE

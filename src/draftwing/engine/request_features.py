@@ -294,8 +294,8 @@ def _floats(download: Download) -> npt.NDArray[np.float64]:
 
 def _widest(params: Sequence[LogprobParams]) -> tuple[int, IntArray]:
     """The most top tokens that any of them wants, and the further tokens [b, T] of each, padded with token 0."""
-    most = max(len(one.token_ids) for one in params)
-    ids = np.zeros((len(params), most), np.int64)
+    longest = max(len(one.token_ids) for one in params)
+    ids = np.zeros((len(params), longest), np.int64)
     for row, one in enumerate(params):
         ids[row, : len(one.token_ids)] = one.token_ids
     return max(one.top for one in params), ids

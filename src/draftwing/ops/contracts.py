@@ -134,7 +134,7 @@ class WholeLayers(Protocol):
 class HeadTopK(Protocol):
     """The end of a draft head in one call, for up to `FEW_ROWS` rows: norm, GEMM and the best of its outputs."""
 
-    most: int  # outputs of a row that it finds
+    max_topk: int  # outputs of a row that it finds
 
     def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
         """states [.., inputs] -> ids [.., K] int64 and their log probabilities [.., K] float32, best first.

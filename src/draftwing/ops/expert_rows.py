@@ -106,8 +106,8 @@ def _parts(codes: Tensor, size: int) -> list[tuple[slice, Tensor]]:
     """Items of so many codes, some at a time, so that what is made of them on the way is small."""
     if codes.is_meta:
         return []
-    most = max(_AT_ONCE // size, 1)
-    return [(slice(at, min(at + most, len(codes))), codes[at : at + most]) for at in range(0, len(codes), most)]
+    step = max(_AT_ONCE // size, 1)
+    return [(slice(at, min(at + step, len(codes))), codes[at : at + step]) for at in range(0, len(codes), step)]
 
 
 def _steps(values: Tensor, groups: int) -> Tensor:

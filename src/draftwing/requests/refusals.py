@@ -113,8 +113,8 @@ def bounded(schema: Any, most: int | None = None) -> Any:
     that they come in. most: entries of a list or an object that has no limit of its own."""
     if isinstance(schema, dict):
         # What pydantic keeps next to a schema is no schema; a field of this name is.
-        beside = "metadata" if isinstance(schema.get("type"), str) else None
-        out = {key: value if key == beside else bounded(value, most) for key, value in schema.items()}
+        kept = "metadata" if isinstance(schema.get("type"), str) else None
+        out = {key: value if key == kept else bounded(value, most) for key, value in schema.items()}
         if out.get("type") in ("list", "dict") and most is not None:
             out = {"max_length": most} | out
         return out | {"fail_fast": True} if out.get("type") in ("list", "tuple") else out

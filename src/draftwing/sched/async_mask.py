@@ -22,8 +22,8 @@ from draftwing.grammar.state import Mask
 # Seconds of a processor.
 TOKEN = 0.002  # of an answer's steps that its grammar may use for each token
 SLOW = 0.02  # beyond that: then it is worked out while steps run
-MOST = 0.1  # that is remembered
-BESIDE = 0.05  # for each token, in the long run
+MAX_DEBT = 0.1  # that is remembered
+ALLOWANCE = 0.05  # for each token, in the long run
 TOTAL = 2.0  # beyond that: then the answer ends
 
 
@@ -58,7 +58,7 @@ class AsyncMask:
 
     def charge(self, seconds: float) -> None:
         """It took so much of a processor."""
-        self._debt = min(self._debt + seconds, MOST)
+        self._debt = min(self._debt + seconds, MAX_DEBT)
         self._left -= seconds
 
     def ready(self) -> bool:
@@ -72,7 +72,7 @@ class AsyncMask:
             self.charge(seconds)
         if self._left < 0:
             raise RequestError(
-                f"the grammar takes too long: more than {BESIDE:g} s of a processor for each token, and {TOTAL:g} s "
+                f"the grammar takes too long: more than {ALLOWANCE:g} s of a processor for each token, and {TOTAL:g} s "
                 "beyond that",
                 "grammar",
             )
@@ -86,7 +86,7 @@ class AsyncMask:
         """Takes the newest token; False if it is illegal. Raises RequestError as `ready`."""
         mask, self.mask = self.mask, None
         self._debt = max(self._debt - TOKEN, 0.0)
-        self._left = min(self._left + BESIDE, TOTAL)
+        self._left = min(self._left + ALLOWANCE, TOTAL)
         if mask is not None and self.slow and self._grammar.ends_by_stop_id:
             self._deferred.append(token)  # that takes long, too
             return bool(mask[token // 32] >> (token % 32) & 1)

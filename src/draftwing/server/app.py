@@ -80,7 +80,7 @@ def create_app(
     if not service.options.disable_ui:
         add_ui_routes(app, service, chats)
     _add_heads(app)
-    app.add_middleware(BodyLimit, most=service.options.max_body_size)
+    app.add_middleware(BodyLimit, max_size=service.options.max_body_size)
     free = _free(service.options)
     if keys:
         app.add_middleware(KeyCheck, keys=keys, closed=service.options.has_key, allowances=allowances, free=free)

@@ -362,19 +362,19 @@ def checked_choice(choice: ToolChoice, functions: Sequence[Function], param: str
     return choice
 
 
-def _check_values(data: Any, most: int, field: str, called: str) -> None:
-    if _values(data, most) > most:
-        raise RequestError(f"{called} may have {most} values together; found more", field)
+def _check_values(data: Any, limit: int, field: str, called: str) -> None:
+    if _values(data, limit) > limit:
+        raise RequestError(f"{called} may have {limit} values together; found more", field)
 
 
-def _values(data: Any, most: int) -> int:
-    """Counts the values in lists and mappings, and stops where they are more than `most`."""
+def _values(data: Any, limit: int) -> int:
+    """Counts the values in lists and mappings, and stops where they are more than `limit`."""
     found, rest = 0, [data]
     while rest:
         part = rest.pop()
         inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
         found += len(inner)
-        if found > most:
+        if found > limit:
             break
         rest += inner
     return found

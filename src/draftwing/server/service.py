@@ -138,14 +138,14 @@ class Service:
         return max(self.engine.info.context_length, MAX_COUNTED)
 
     async def tokenize(
-        self, texts: list[str], field: str, add_special_tokens: bool = True, most: int | None = None
+        self, texts: list[str], field: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than `most`
+        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than `max_tokens`
         tokens, None being the context; when cancelled it stops soon."""
         size = sum(map(len, texts))
         if size <= _INLINE_CHARACTERS:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
-        limit = self.engine.info.context_length if most is None else most
+        limit = self.engine.info.context_length if max_tokens is None else max_tokens
         return await self.pools.run(
             size, lambda gone: encode_bounded(self.tokenizer, texts, limit, field, add_special_tokens, gone)
         )
@@ -214,9 +214,9 @@ class Service:
     def check_room(self, count: int, held: int = 1) -> None:
         """Refuses so many answers, before anything is done for them that takes longer. Raises QueueFull where too many
         wait, and RequestError where it is too many for one request. held: see `preparing`."""
-        most = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
-        if count > most:
-            raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
+        max_tokens = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
+        if count > max_tokens:
+            raise RequestError(f"one request takes at most {max_tokens} answers; found {count}", "n")
         self.engine.quota.check(client_name(), count, held)
 
     async def submit(

@@ -48,7 +48,7 @@ def make_server(
     app = paced(guarded(create_app(engine, tokenizer, stop_seconds, watchers), options), options)
     config = uvicorn.Config(
         _quiet(app, engine),
-        http=partial(LimitedConnection, most=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, limit=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
         ws="none",
         log_level=options.log_level,
         log_config=None,

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from draftwing.text.token_text import TokenTexts
     from draftwing.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # what stands for minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
 
 
 def finite(value: float) -> float:
-    return max(value, LEAST)
+    return max(value, MIN_LOGPROB)
 
 
 def _without_tokens(output: Output) -> Output:

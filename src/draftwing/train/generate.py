@@ -83,7 +83,7 @@ def usable(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, sampling: Sampling, skipped: Skipped
 ) -> list[tuple[Prompt, list[int]]]:
     """Prompts that leave room for an answer, with their token ids."""
-    found, most = [], sampling.max_length - MIN_ANSWER
+    found, longest = [], sampling.max_length - MIN_ANSWER
     known: dict[str, list[int]] = {}  # copies have the same
     for prompt in progress_bar(iterable=prompts, desc="tokenizing", unit=" prompts"):
         try:
@@ -91,8 +91,8 @@ def usable(
             if name not in known:
                 known[name] = first_ids(prompt, tokenizer)
             ids = known[name]
-            if len(ids) > most:
-                raise BadData(f"longer than {most} tokens")
+            if len(ids) > longest:
+                raise BadData(f"longer than {longest} tokens")
             if not ids:
                 raise BadData("empty")
         except BadData as error:

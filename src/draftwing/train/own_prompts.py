@@ -25,7 +25,7 @@ from draftwing.train.data import BadData, Skipped
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
-LONGEST, SHORTEST, MOST = 240, 12, 1500  # tokens; characters
+LONGEST, SHORTEST, MAX_CHARACTERS = 240, 12, 1500  # tokens; characters
 _TOP_P = 0.97
 _MARK = "\x00"
 _BEGINNINGS = (
@@ -145,8 +145,8 @@ def _text(tokenizer: Tokenizer, ids: list[int], stops: _Stops, ended: bool) -> s
     text = text.strip()
     if not ended:
         raise BadData(f"did not end within {LONGEST} tokens")
-    if not SHORTEST <= len(text) <= MOST:
-        raise BadData(f"shorter than {SHORTEST} or longer than {MOST} characters")
+    if not SHORTEST <= len(text) <= MAX_CHARACTERS:
+        raise BadData(f"shorter than {SHORTEST} or longer than {MAX_CHARACTERS} characters")
     if "\ufffd" in text or stops.marks.intersection(said):
         raise BadData("special tokens or broken characters")
     return text

@@ -77,8 +77,8 @@ def try_prompt(executor: Executor) -> None:
     executor.run_on_all_ranks(Executor.flush)
 
 
-def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) -> None:
-    """The same of one and of several at once, drawn in every way, of longer ones up to `most` tokens as far as there is
+def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int = 0) -> None:
+    """Runs prompts, one and several at once, drawn in every way, longer ones up to `max_tokens` tokens while there is
     time, and of one row that asks for all there is with every shape of the menu. A GPU loads a kernel when it first
     runs with such arguments, which takes 15 ms of a step; one that has to be compiled takes a second, and a disk with
     room."""
@@ -89,8 +89,8 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
             _run(executor, _prompt(tokens, count))
             _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
     _run(executor, _asking(_prompt(tokens, 1, ASKING)))
-    most = min(most, executor.table.length - ROOM)
-    lengths = [min(length, most) for length in evens(even(most)) if length > PROMPT]
+    max_tokens = min(max_tokens, executor.table.length - ROOM)
+    lengths = [min(length, max_tokens) for length in evens(even(max_tokens)) if length > PROMPT]
     started = time.monotonic()
     for count, length in enumerate(lengths):
         if time.monotonic() > started + LENGTHS_SECONDS:

@@ -101,7 +101,7 @@ class BlockHead(FeatureHead):
     def pack(self, ops: LayerOps) -> None:
         self.text_kv = linear_of(*self._kv_rows(), self.config.weight_format)
         if self.confidence is not None:
-            self.confidence.settle(self.markov)
+            self.confidence.precompute(self.markov)
         if self.markov is not None:
             self.markov.ops = ops
         super().pack(ops)

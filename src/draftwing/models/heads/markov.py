@@ -164,7 +164,7 @@ class ConfidenceHead(nn.Module):
     __call__ = forward  # as above
 
     @torch.no_grad()
-    def settle(self, markov: MarkovHead | DominoHead | None) -> None:
+    def precompute(self, markov: MarkovHead | DominoHead | None) -> None:
         """Prepares what `ops.confident` gets; weights no longer change. Before they are packed."""
         weight, bias = self.proj.dense_weight()[0].float(), self.proj.bias
         assert bias is not None

@@ -21,7 +21,7 @@ from draftwing.ops.cpu.tape import Notable
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float32)  # of values that the kernels compute with
-MOST = 16  # candidates or tokens of a row that the kernels for sampling and drafts find
+MAX_TOPK = 16  # candidates or tokens of a row that the kernels for sampling and drafts find
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.blocks import BlockedGemm
-from draftwing.ops.cpu.extension import MOST, load_extension
+from draftwing.ops.cpu.extension import MAX_TOPK, load_extension
 from draftwing.ops.torch import onednn
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
@@ -70,7 +70,7 @@ def numbers_of(gemm: PackedGemm | BlockedGemm, bias: int) -> tuple[int, ...]:
 class HeadTopK:
     """The end of a draft head for few rows, in one call: norm, GEMM, and the best of its outputs, without noise."""
 
-    most = MOST
+    max_topk = MAX_TOPK
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class HeadTopK:
         """
         (every, inputs), count, threads = states.shape, ids.shape[1], torch.get_num_threads()
         rows, gemm = every if places is None else places.shape[0], self._gemm
-        assert rows <= FEW_ROWS and inputs == gemm.inputs and count <= min(MOST, gemm.outputs)
+        assert rows <= FEW_ROWS and inputs == gemm.inputs and count <= min(MAX_TOPK, gemm.outputs)
         assert states.dtype == gemm.dtype and states.stride(1) == 1
         assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
         places = None if places is None else places.contiguous()

@@ -25,8 +25,8 @@ from draftwing.ops.types import BlockRows
 
 
 @functools.cache
-def _steps(most: int) -> Tensor:
-    return torch.arange(most)
+def _steps(count: int) -> Tensor:
+    return torch.arange(count)
 
 
 def _counted(rows: int) -> Tensor:

@@ -1,7 +1,7 @@
 """GEMMs of few rows with the weights of experts on CUDA: the Python side of gemm_experts.cu and gemm_stream.cu.
 
 A pair's result has the same bits whatever other pairs are in the batch, for any number of them, as long as tiles have
-no more than `MOST` pairs.
+no more than `MAX_PAIRS` pairs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from draftwing.ops.expert_rows import FP8, INT4, MX, ExpertRows
 
 FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_bulk.cu", "gemm_stream.cu")
 DENSE = 0  # a kind of codes besides those of `expert_rows`
-MOST = 16  # pairs of a tile
-_TILES = (8, MOST)  # that there are kernels for; and for a single token, where another one is faster
+MAX_PAIRS = 16  # pairs of a tile
+_TILES = (8, MAX_PAIRS)  # that there are kernels for; and for a single token, where another one is faster
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
 _CHUNK = 64  # columns
 # Of gemm_stream.cu:
@@ -127,12 +127,12 @@ Cuts = dict[tuple[str, int], Cut | Stream]  # by kind and pairs that a tile has 
 _CUT, _LESS = Cut(row_tiles=4, ahead=1, x_ahead=1, blocks=2), Cut(row_tiles=3, ahead=1, x_ahead=1, blocks=2)
 _GATED = tuple(kind for kind in KINDS if kind != "plain")
 _OWN_CUTS: dict[int, Cuts] = {
-    DENSE: dict.fromkeys((*itertools.product(_GATED, _TILES), ("plain", MOST)), _LESS),
+    DENSE: dict.fromkeys((*itertools.product(_GATED, _TILES), ("plain", MAX_PAIRS)), _LESS),
     FP8: dict.fromkeys(itertools.product(_GATED, (8,)), _LESS),
     MX: {
         **dict.fromkeys(itertools.product(_GATED, (8,)), _CUT._replace(blocks=3)),
         ("plain", 8): _LESS,
-        ("plain", MOST): Cut(row_tiles=2, ahead=1, x_ahead=1, blocks=3),
+        ("plain", MAX_PAIRS): Cut(row_tiles=2, ahead=1, x_ahead=1, blocks=3),
     },
 }
 
@@ -173,10 +173,12 @@ class FewPairs:
     ) -> Tensor:  # fmt: skip
         """See `multiply`."""
         tiles, x = routed.tiles, x.contiguous()
-        assert tiles is not None and tiles.rows <= MOST and tiles.tiles.is_contiguous()
+        assert tiles is not None and tiles.rows <= MAX_PAIRS and tiles.tiles.is_contiguous()
         tokens, depth = routed.experts.shape[0], x.shape[1]
         # A token chooses no expert twice.
-        kernel, cut = self._kernels[kind, next(tile for tile in self._tiles[kind] if tokens <= tile or tile == MOST)]
+        kernel, cut = self._kernels[
+            kind, next(size for size in self._tiles[kind] if tokens <= size or size == MAX_PAIRS)
+        ]
         codes, scales, zeros = (
             (weight, None, None) if isinstance(weight, Tensor) else (weight.words, weight.scales, weight.zeros)
         )
@@ -202,7 +204,7 @@ def layout_of(weight: Tensor | ExpertRows, width: int = 16) -> Layout:
     else:
         layout, columns = Layout(weight.kind, weight.groups, weight.zeros is not None), weight.columns
     stream = layout._replace(chunks=columns // _CHUNK)
-    fits = width % 4 == 0 and stream.chunks <= _LONGEST and Stream.of(stream, 1, MOST).stages > 1
+    fits = width % 4 == 0 and stream.chunks <= _LONGEST and Stream.of(stream, 1, MAX_PAIRS).stages > 1
     return stream if fits else layout
 
 

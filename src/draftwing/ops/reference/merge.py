@@ -61,10 +61,10 @@ def _agree(first: Draft, second: Draft, depth: int) -> Tensor:
     same[:, 0].fill_(False)
     same[:, :, 0].fill_(False)
     same[:, 0, 0].fill_(True)
-    above, beside = first.parent[:, :, None].expand_as(same), second.parent[:, None].expand_as(same)
+    above, other = first.parent[:, :, None].expand_as(same), second.parent[:, None].expand_as(same)
     agree = same
     for _ in range(depth):
-        agree = same & agree.gather(1, above).gather(2, beside)
+        agree = same & agree.gather(1, above).gather(2, other)
     return agree
 
 

@@ -38,7 +38,7 @@ BACK: Final = 3  # contexts that a node's children come from
 _TOKEN_BITS: Final = 22
 _CHECK_BITS: Final = 31
 _NAME_BITS: Final = _TOKEN_BITS + _CHECK_BITS
-MOST: Final = (1 << 63 - _NAME_BITS) - 1  # a count stops here
+MAX_COUNT: Final = (1 << 63 - _NAME_BITS) - 1  # a count stops here
 _TOKEN, _CHECK, _NAME = (1 << _TOKEN_BITS) - 1, (1 << _CHECK_BITS) - 1, (1 << _NAME_BITS) - 1
 
 _WORD: Final = 1 << 64
@@ -177,7 +177,7 @@ class SuffixIndex:
         name = check << _TOKEN_BITS | token  # [W]
         same = (ways & _NAME) == name[:, None]
         at = torch.where(same, self.way, WAYS - 1).amin(1, keepdim=True)  # the place that it leaves, or the oldest's
-        count = torch.where(same.any(1), (ways.gather(1, at).squeeze(1) >> _NAME_BITS) + 1, 1).clamp_(max=MOST)
+        count = torch.where(same.any(1), (ways.gather(1, at).squeeze(1) >> _NAME_BITS) + 1, 1).clamp_(max=MAX_COUNT)
         moved = torch.where(self.way <= at, ways.roll(1, 1), ways)
         others = (moved >> _TOKEN_BITS & _CHECK) == check[:, None]  # what followed instead counts half
         halved = ((moved >> _NAME_BITS) + 1 >> 1) << _NAME_BITS | (moved & _NAME)

@@ -80,9 +80,9 @@ def plan(
         rows = tiling.rows
     splits = split_count(positions, tiling)
     # Of tiles of 64 rows a multiprocessor holds one.
-    most = tiling.context_programs if two or rows >= 64 else tiling.programs
+    limit = tiling.context_programs if two or rows >= 64 else tiling.programs
     touched = min(splits, triton.cdiv(reach + depth, tiling.short) + 1) if reach else splits
-    lanes = max(1, min(most // programs(rows), touched))
+    lanes = max(1, min(limit // programs(rows), touched))
     if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
         lanes = 1
     return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)

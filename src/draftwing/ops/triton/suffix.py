@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.drafts import LEVELS
-from draftwing.ops.reference.suffix import BACK, BASE, FIRST, MOST, SCORE_BITS, SECOND, WAYS, SuffixIndex
+from draftwing.ops.reference.suffix import BACK, BASE, FIRST, MAX_COUNT, SCORE_BITS, SECOND, WAYS, SuffixIndex
 from draftwing.ops.triton.common import INTERPRETED, launch_options, start
 from draftwing.ops.types import Draft, RowTensors
 
@@ -32,7 +32,7 @@ _NAME_BITS: tl.constexpr = tl.constexpr(53)
 _TOKEN: tl.constexpr = tl.constexpr((1 << 22) - 1)
 _CHECK: tl.constexpr = tl.constexpr((1 << 31) - 1)
 _NAME: tl.constexpr = tl.constexpr((1 << 53) - 1)
-_MOST: tl.constexpr = tl.constexpr(MOST)
+_MAX_COUNT: tl.constexpr = tl.constexpr(MAX_COUNT)
 _BASE: tl.constexpr = tl.constexpr(BASE)
 _FIRST: tl.constexpr = tl.constexpr(FIRST)
 _SECOND: tl.constexpr = tl.constexpr(SECOND)
@@ -60,7 +60,7 @@ def _learn(ways_ptr, check, token):
     before = tl.load(ways_ptr + way - 1, mask=way > 0, other=0)
     same = (ways & _NAME) == name
     at = tl.min(tl.where(same, way, _WAYS - 1), 0)
-    count = tl.minimum(tl.sum(tl.where(same & (way == at), ways >> _NAME_BITS, 0), 0) + 1, _MOST)
+    count = tl.minimum(tl.sum(tl.where(same & (way == at), ways >> _NAME_BITS, 0), 0) + 1, _MAX_COUNT)
     tl.debug_barrier()  # all is read before anything is written
     moved = tl.where(way <= at, before, ways)
     halved = ((((moved >> _NAME_BITS) + 1) >> 1) << _NAME_BITS) | (moved & _NAME)

@@ -222,8 +222,8 @@ def _simulate_kernel(
     hit = tl.max((child & (token == last)).to(tl.int32), 0)
     above = tl.max(tl.where(child, token, -1), 0) + 1
     below = tl.min(tl.where(child, token, VOCAB), 0) - 1
-    beside = tl.where(above < VOCAB, above, tl.where(below >= 0, below, last))
-    result = tl.where((lane == leaf) & (hit != 0), beside, result)
+    neighbour = tl.where(above < VOCAB, above, tl.where(below >= 0, below, last))
+    result = tl.where((lane == leaf) & (hit != 0), neighbour, result)
 
     node = leaf
     for _ in range(DEPTH):  # up to the root, where nothing matches any more

@@ -88,8 +88,8 @@ class Acceptance:
                 rows_of.setdefault(confidence, []).append(row)
         self._compare(index, rows_of, result)
         before = {confidence: self._drafts[index][confidence] for confidence in rows_of}
-        told = self._smaller[index]
-        for i, drafts in zip(told, drafts_by_row(result, [self._menu[i] for i in told]), strict=True):
+        smaller = self._smaller[index]
+        for i, drafts in zip(smaller, drafts_by_row(result, [self._menu[i] for i in smaller]), strict=True):
             self._learn(i, rows_of, drafts, step, alone)
         self._carry_over(index, before)
 

@@ -27,7 +27,7 @@ class ShapeChoice:
         self._telling = deferral.most if deferral.from_tokens else LAG if deferral.by_slot else 0
         # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
         self._planned: dict[int, tuple[list[int], bool]] = {}
-        self._unpriced = 0  # steps since the last whose seconds were its cost
+        self._since_cost = 0  # steps since the last whose seconds were its cost
 
     @contextmanager
     def replaced(self, policy: ShapePolicy) -> Iterator[None]:
@@ -110,14 +110,14 @@ class ShapeChoice:
         self._prefills.record_step(result.seconds)
         confidences, behind = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
-        told = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
+        counted = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
         kv_tokens = _kv_tokens(req for req in live if req is not None)
-        context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=told)
+        context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted)
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
         # plain ones, which would look slower than others, compared with drafts.
-        priced = not plan.special and (not behind or self._unpriced > RECENT)
-        self._unpriced = 0 if priced else self._unpriced + 1
-        self.policy.record(plan.shape, context, result, priced)
+        is_cost = not plan.special and (not behind or self._since_cost > RECENT)
+        self._since_cost = 0 if is_cost else self._since_cost + 1
+        self.policy.record(plan.shape, context, result, is_cost)
 
     def _observable(self, reqs: Sequence[Req]) -> list[int]:
         """By what confidences `record` learns from a step that is planned now: those that it is chosen by, for until

@@ -136,8 +136,8 @@ class StepCost:
         if samples == DOUBT or (not samples and self.known(shape, batch)):
             return False
         seconds /= self.factor(shape, batch)  # by which it will be multiplied
-        least = min([seconds, *self._table.at(shape, batch).values()])
-        self._table.measure(shape, batch, context, least, alone=True)
+        minimum = min([seconds, *self._table.at(shape, batch).values()])
+        self._table.measure(shape, batch, context, minimum, alone=True)
         self._samples[shape, batch] = samples + 1
         return True
 
@@ -208,9 +208,9 @@ class StepCost:
         return self._table.points()
 
 
-def _count(value: Any, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"expected a whole number from {least}, found {value!r}")
+def _count(value: Any, minimum: int = 0) -> int:
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"expected a whole number from {minimum}, found {value!r}")
     return value
 
 

@@ -74,11 +74,11 @@ class PrefillBudget:
         start, _, key = np.linalg.solve(
             self._products + np.diag(doubt), self._sums + doubt * (shortest, 0.0, 0.0)
         ).tolist()  # fmt: skip
-        products, most = self._products[1].tolist(), float(self._sums[1])  # of tokens
-        self._start = min(max(start, 0.0), (1 - 1 / RECENT) * most / products[0])
-        most -= self._start * products[0]
-        self._key = min(max(key, 0.0), (1 - 1 / RECENT) * most / products[2])
-        self._token = (most - self._key * products[2]) / products[1]
+        products, total = self._products[1].tolist(), float(self._sums[1])  # of tokens
+        self._start = min(max(start, 0.0), (1 - 1 / RECENT) * total / products[0])
+        total -= self._start * products[0]
+        self._key = min(max(key, 0.0), (1 - 1 / RECENT) * total / products[2])
+        self._token = (total - self._key * products[2]) / products[1]
 
     def plan_step(self, prefilled: Sequence[Chunk], waiting: bool) -> None:
         """Notes that a step of requests that decode is planned. prefilled: right before it.  waiting: whether a part of
@@ -138,8 +138,8 @@ class PrefillBudget:
         few = min(sum(one for one in waiting if one <= LONG * whole), part)
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
-        beside = max(self._usual - self._start, self._start)
-        longest = max(beside, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
+        usual = max(self._usual - self._start, self._start)
+        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 

@@ -47,9 +47,9 @@ class ShapePolicy(Protocol):
         """Decides on the shape of the next step, which is then planned."""
         ...
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
         """Learns what a step of `shape` gave. context: what was known of its rows; confidence 0 where a row says
-        nothing. priced: whether its seconds are what such a step costs."""
+        nothing. is_cost: whether its seconds are what such a step costs."""
         ...
 
     def saving(self, context: StepContext, at_best: bool = False) -> float | None:
@@ -84,8 +84,8 @@ class FixedShape(ShapePolicy):
     def choose(self, context: StepContext) -> TreeShape:
         return self.menu[0] if any(context.confidences) else PLAIN
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
-        if priced:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
+        if is_cost:
             self._cost.record(shape, len(context.confidences), context.kv_tokens, result.seconds)
 
     def seconds(self, rows: int, kv_tokens: int) -> float | None:

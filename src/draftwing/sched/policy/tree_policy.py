@@ -208,7 +208,7 @@ class TreePolicy(ShapePolicy):
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
         index, batch = self.menu.index(shape), len(context.confidences)
         if result.catching_up and self._uses_model(index):  # others are of rows that are released, or far behind
             self.cost.record_backlog(batch, context.backlog_passes, context.backlog_positions, result.catching_up)
@@ -216,7 +216,7 @@ class TreePolicy(ShapePolicy):
         self._saved = min(self._saved + 0.75 * EXPLORE * seconds, max(2 * HOLD * seconds, self._wanted))
         tried = index != self._best and any(context.confidences)
         before, tokens = self._rate(index, context) if tried else (0.0, 0.0)
-        if priced:
+        if is_cost:
             self.cost.record(shape, batch, context.kv_tokens, seconds)
         if shape.depth and any(context.confidences):
             alone = tried and self._best == self._plain

@@ -35,8 +35,8 @@ class Bucket:
     """What is left of an allowance that comes back evenly, and of which a minute's worth may be kept."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._most, self._clock = float(per_minute), clock
-        self._left, self._at = self._most, clock()
+        self._capacity, self._clock = float(per_minute), clock
+        self._left, self._at = self._capacity, clock()
 
     def take(self, amount: float) -> None:
         """Takes so much, even if that leaves less than nothing."""
@@ -45,11 +45,11 @@ class Bucket:
     def wait(self, amount: float) -> float:
         """Seconds until so much is there."""
         self._left = self._now()
-        return max(amount - self._left, 0) * 60 / self._most
+        return max(amount - self._left, 0) * 60 / self._capacity
 
     def _now(self) -> float:
         before, self._at = self._at, self._clock()
-        return min(self._left + (self._at - before) * self._most / 60, self._most)
+        return min(self._left + (self._at - before) * self._capacity / 60, self._capacity)
 
 
 class Allowances(Watcher):

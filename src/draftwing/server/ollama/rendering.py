@@ -87,13 +87,13 @@ class OllamaAnswer:
 
     def _calls(self, complete: bool) -> list[dict[str, Any]]:
         calls = self._reader.calls
-        most = len(calls) if complete else max(len(calls) - 1, self._given)
+        end = len(calls) if complete else max(len(calls) - 1, self._given)
         found = []
-        for index in range(self._given, most):
+        for index in range(self._given, end):
             arguments = read_arguments(calls[index].arguments) or {}
             function = {"index": index, "name": calls[index].name, "arguments": arguments}
             found.append({"id": calls[index].id, "function": function})
-        self._given = most
+        self._given = end
         return found
 
     def _logprobs(self) -> dict[str, Any]:

@@ -94,9 +94,9 @@ class HarmonyReader(MessageReader):
     # Both take text from a place on, and return where what is left of it begins; what has to wait is in `_rest`.
 
     def _in_header(self, text: str, at: int) -> int:
-        may_be, most = _may_be_header(text[at : at + MAX_HEADER]), MAX_HEADER + len(MESSAGE)
-        found = text.find(MESSAGE, at, at + most) if may_be else -1
-        if found < 0 and may_be and len(text) - at < most:
+        may_be, limit = _may_be_header(text[at : at + MAX_HEADER]), MAX_HEADER + len(MESSAGE)
+        found = text.find(MESSAGE, at, at + limit) if may_be else -1
+        if found < 0 and may_be and len(text) - at < limit:
             self._rest = text[at:]
             return len(text)
         if found < 0:

@@ -32,8 +32,8 @@ def _facts_kernel(
     logits += row * logits_stride
     probs += tl.load(place + row) * probs_stride
     lane = tl.arange(0, BLOCK)
-    most, found, norm, mass, dot = one_pass(logits, probs, VOCAB, BLOCK)
-    total = most + tl.log(norm)
+    row_max, found, norm, mass, dot = one_pass(logits, probs, VOCAB, BLOCK)
+    total = row_max + tl.log(norm)
     both, inner = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
     for first in range(0, VOCAB, BLOCK):
         col = first + lane

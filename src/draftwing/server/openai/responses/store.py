@@ -80,19 +80,19 @@ class ResponseStore:
 
     def __init__(
         self,
-        most_bytes: int,
-        most: int = MAX_RESPONSES,
+        max_bytes: int,
+        max_responses: int = MAX_RESPONSES,
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most_bytes, self._most, self._seconds, self._clock = most_bytes, most, seconds, clock
+        self._max_bytes, self._max_responses, self._seconds, self._clock = max_bytes, max_responses, seconds, clock
         self._shares: dict[str, _Share] = {}
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def keeps(self) -> bool:
-        return self._most_bytes > 0
+        return self._max_bytes > 0
 
     @property
     def bytes(self) -> int:
@@ -115,9 +115,9 @@ class ResponseStore:
             for item in stored.ids:
                 share.by_item.setdefault(item, stored.id)
             self._expire()
-            while self.bytes > self._most_bytes:
+            while self.bytes > self._max_bytes:
                 self._drop(max(self._shares.values(), key=lambda share: share.bytes))
-            while len(self) > self._most:
+            while len(self) > self._max_responses:
                 self._drop(max(self._shares.values(), key=lambda share: len(share.responses)))
             self._shares = {name: share for name, share in self._shares.items() if share.responses}
 
