@@ -160,7 +160,7 @@ class _Cursor:
         return self._numbers(SCALARS[kind], 1)[0].item()
 
     def _strings(self, count: int) -> list[str]:
-        """As `string` reads them; a vocabulary has 100,000."""
+        """Reads strings as `string` does; a vocabulary has 100,000."""
         data, position, end, length_at = self.data, self.position, len(self.data), _U64.unpack_from
         found = []
         for _ in range(count):
@@ -181,7 +181,7 @@ class _Cursor:
 
 
 def _tensor_info(cursor: _Cursor, path: Path, name: str) -> TensorInfo:
-    """Of the tensor whose name was read last."""
+    """Reads the info of the tensor whose name was read last."""
     count = cursor.u32()
     if not 1 <= count <= MAX_DIMS:
         raise CheckpointError(f"{path}: {name}: expected 1 to {MAX_DIMS} dimensions, found {count}")
@@ -243,7 +243,7 @@ def _together(first: GGUFFile, *others: GGUFFile) -> GGUFFile:
 
 
 def _open_one(path: Path) -> GGUFFile:
-    """As `open_gguf`, of one file."""
+    """Opens one file as `open_gguf` does."""
     if not path.is_file():
         raise CheckpointError(f"expected a GGUF file, found none at {path}")
     data = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)

@@ -54,7 +54,7 @@ class Inputs:
     def of_prompts(
         self, prompts: Any, params: Params | Sequence[Params] | None, wishes: RequestOptions
     ) -> list[GenerationRequest]:
-        """As `LLM.generate`."""
+        """Makes requests of what `LLM.generate` takes."""
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
         ids = [self._encode(item, i) for i, item in enumerate(items)]
         return self._requests(ids, params, wishes)
@@ -67,7 +67,7 @@ class Inputs:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> list[GenerationRequest]:
-        """As `LLM.chat`."""
+        """Makes requests of what `LLM.chat` takes."""
         if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
         several: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations

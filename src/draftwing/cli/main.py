@@ -74,7 +74,7 @@ def _serve(arguments: dict[str, Any]) -> None:
 
 
 def _open_standard_files() -> None:
-    """Those that are closed: else the first sockets would have their numbers, and get what libraries complain about."""
+    """Opens standard files that are closed: else sockets would get their numbers, and what libraries complain about."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)

@@ -21,7 +21,7 @@ CELL, LABEL = 30, 66  # height of a heat map's row, width of its names
 
 
 class Box(NamedTuple):
-    """Where a chart stands: its corner and size."""
+    """The place of a chart: its corner and size."""
 
     x: float
     y: float
@@ -59,7 +59,7 @@ def _run(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Rec
 
 
 def _swept(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
-    """Of a sweep: no drafts, the best fixed tree of each batch size, and what the engine chose by itself."""
+    """Splits a sweep: no drafts, the best fixed tree of each batch size, and what the engine chose by itself."""
     sizes = list(dict.fromkeys(record["batch_size"] for record in records))
     found: dict[str, list[Record]] = {"no drafts": [], "best fixed tree": [], "chosen by the engine": []}
     for size in sizes:
@@ -116,7 +116,7 @@ Map = tuple[str, list[str], list[str], dict[tuple[int, int], float]]
 
 
 def _heat_maps(records: Sequence[Record]) -> list[Map]:
-    """For each batch size: throughput of fixed trees over that of no drafts, by depth and by breadth and size."""
+    """Maps, for each batch size, throughput of fixed trees over that of no drafts, by depth, breadth and size."""
     maps: list[Map] = []
     for size in dict.fromkeys(record["batch_size"] for record in records):
         there = [record for record in records if record["batch_size"] == size and record["fixed"]]

@@ -267,7 +267,7 @@ def shipped_head(model: str, drafter: DrafterSpec) -> Path | None:
 
 
 def published_head(model: str, drafter: DrafterSpec) -> HubModel | None:
-    """Where the hub has a head for `--model model`, an alias, that this drafter loads."""
+    """Returns where the hub has a head for `--model model`, an alias, that this drafter loads."""
     if model not in ALIASES or not drafter.heads:
         return None
     return ALIASES[model].heads.get(drafter.heads[0])

@@ -140,7 +140,7 @@ class DraftKVBacklog:
             self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len, drafts)
 
     def _padded(self, rows: IntArray) -> IntArray:
-        """With the dummy row up to the next of the sizes."""
+        """Fills the rows up to the next of the sizes with the dummy row."""
         at = bisect_left(self._sizes, len(rows))
         if at == len(self._sizes) or self._sizes[at] == len(rows):
             return rows

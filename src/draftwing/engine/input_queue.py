@@ -40,7 +40,7 @@ class InputQueue:
             self._changed.notify()
 
     def forget(self, uids: Iterable[str]) -> None:
-        """These requests gave out their last output: their uids are free."""
+        """Frees the uids of requests that gave out their last output."""
         with self._changed:
             self._live.difference_update(uids)
 

@@ -1,4 +1,4 @@
-"""In which types an engine computes and stores: the one place that decides it, of target, drafts and KV pool."""
+"""Decides in which types an engine computes and stores: target, drafts and KV pool."""
 
 from __future__ import annotations
 

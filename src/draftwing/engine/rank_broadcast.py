@@ -62,7 +62,7 @@ class RankBroadcast:
 
 
 class Digest:
-    """Of all tokens that a rank's steps have committed, in their order."""
+    """A hash of all tokens that a rank's steps have committed, in their order."""
 
     def __init__(self) -> None:
         self.value = self.steps = 0
@@ -146,7 +146,7 @@ class SharedGuidance:
 
 
 class ReceivedGuidance:
-    """The same on another rank."""
+    """The guidance of a step on another rank, as rank 0 sent it."""
 
     def __init__(self, processed: list[int], receive: Receive) -> None:
         self.processed, self._receive = processed, receive

@@ -217,8 +217,8 @@ class RequestFeatures:
         return edited.masked_fill(logits == -torch.inf, -torch.inf)
 
     def _masks_of(self, which: IntArray, plan: Plan, masks: Masks | None) -> Tensor | None:
-        """Of the batch indices `which`, [b, N, W] int32 on the device; None where none of them has a mask. masks: of
-        `plan.guided`."""
+        """Returns masks of the batch indices `which`, [b, N, W] int32 on the device; None where none of them has a
+        mask. masks: of `plan.guided`."""
         guided = _places(plan.guided, which)
         if masks is None or not len(guided):
             return None
@@ -302,5 +302,5 @@ def _widest(params: Sequence[LogprobParams]) -> tuple[int, IntArray]:
 
 
 def _places(among: IntArray, some: IntArray) -> IntArray:
-    """Where in `among` the elements are that are in `some`, too."""
+    """Returns where in `among` the elements are that are in `some`, too."""
     return np.flatnonzero(np.isin(among, some))

@@ -76,7 +76,7 @@ def _shown(path: Path) -> str:
 
 
 def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -> Path:
-    """Where in the schema, which is `made` in the library's language, the smallest one is that fails as it does."""
+    """Finds where in the schema, which is `made` in the library's language, the smallest one is that fails alike."""
     root = moved(made, _ROOT)
 
     def why(pointers: Sequence[str]) -> str | None:

@@ -19,7 +19,7 @@ MAX_EXPERTS_IN_ALL = 1 << 16  # of all layers
 
 
 def most_experts(layers: int) -> int:
-    """Of a layer, where each of `layers` has as many."""
+    """Returns the most of a layer, where each of `layers` has as many."""
     return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // layers)
 
 

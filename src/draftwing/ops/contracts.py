@@ -67,7 +67,7 @@ class GroupGemm(Protocol):
 
 
 class TallGemm(Protocol):
-    """The same for many rows, whose bits may depend on the batch. None: there is no kernel for so many."""
+    """A GEMM for many rows, whose bits may depend on the batch. None: there is no kernel for so many."""
 
     def linear(
         self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None

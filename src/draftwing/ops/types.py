@@ -50,7 +50,7 @@ class MXRows(NamedTuple):
         return "mxfp4"
 
     def integers(self) -> QuantizedRows:
-        """The same as integers of 5 bits with a scale for each block."""
+        """Returns the codes as integers of 5 bits with a scale for each block."""
         doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=self.codes.device)
         values = torch.cat((doubled, -doubled))
         pairs = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
@@ -84,7 +84,7 @@ class QuantizedRows(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For the log: `int4 with zeros in groups of 128`."""
+        """Returns a name for the log: `int4 with zeros in groups of 128`."""
         rows, columns = self.codes.shape
         kind = "fp8" if self.codes.is_floating_point() else f"int{self.bits}"
         zeros = "" if self.zeros is None else " with zeros"

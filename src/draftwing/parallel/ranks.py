@@ -44,8 +44,8 @@ class Ranks(ABC):
         return ops.sum_parts(self.gather(partial), bias, residual)
 
     def sum_in_shares(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, ops: LayerOps) -> Tensor:
-        """As `sum_rows`, to the bit: every rank sums a share of the rows, and all gather these. That is two rounds, and
-        2 / size of the bytes."""
+        """Sums as `sum_rows` does, to the bit: every rank sums a share of the rows, and all gather these. That is two
+        rounds, and 2 / size of the bytes."""
         rows, width = partial.shape
         share_rows = -(-rows // self.size)
         begin, more = self.rank * share_rows, (0, 0, 0, share_rows * self.size - rows)
@@ -65,7 +65,7 @@ class Ranks(ABC):
         return every.transpose(0, 1).flatten(1)[:, : share.whole].contiguous()
 
     def share(self, whole: int) -> Share:
-        """This rank's of so many rows or columns, which need not be a multiple of the ranks."""
+        """Returns this rank's share of so many rows or columns, which need not be a multiple of the ranks."""
         share_rows = -(-whole // self.size)
         start = min(self.rank * share_rows, whole)
         return Share(start, min(share_rows, whole - start), whole)

@@ -46,7 +46,7 @@ def logprob_params(
     token_ids_logprob: Sequence[int] | None = None,
     where: str = "",
 ) -> LogprobParams | None:
-    """From `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names."""
+    """Reads `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names."""
     values = dict(zip(LOGPROB_FIELDS, (logprob_start_len, top_logprobs_num, token_ids_logprob), strict=True))
     if not return_logprob:
         for name, value in values.items():

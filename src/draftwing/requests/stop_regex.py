@@ -237,8 +237,8 @@ class Searches:
         self._allowances: weakref.WeakValueDictionary[Hashable, Allowance] = weakref.WeakValueDictionary()
 
     def scanner(self, patterns: Sequence[str], together: Hashable | None = None) -> RegexScanner | None:
-        """For one more answer; None without expressions. together: what its request's others have, too, and nobody
-        else's; None: it is alone. Raises ValueError as `compile_stop`."""
+        """Makes a scanner for one more answer; None without expressions. together: what its request's others have, too,
+        and nobody else's; None: it is alone. Raises ValueError as `compile_stop`."""
         if not patterns:
             return None
         return RegexScanner(self._compiled(patterns), self._allowance(together))

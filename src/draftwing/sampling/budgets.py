@@ -103,7 +103,7 @@ class BudgetTable:
 
 
 class _Markers(NamedTuple):
-    """Of b rows."""
+    """The markers of b rows."""
 
     begins: Tensor  # [b, 1, 1, K], padded on the left
     ends: Tensor

@@ -57,7 +57,7 @@ class AsyncMask:
         return self._debt >= SLOW
 
     def charge(self, seconds: float) -> None:
-        """It took so much of a processor."""
+        """Charges so many seconds of a processor."""
         self._debt = min(self._debt + seconds, MAX_DEBT)
         self._left -= seconds
 

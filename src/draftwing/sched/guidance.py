@@ -88,7 +88,7 @@ class Guidance:
 
     @property
     def processed(self) -> list[int]:
-        """Which of the rows have a logits processor."""
+        """Returns which of the rows have a logits processor."""
         return [i for i, row in enumerate(self._rows) if row.processor is not None]
 
     def until_failure(self, batch: int, new: list[int]) -> tuple[list[int], str | None]:

@@ -62,8 +62,8 @@ class CatchUps:
                 req.behind += shape.max_commit
 
     def passes(self, reqs: Sequence[Req]) -> tuple[int, int]:
-        """In how many the drafter would catch up with these requests now, but for one where only one is needed, and the
-        positions in all but that one."""
+        """Returns in how many passes the drafter would catch up with these requests now, but for one where only one is
+        needed, and the positions in all but that one."""
         far = [req.behind for req in reqs if req.behind > self._most and not req.skipped]
         return 1 + self._passes(far), sum(far)
 
@@ -92,7 +92,7 @@ class CatchUps:
         return self._prompts.take()
 
     def take(self) -> CatchUp | None:
-        """Those of the next plan."""
+        """Returns the catch-up of the next plan."""
         texts = self._prompts.take_texts()
         if not self._next and not texts:
             return None
@@ -108,7 +108,7 @@ class CatchUps:
         self._prompts.take_texts()
 
     def _passes(self, lengths: Iterable[int]) -> int:
-        """In how many it sees texts of these lengths."""
+        """Returns in how many passes it sees texts of these lengths."""
         return -(-sum(lengths) // max(self._pass, 1))
 
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
@@ -143,15 +143,15 @@ class Prompts(Protocol):
         return None
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
-        """As `CatchUps.prefill`."""
+        """Plans what `CatchUps.prefill` returns."""
         ...
 
     def share(self, req: Req) -> None:
-        """As `CatchUps.share`."""
+        """Does what `CatchUps.share` promises."""
         return None
 
     def release(self, req: Req, cached: bool) -> None:
-        """As `CatchUps.release`."""
+        """Does what `CatchUps.release` promises."""
         ...
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
@@ -173,7 +173,7 @@ class Prompts(Protocol):
 
 
 class FromStates(Prompts):
-    """Of a drafter that needs the target's hidden states, which are kept, each prompt's in places of its own. Where
+    """Keeps the target's hidden states for a drafter that needs them, each prompt's in places of its own. Where
     there are none for it, or no room for a chunk, the drafter sees the chunk at once."""
 
     def __init__(self, deferral: Deferral) -> None:
@@ -214,8 +214,8 @@ class FromStates(Prompts):
             due.append(kept._replace(length=length))
 
     def _new(self, req: Req) -> tuple[Deferred, int]:
-        """Of a request of which nothing is deferred, in the first gap that is long enough; no places if there is none.
-        Places that became free with this plan are read before they are written."""
+        """Places a request of which nothing is deferred, in the first gap that is long enough; no places if there is
+        none. Places that became free with this plan are read before they are written."""
         wanted, at = min(self._most, req.unsent), 0
         for kept, places in sorted(self._kept.values(), key=lambda one: one[0].at):
             if kept.at - at >= wanted:
@@ -225,7 +225,7 @@ class FromStates(Prompts):
 
 
 class FromTokens(Prompts):
-    """Of a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
+    """Serves a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
     prompts of `Req.skipped`, nor one that ends early, nor the end of an answer: which slots have its KV is noted, and a
     request that goes on from others has it see these first.
 
@@ -265,7 +265,7 @@ class FromTokens(Prompts):
         self._seen[req.slots[req.sent : req.kv]] = np.arange(req.sent, req.kv) < seen
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """As many as fit into a pass, those first that are furthest behind."""
+        """Returns as many as fit into a pass, those first that are furthest behind."""
         if all(req.behind + commit <= self._lag for req in reqs):
             return []
         far = sorted((req for req in reqs if 2 * req.behind > self._lag), key=lambda req: -req.behind)
@@ -296,7 +296,7 @@ class FromTokens(Prompts):
 
 
 class FromSlots(FromTokens):
-    """Of a drafter that needs the target's hidden states, one for each slot of the KV pool. While nothing is
+    """Serves a drafter that needs the target's hidden states, one for each slot of the KV pool. While nothing is
     drafted it sees nothing but what is longer than `UNSEEN` of a prompt, or twice that of a row: `Req.behind` counts
     all that it lacks, of the prompt, too. Before a step that drafts it sees what the host knows of that, as it sees
     prompts. While something is drafted it sees each chunk of a prompt at once, after whatever it lacks before it."""
@@ -338,8 +338,8 @@ class FromSlots(FromTokens):
         return [req for req in reqs if req.behind > 2 * UNSEEN][:1]
 
     def show(self, req: Req) -> None:
-        """Of what it lacks, all but what a pass over the row sees anyway: the newest position that the host knows, and
-        what steps in flight commit."""
+        """Shows it what it lacks, all but what a pass over the row sees anyway: the newest position that the host
+        knows, and what steps in flight commit."""
         end, first = max(req.kv, req.sent), self._first(req, req.sent)
         if first == req.sent and req.behind <= self._row_pass:
             return

@@ -15,7 +15,7 @@ class PromptLogprobCache:
         self._newest: Req | None = None
 
     def add(self, req: Req) -> None:
-        """Its prompt has been run."""
+        """Adds a request whose prompt has been run."""
         if _wants(req):
             self._newest = req
 

@@ -49,7 +49,7 @@ class FairQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Req]:
-        """In no order; from any thread."""
+        """Iterates in no order; from any thread."""
         return chain.from_iterable(list(self._lines.values()))
 
     @property
@@ -79,12 +79,12 @@ class FairQueue:
         self._size += 1
 
     def admit(self, req: Req) -> None:
-        """It has a row now."""
+        """Removes a request that has a row now."""
         self._remove(req)
         self._turn = max(self._turn, req.turn)
 
     def leave(self, req: Req) -> None:
-        """It waits no more, and never will: its turn, if it was its client's last one, is the next one's."""
+        """Removes a request that never waits again: its turn, if it was its client's last one, is the next one's."""
         self._remove(req)
         priority, client = key = (req.request.priority, req.request.client)
         if self._last.get(key) == req.turn:
@@ -108,8 +108,8 @@ class FairQueue:
             del self._lines[req.request.client]
 
     def fair_order(self, served: Callable[[str], bool]) -> Iterator[Req]:
-        """Those who wait now, in the order in which they get rows; the first `LOOKED_AT` of each client. Who is taken
-        may be admitted meanwhile, and others may come back.
+        """Returns those who wait now, in the order in which they get rows; the first `LOOKED_AT` of each client. Who is
+        taken may be admitted meanwhile, and others may come back.
 
         served: whether a client has its share of the rows. Then it comes after those of its priority who have less."""
         ready: list[tuple[int, bool, int, int, Req, Iterator[Req]]] = []

@@ -132,5 +132,5 @@ def _resources(options: Options, scaling: Scaling) -> dict[str, float]:
 
 
 def _has_gpus() -> bool:
-    """Of all machines, not only of this one."""
+    """Returns whether any machine has a GPU, not only this one."""
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0

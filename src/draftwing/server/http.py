@@ -73,7 +73,7 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
 
 
 def dialect(path: str) -> Literal["openai", "responses", "anthropic", "ollama", "native"]:
-    """Whose clients use a path. The paths of the dialects are there with and without /v1."""
+    """Returns whose clients use a path. The paths of the dialects are there with and without /v1."""
     short = path.removeprefix("/v1")
     if path.startswith("/api/"):
         return "ollama"

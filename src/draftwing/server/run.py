@@ -1,4 +1,4 @@
-"""From options to a running server: port, engine, application, in this order, so that what is cheap fails first."""
+"""Makes a running server of options: port, engine, application, in this order, so that what is cheap fails first."""
 
 from __future__ import annotations
 

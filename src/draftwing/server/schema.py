@@ -282,7 +282,7 @@ class GenerationBody(Body):
 
     @functools.cached_property
     def place(self) -> ExitStack:
-        """Its place among what waits; closed when the answers have places of their own."""
+        """Returns the request's place among what waits; closed when the answers have places of their own."""
         return ExitStack()
 
     @classmethod

@@ -82,7 +82,7 @@ def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
 
 
 def url(host: str, port: int) -> str:
-    """Where a client on this machine finds the server."""
+    """Returns where a client on this machine finds the server."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 

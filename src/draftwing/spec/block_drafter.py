@@ -107,7 +107,7 @@ class BlockDrafter(Drafter):
         return self.head.block(everything.ids, everything.positions, *self._attends(everything))
 
     def _attends(self, everything: Batch) -> list[Attend]:
-        """Of each layer, as far as it sees. everything: the batch of a layer that sees all."""
+        """Returns each layer's attention, as far as it sees. everything: the batch of a layer that sees all."""
         assert self._attn is not None, "attach comes first"
         config, bound = self.head.config_of_block, {}
         kinds = list(zip(config.windows, config.causal, strict=True))

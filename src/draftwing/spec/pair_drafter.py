@@ -59,7 +59,7 @@ class PairDrafter(Drafter):
         return super().lags(shape) or (shape.by == LOOKUP_ALONE and shape.max_commit < LAG)
 
     def propose(self, step: DraftStep) -> Draft:
-        """Where both propose, the lookup may do so for deeper trees than the model grows."""
+        """Returns a draft of both, where the lookup may propose deeper trees than the model grows."""
         shape = step.shape
         if shape.by == MODEL_ALONE:
             return self.model.propose(step)

@@ -121,7 +121,7 @@ class Answer:
 
     @property
     def starts(self) -> list[int]:
-        """Where the text of each token begins, in characters; of the tokens that text was made of."""
+        """Returns where the text of each token begins, in characters; of the tokens that text was made of."""
         assert self._detok.starts is not None, "no log probabilities were asked for"
         return self._detok.starts
 
@@ -132,12 +132,12 @@ class Answer:
 
     @property
     def prompt_entries(self) -> int:
-        """Those of `entries` that are of the prompt."""
+        """Returns those of `entries` that are of the prompt."""
         return self._width * len(self.prompt_logprobs)
 
     @property
     def logprob_entries(self) -> int:
-        """Those of `entries` that are log probabilities of the answer."""
+        """Returns those of `entries` that are log probabilities of the answer."""
         return (self._width - 1) * len(self.logprobs)
 
     @property
@@ -151,7 +151,7 @@ class Answer:
     def meta_info(
         self, texts: TokenTexts | None = None, of_prompt: bool = True, of_answer: bool = True
     ) -> dict[str, Any]:
-        """As in `/generate`'s response; what the engine counts (`spec_*` and others) is there once it is finished.
+        """Returns that of `/generate`; what the engine counts (`spec_*` and others) is there once it is finished.
 
         texts: None leaves texts out of log probabilities.  of_prompt, of_answer: False leaves out the lists of the
         prompt or of the answer: an empty one would say that there are none.

@@ -67,7 +67,7 @@ class BlockAttention(Attend):
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def attend_by_kernels(self, layer: int, qkv: Tensor) -> Tensor:
-        """The same of q, k and v beside each other, for what `takes_blocks`; all text is seen before the anchor."""
+        """Attends with q, k and v concatenated, for what `takes_blocks`; all text is seen before the anchor."""
         from draftwing.train.kernels.block_attention import reach
 
         if self._reach is None:

@@ -57,7 +57,7 @@ class Sampling:
         return SamplingParams(max_new_tokens=self.max_tokens, temperature=temperature, sampling_seed=seed)
 
     def _uniform(self, text: str) -> float:
-        """In [0, 1)."""
+        """Returns a number in [0, 1)."""
         digest = blake2b(f"{self.seed} {text}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) / 2**53
 

@@ -90,7 +90,7 @@ def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
 
 
 def checked(file: Path) -> Path:
-    """Where it is written before all of it is there. Raises ConfigError."""
+    """Returns the file that is written before all of it is there. Raises ConfigError."""
     if file.exists():
         raise ConfigError(f"--out {file} is there already: name another file")
     partial = file.with_name(f"{file.name}.partial")

@@ -98,7 +98,7 @@ class RankProcesses(RemoteBroadcast):
         self._loaded = True
 
     def watch(self) -> None:
-        """From now on a rank that hangs is noticed, as one that ends always is."""
+        """Notices ranks that hang, from now on, as those that end always are."""
         self._armed = True
 
     def send(self, message: Any) -> None:

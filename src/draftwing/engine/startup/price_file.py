@@ -117,7 +117,7 @@ def price_file(
 
 
 def _bytes(path: Path) -> int:
-    """Of a model's file, or of the files of its folder."""
+    """Returns the size of a model's file, or of the files of its folder."""
     files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
     return sum(file.stat().st_size for file in files if file.is_file())
 

@@ -119,7 +119,7 @@ def _asking(plan: Plan) -> Plan:
 
 
 def _constrain(executor: Executor, shape: TreeShape) -> None:
-    """As for a row with a grammar that allows everything, before a step of this shape."""
+    """Constrains as for a row with a grammar that allows everything, before a step of this shape."""
     drafter, table = executor.drafter, executor.table
     if drafter is not None and drafter.kv_layers and shape.depth and not drafter.lags(shape):
         row = table.steps[:1]
@@ -129,7 +129,7 @@ def _constrain(executor: Executor, shape: TreeShape) -> None:
 
 
 def _prompt(tokens: int, count: int = 1, params: SamplingParams = GREEDY) -> Plan:
-    """Of the first rows, whose page table has nothing but the dummy slot."""
+    """Plans prompts of the first rows, whose page table has nothing but the dummy slot."""
     rows, request = np.arange(count), GenerationRequest("", [1] * tokens, params)
     admits = tuple(Admission(row, request.prompt_ids, NOBODY, request, seed=0) for row in range(count))
     chunks = tuple(Chunk(row, 0, tokens, True) for row in range(count))
@@ -141,6 +141,6 @@ def _prompt(tokens: int, count: int = 1, params: SamplingParams = GREEDY) -> Pla
 
 
 def _step(row: int, shape: TreeShape, bound: int) -> Plan:
-    """Of one row. bound: of its tokens, as that of a short text, though the dummy has none."""
+    """Plans a step of one row. bound: of its tokens, as that of a short text, though the dummy has none."""
     rows = np.array([row])
     return Plan(0, "tree", rows, rows, shape, bound)

@@ -75,7 +75,7 @@ class LeftDense(Dense):
 
 
 class Blocks(LinearOp):
-    """As loaded: rows of the weight, in parts by where they start. Takes no gradient."""
+    """A weight as it was loaded: its rows, in parts by where they start. Takes no gradient."""
 
     def __init__(self, layer: Linear, form: BlockFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)

@@ -38,7 +38,7 @@ class DenseFormat(WeightFormat):
 
 
 class Dense(LinearOp):
-    """In plain torch, with gradients."""
+    """A product in plain torch, with gradients."""
 
     @property
     def stored(self) -> Tensor | None:
@@ -80,7 +80,7 @@ def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
 
 
 class InferenceDense(Dense):
-    """In plain torch, without gradients."""
+    """A product in plain torch, without gradients."""
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False

@@ -64,7 +64,7 @@ class GroupFormat(WeightFormat):
 
 
 class Groups(Dense):
-    """As loaded: quantised rows in parts by where they start; the rest is in the parameter, which may be all."""
+    """A weight as loaded: quantised rows in parts by where they start; the rest is in the parameter, maybe all."""
 
     def __init__(self, layer: Linear, form: GroupFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)

@@ -64,7 +64,7 @@ class BlockHead(FeatureHead):
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
     def draft_only(self, ids: Tensor | None) -> None:
-        """As of all heads. Takes their rows of the target's lm_head where the head has none of its own."""
+        """Prepares as all heads do. Takes their rows of the target's lm_head where the head has none of its own."""
         if ids is not None and self.config_of_block.tied:
             self.restrict(ids)
         super().draft_only(ids)

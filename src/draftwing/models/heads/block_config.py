@@ -100,7 +100,7 @@ def block_config(
 
 
 def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
-    """As the weights have it; where these say nothing, that they are not there."""
+    """Returns what the weights have; where these say nothing, that they are not there."""
     if _GRU in weights or raw.get("projector_type") == "domino":
         _check_domino(raw, weights)
         return "domino"
@@ -133,7 +133,7 @@ def _rank(weights: Mapping[str, Any], markov: Markov) -> int:
 
 
 def _confidence(weights: Mapping[str, Any], hidden: int, markov: bool) -> Confidence:
-    """As the weights have it, by what it reads."""
+    """Returns what the weights have, by what it reads."""
     weight = weights.get("confidence_head.proj.weight")
     if weight is None:
         return ""

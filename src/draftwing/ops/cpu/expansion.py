@@ -29,14 +29,14 @@ from draftwing.ops.types import (
 
 @functools.cache
 def _levels(batch: int, width: int, first: int, levels: int) -> Tensor:
-    """Which rows `of_levels` takes; kept, for what is recorded makes no such tensor again."""
+    """Returns which rows `of_levels` takes; kept, for what is recorded makes no such tensor again."""
     row = torch.arange(batch) * width
     return (row + torch.arange(first, first + levels).unsqueeze(1)).flatten()
 
 
 @functools.cache
 def _repeated(count: int, times: int) -> Tensor:
-    """The same of `repeat_rows`."""
+    """Returns which rows `repeat_rows` takes."""
     return torch.arange(count).repeat_interleave(times)
 
 

@@ -59,8 +59,8 @@ class CpuSuffixIndex(SuffixIndex):
         return out
 
     def _grow_rows(self, table: RowTensors, rows: Tensor, out: int = 0, stride: int = 0) -> None:
-        """As much as their confidences need, which are written to the address `out`; without it those trees whole that
-        are not."""
+        """Grows trees as far as their confidences need, which are written to the address `out`; without it those trees
+        whole that are not."""
         kv_len = table.kv_len.contiguous()
         self.raw.suffix_grow(
             *self._trie(table), rows.data_ptr(), rows.shape[0], *addresses((kv_len, self.escape, self.starts)),

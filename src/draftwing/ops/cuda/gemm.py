@@ -58,7 +58,7 @@ class Shape:
         return (tokens, features) if self.tokens_first else (features, tokens)
 
     def shared_bytes(self, part: int) -> int:
-        """Of a block. part: bytes of one of `parts`."""
+        """Returns shared memory of a block. part: bytes of one of `parts`."""
         return max(self.shared + self.parts * part, self.sums)
 
 
@@ -105,7 +105,7 @@ class TallShape:
         return -(-rows // self.tokens) * self.cluster, -(-width // outputs)
 
     def shared_bytes(self, part: int) -> int:
-        """Of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
+        """Returns shared memory of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
         pipeline = self.stages * self.tokens * _CHUNK * 2 + self.warps * self.row_tiles * self.ahead * part
         return max(pipeline, self.tokens * (self.features + 4) * 4) + self.stages * 16
 
@@ -219,7 +219,7 @@ def tile_of(rows: int, features: int, processors: int) -> int:
 
 
 def key_of(kernels: Container[tuple[str, int]], kind: str, tile: int, width: int, processors: int) -> tuple[str, int]:
-    """Which of the kernels takes a product of this kind. width: of the result."""
+    """Returns which of the kernels takes a product of this kind. width: of the result."""
     narrow = f"{kind}_narrow", tile
     return narrow if width <= NARROW * processors and narrow in kernels else (kind, tile)
 
@@ -284,7 +284,7 @@ def read_source(shapes: Shapes) -> str:
 
 
 def read_files(names: Sequence[str]) -> list[str]:
-    """Of this folder."""
+    """Reads sources of this folder."""
     folder = resources.files("draftwing.ops.cuda")
     return [folder.joinpath(name).read_text(encoding="utf-8") for name in names]
 

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     chunks: int = 0  # of a row, where gemm_stream.cu takes it
 
     def on(self, capability: tuple[int, int]) -> Layout:
-        """What it is on such a device."""
+        """Returns the layout on such a device."""
         return self if capability[0] == 9 else self._replace(chunks=0)
 
 
@@ -57,18 +57,18 @@ class Cut(NamedTuple):
         return SHARES * 32
 
     def shared_bytes(self, tokens: int) -> int:
-        """Of a block: sums as in gemm.cu, and the pairs of its tile."""
+        """Returns shared memory of a block: sums as in gemm.cu, and the pairs of its tile."""
         places = -(-tokens // 8) * 8
         return SHARES * places * _pitch(self.row_tiles) * 4 + places * 4
 
     def line(self, name: str, kind: str, tokens: int) -> str:
-        """Of source."""
+        """Returns the line of source."""
         template = f"{-(-tokens // 8)}, {self.row_tiles}, {self.ahead}, {self.x_ahead}, {KINDS[kind]}"
         return f"EXPERT_KERNEL({name}, {self.blocks}, {template})\n"
 
 
 class Stream(NamedTuple):
-    """The same of a kernel of gemm_stream.cu."""
+    """The layout of a kernel of gemm_stream.cu."""
 
     row_tiles: int
     stages: int
@@ -81,28 +81,28 @@ class Stream(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, row_tiles: int, tokens: int) -> Stream:
-        """With as many stages as there is room for."""
+        """Makes one with as many stages as there is room for."""
         none = cls(row_tiles, 0, layout)
         room = _SHARED - none.shared_bytes(tokens)
         return none._replace(stages=min(room // (none.stage_bytes() + 16), _MAX_STAGES))
 
     @classmethod
     def best(cls, layout: Layout, tokens: int) -> Stream:
-        """Of those tried on an H200: three row tiles that leave two stages, four that leave three, or fewer; no more
-        than two with much of x."""
+        """Returns the best of those tried on an H200: three row tiles that leave two stages, four that leave three, or
+        fewer; no more than two with much of x."""
         x_registers = -(-layout.chunks // SHARES) * tokens
         tried = [cls.of(layout, row_tiles, tokens) for row_tiles in range(1, 3 if x_registers > _MUCH else 5)]
         return max((cut for cut in tried if cut.stages > 1 + cut.row_tiles // 4), default=tried[0])
 
     def stage_bytes(self) -> int:
-        """As `Stage` in gemm_stream.cu has them."""
+        """Returns the bytes of `Stage` in gemm_stream.cu."""
         kind, groups, zeros, chunks = self.layout
         words = chunks * (32 if kind == DENSE else 8 if kind in (INT4, MX) else 16)
         scales = 0 if kind == DENSE else 1 if groups == 0 else (chunks + 1) // 2 * (1 if kind == MX else groups)
         return self.row_tiles * 16 * (words + scales * (2 if zeros else 1)) * 4
 
     def shared_bytes(self, tokens: int) -> int:
-        """Of a block: sums and pairs by turns, with a barrier each, and stages with two."""
+        """Returns shared memory of a block: sums and pairs by turns, with a barrier each, and stages with two."""
         sums = SHARES * tokens * _pitch(self.row_tiles) * 4
         return 2 * (sums + tokens * 4 + 8) + self.stages * (self.stage_bytes() + 16)
 

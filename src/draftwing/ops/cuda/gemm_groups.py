@@ -175,7 +175,7 @@ _HOPPER: dict[int, Shapes] = {
 
 
 def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Shapes:
-    """For devices of this compute capability. Without an entry, `add_long` is `add`."""
+    """Returns shapes for devices of this compute capability. Without an entry, `add_long` is `add`."""
     if capability[0] == WARP_GROUPS and dtype == torch.bfloat16:  # float16 has not been tried
         return _HOPPER[bits]
     return (_WITH_CLUSTERS if capability >= CLUSTERS else _ANYWHERE)[bits]
@@ -243,7 +243,7 @@ class GroupGemm(PackedGemm[Tensor]):
 
 
 def unpack_blocks(rows: int, columns: int, room: int) -> int:
-    """Of a grid of `unpack` for a matrix of this shape, at most `room`."""
+    """Returns the blocks of a grid of `unpack` for a matrix of this shape, at most `room`."""
     return min(room, -(-rows // TALL * -(-columns // (CHUNK * _UNPACK_RUN)) // _UNPACK_WARPS))
 
 
@@ -267,7 +267,7 @@ def ordered(kernel: Kernel, tokens: int, x: Tensor) -> Tensor:
 
 
 def order_lines(shapes: Iterable[Shape | TallShape]) -> list[str]:
-    """Of the source: the kernels of `order_kernels`."""
+    """Returns lines of the source: the kernels of `order_kernels`."""
     return [f"ORDER_KERNEL(order_{tokens}, {tokens // 8})\n" for tokens in _panels(shapes)]
 
 

@@ -58,7 +58,7 @@ _HOPPER: dict[int, TallShapes] = {
 
 
 def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype) -> TallShapes:
-    """For devices of this compute capability. Without an entry, `add_long` is `add`."""
+    """Returns shapes for devices of this compute capability. Without an entry, `add_long` is `add`."""
     return _HOPPER[bits] if capability[0] == WARP_GROUPS and dtype == torch.bfloat16 else {}
 
 

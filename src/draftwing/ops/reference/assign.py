@@ -1,4 +1,4 @@
-"""Which drafted nodes are worth verifying: what is expected of each, and the best of a whole batch.
+"""Selects the drafted nodes that are worth verifying: what is expected of each, and the best of a whole batch.
 
 A drafter grades its nodes (`ops.drafts`); how often a grade was right at each depth is counted (`Calibration`). The
 product of these shares along a node's path is its survival, the expected number of tokens that verifying it gives.

@@ -136,7 +136,7 @@ class NGramMemory:
         return mixed.bitwise_right_shift_(24).bitwise_and_(self.mask)  # low bits of a product depend on few of a cell's
 
     def lookup(self, suffix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the rows' newest tokens occur in what requests of the same salt generated, their own text included.
+        """Finds where rows' newest tokens occur in what requests of the same salt generated, their own text included.
 
         suffix [B, max_window]: newest token last, -2 where there is none; rows [B].
         Returns missing [B, C] uint8: max_window minus the length of the match, so max_window = nothing found; and what

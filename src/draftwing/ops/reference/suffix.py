@@ -280,14 +280,14 @@ class SuffixIndex:
         return tokens, singles, reach
 
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Draft:
-        """As much of the trees that the last `confidence` kept as the shape takes, the most probable nodes first; dead
-        nodes where there are fewer."""
+        """Proposes as much of the trees that the last `confidence` kept as the shape takes, the most probable nodes
+        first; dead nodes where there are fewer."""
         if shape.nodes > 1 and shape.depth > 0:
             return self.emit(table, rows, shape.depth, shape.nodes)
         return roots_alone(table, rows, shape.nodes)
 
     def emit(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
-        """The same: depth above 0, nodes above 1."""
+        """Emits trees with depth above 0 and nodes above 1."""
         token, parent, level, grade = self.grown.index_select(1, rows).unbind(0)  # [B, n] each
         fits = (level > 0) & (level <= depth)
         place = fits.cumsum(1)

@@ -152,7 +152,7 @@ class LayerOps(ExpertOps):
         return torch.where(mine.unsqueeze(-1), self.take_rows(source, own.clamp(0, len(source) - 1)), 0)
 
     def share_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor, begin: int) -> Tensor:
-        """As `exact_logits` of a whole whose rows [begin, begin + vocab) `weight` has; 0 for others."""
+        """Computes `exact_logits` of a whole whose rows [begin, begin + vocab) `weight` has; 0 for others."""
         own = ids - begin
         mine = (own >= 0) & (own < len(weight))
         return torch.where(mine, self.exact_logits(hidden, weight, own.clamp(0, len(weight) - 1)), 0)
@@ -227,7 +227,7 @@ class LayerOps(ExpertOps):
         return None
 
     def whole_mixture(self, weights: MixtureWeights) -> WholeMixture | None:
-        """All of it in one call, or None where the device has none for these weights."""
+        """Returns the whole mixture in one call, or None where the device has none for these weights."""
         return None
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> WholeLayers | None:

@@ -45,7 +45,7 @@ def gemm(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None
 
 
 def gemm_alike(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None, alike: int) -> Tensor:
-    """The same, each row with the same bits among any number of rows; alike: as `rows_summed_alike` has it."""
+    """Multiplies, each row with the same bits among any number of rows; alike: as `rows_summed_alike` has it."""
     rows = x.shape[0]
     if alike == 2 and rows == 1:
         both = None if residual is None else torch.cat((residual, residual))

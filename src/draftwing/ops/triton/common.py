@@ -42,7 +42,7 @@ def let_next_come(PDL: tl.constexpr) -> None:
 
 @triton.jit
 def wait(PDL: tl.constexpr) -> None:
-    """For the kernels before this one."""
+    """Waits for the kernels before this one."""
     if PDL:
         gdc_wait()
 

@@ -234,7 +234,7 @@ def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
 
 
 def _sorted_tiles(flat: Tensor, count: int, rows: int, max_tiles: int) -> ExpertTiles:
-    """Of many pairs, by torch: shapes do not depend on data."""
+    """Sorts many pairs by torch: shapes do not depend on data."""
     order = flat.argsort(stable=True)
     counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     ends, tile_counts = counts.cumsum(0), (counts + rows - 1) // rows

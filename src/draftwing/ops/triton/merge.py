@@ -22,8 +22,8 @@ _MAX_NODES = 64  # nodes of either tree
 
 @triton.jit
 def _paths(tokens_ptr, parent_ptr, alive_ptr, NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """Of a tree's nodes: whether they are alive and no deeper than DEPTH, their depth, and a hash of their path. Paths
-    that differ have the same hash once in 2^60 or so, and then a draft is lost."""
+    """Returns of a tree's nodes: whether they are alive and no deeper than DEPTH, their depth, and a hash of their
+    path. Paths that differ have the same hash once in 2^60 or so, and then a draft is lost."""
     lane = tl.arange(0, LANES)
     real = lane < NODES
     alive = tl.load(alive_ptr + lane, mask=real, other=0) != 0

@@ -44,7 +44,7 @@ class Peers(NamedTuple):
 
     @staticmethod
     def bytes_of(ranks: int) -> tuple[int, int]:
-        """Of the signals, and of all that each rank has."""
+        """Returns bytes of the signals, and of all that each rank has."""
         signals = ranks * BLOCKS * 8
         return signals, signals + 2 * SLOT
 

@@ -89,7 +89,7 @@ def _largest(keys, COUNT: tl.constexpr):
 
 @triton.jit
 def _largest_in_rounds(keys, COUNT: tl.constexpr):
-    """As `_largest`, one after the other. Before `_dots`, whose layout the compiler would spread the pairs over."""
+    """Like `_largest`, one after the other. Before `_dots`, whose layout the compiler would spread the pairs over."""
     lane = tl.arange(0, COUNT)
     found = tl.full([COUNT], LAST, tl.int64)
     for i in tl.static_range(COUNT):

@@ -129,8 +129,8 @@ def _known(
     BUCKETS: tl.constexpr, COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each length and owner, the row's own second: whether that end of a context is known, where its bucket begins,
-    and the check of its ways. [2 * COUNT_BLOCK] each."""
+    """Looks up, for each length and owner, the row's own second: whether that end of a context is known, where its
+    bucket begins, and the check of its ways. [2 * COUNT_BLOCK] each."""
     k = tl.arange(0, WIDTH_BLOCK)[None, :]
     pair = tl.arange(0, 2 * COUNT_BLOCK)
     w = pair // 2

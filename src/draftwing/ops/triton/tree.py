@@ -90,7 +90,7 @@ def _walk(
     first, tokens_ptr, parent_ptr, alive_ptr, target_ptr,
     NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """From the root to a child while it equals the target's token at its parent.
+    """Walks from the root to a child while it equals the target's token at its parent.
 
     Returns the number of nodes on the way, the last of them, the target's tokens along it [STEPS] (0 past the end), the
     place of each node in `order` [LANES], and which drafts have their parent on the way [LANES].

@@ -1,4 +1,4 @@
-"""Which tree a step drafts, and how much of it is verified: the option that gives the most tokens per second.
+"""Chooses which tree a step drafts, and how much of it is verified: the option that gives the most tokens per second.
 
 One policy for all drafters. What an option brings is learnt from the trees that were drafted (`Acceptance`), what it
 costs is known from measurements (`StepCost`). Plain decoding is an option like any other, and is chosen before anything
@@ -133,7 +133,7 @@ class TreePolicy(ShapePolicy):
         return self._with_try(context, Decision(best, best, options))
 
     def _options(self, context: StepContext, at_best: bool = False) -> dict[int, Option]:
-        """Those that are possible. at_best: if all drafts were right."""
+        """Returns options that are possible. at_best: if all drafts were right."""
         batch, found = len(context.confidences), dict[int, Option]()
         counts = Counter(context.confidences)
         del counts[0]

@@ -66,7 +66,7 @@ class HostedTool(Body):
 
     @property
     def kind(self) -> str:
-        """Its type without the date."""
+        """Returns the tool's type without the date."""
         found = _HOSTED.fullmatch(self.type)
         assert found is not None
         return found[1] or found[2]

@@ -37,7 +37,7 @@ def guarded(app: ASGIApp, options: Options) -> ASGIApp:
 
 
 class Sites:
-    """Whose pages may use the server.
+    """Decides whose pages may use the server.
 
     names: of hosts besides the server's own.  any: all of them may.  own: the server is there for this machine alone
     and has no key: pages of programs of this machine may.

@@ -85,7 +85,7 @@ class Completion:
         }
 
     async def events(self) -> AsyncIterator[str]:
-        """For each answer its role (chat), text as it comes and the finish reason; then usage."""
+        """Yields, for each answer, its role (chat), text as it comes and the finish reason; then usage."""
         head, sent = self._head(chunk=True), dict[int, int]()  # entries, by answer
         async for answer, text in self.generation:
             first = answer.index not in sent

@@ -202,8 +202,8 @@ class ToolParser:
         self._raw, self._marked, self._step = [raw], marked, self._open
 
     def _behind_fence(self, text: str, at: int) -> int:
-        """Where what a code fence begins with begins, or the same place where there is none; the end of the text where
-        that does not tell."""
+        """Returns where what a code fence begins with begins, or the same place where there is none; the end of the
+        text where that does not tell."""
         if not "```".startswith(text[at : at + 3]):
             return at
         fence = _FENCE.match(text, at)

@@ -22,7 +22,7 @@ _BLOCK = 2048  # 8 elements of a thread: one load of 16 bytes in half precision
 
 @triton.jit
 def one_pass(logits, probs, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row: its largest logit, the first place of it, sum exp(z - that), sum p, sum p z"""
+    """Returns of a row: its largest logit, the first place of it, sum exp(z - that), sum p, sum p z"""
     lane = tl.arange(0, BLOCK)
     # Finite, so that no difference of infinities arises in lanes past the end, whose logits are lower still.
     top = tl.full([BLOCK], -3e38, tl.float32)
