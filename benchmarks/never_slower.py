@@ -194,7 +194,7 @@ def run_cell(
         prompts = texts.prompts(cell.text, cell.prompt, count, turn * count)
         jobs = jobs_of(prompts, cell.temperature, tokens, SPREAD, turn)
         runs = {id(each): timed(each, jobs, cell.requests) for each in ((none, engine), (engine, none))[turn % 2]}
-        (plain, expected, _), (drafted, found, told) = runs[id(none)], runs[id(engine)]
+        (plain, expected, _), (drafted, found, reported) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
     record: dict[str, Any] = {
@@ -207,7 +207,7 @@ def run_cell(
         "ratios": [other / one for one, other in rounds],
         "error": error([other / one for one, other in rounds]),
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
-        **told,
+        **reported,
     }
     if args.fixed:
         record["fixed"] = fixed_rates(cell, engine, jobs)

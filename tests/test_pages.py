@@ -165,12 +165,12 @@ def test_the_commands_of_a_chat_are_all_on_their_page() -> None:
 def test_defaults_of_speculation() -> None:
     """The table of parameters has every option of speculation, with its default where that is a number."""
     text = text_of(ROOT / "docs" / "speculative_decoding.md").split("## Parameters")[1].split("\n## ")[0]
-    told = {row[0].strip("`-").replace("-", "_"): row[1] for row in table_rows(text)}
+    listed = {row[0].strip("`-").replace("-", "_"): row[1] for row in table_rows(text)}
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
     for name, default in fields.items():
         if name.startswith("speculative_"):
-            assert name in told, name
-            assert told[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
+            assert name in listed, name
+            assert listed[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
 
 
 def test_results_are_current() -> None:

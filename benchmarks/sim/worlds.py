@@ -48,8 +48,8 @@ class World:
             accepted = 1
             for n, (survival, depth) in enumerate(tree):
                 verified = depth > 0 and survival >= least
-                told = min(1.0, survival * (1 + noise * (self.rng.random() - 0.5)))
-                mark[b, n] = depth + verified * MARK_VERIFIED + (int(told * MARK_ONE) << MARK_SURVIVAL)
+                claimed = min(1.0, survival * (1 + noise * (self.rng.random() - 0.5)))
+                mark[b, n] = depth + verified * MARK_VERIFIED + (int(claimed * MARK_ONE) << MARK_SURVIVAL)
                 accepted += verified and self.rng.random() < survival
             count.append(min(accepted, shape.depth + 1))
         seconds = self.seconds(shape, len(hits)) * self.rng.uniform(0.97, 1.05)

@@ -19,7 +19,7 @@ from draftwing.engine.benchmark import Ended, Sample, ignored
 
 
 class Clock:
-    """Stands in for the module time; it moves when it is told to."""
+    """Stands in for the module time; it moves when it is asked to."""
 
     now = 100.0
 

@@ -192,7 +192,7 @@ def test_a_search_that_takes_too_long(tokenizer: Tokenizer, monkeypatch: pytest.
     scanner = StopStringScanner(IncrementalDetokenizer(tokenizer, stop_regex=RegexScanner(slow)))
     failed = [n for n, token in enumerate(ids) if scanner.push(token) is None and scanner.failed]
     assert failed and "takes too long" in str(scanner.failed)
-    # A stream that fails where the scheduler did not shows nothing more until it is told how the answer ended.
+    # A stream that fails where the scheduler did not shows nothing more until it gets how the answer ended.
     for matched, shown in (("end", "b " + "a" * 50 + " "), (None, "b " + "a" * 50 + " end"), ("x", None)):
         stream = IncrementalDetokenizer(tokenizer, stop_regex=RegexScanner(slow))
         out = stream.push(ids) + stream.push((), final=True)

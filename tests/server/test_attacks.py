@@ -409,7 +409,7 @@ ENDLESS += "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% end
 
 
 def test_an_endless_template_holds_up_nobody() -> None:
-    """It ends as an error while other requests are answered, and the server ends when it is told to."""
+    """It ends as an error while other requests are answered, and the server ends when it is asked to."""
     with attacked(template=ENDLESS) as server:
         endless = {"messages": [{"role": "user", "content": "go"}]}
 

@@ -1,4 +1,4 @@
-"""What the policy is told of requests, and which steps' seconds are a price."""
+"""What the policy gets for requests, and which steps' seconds are a cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def requests(count: int, **more: Any) -> list[Req]:
 
 
 class Watched(FixedShape):
-    """Notes what it is asked and told."""
+    """Notes what it is asked and given."""
 
     adapts = True
 

@@ -373,8 +373,8 @@ def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: in
     policy = TreePolicy((both, alone, PLAIN), StepCost((both, alone, PLAIN), True), least=1)
     for _ in range(200):
         policy.record(both, StepContext([3] * rows), result)
-    told = {one["shape"]: one["gain"] for one in policy.explain(StepContext([3] * rows))}
-    assert told[alone] == pytest.approx(4.0 * rows, rel=0.02)
+    reported = {one["shape"]: one["gain"] for one in policy.explain(StepContext([3] * rows))}
+    assert reported[alone] == pytest.approx(4.0 * rows, rel=0.02)
 
 
 def settled(machine: str, hit: float, rows: int = 8) -> tuple[World, TreePolicy, StepContext]:

@@ -85,7 +85,7 @@ class Sender(asyncio.Transport):
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_a_client_that_leaves_has_left_all_its_requests(count: int) -> None:
-    """The one that runs is told, however many came after it, and these are not begun."""
+    """The one that runs hears of it, however many came after it, and these are not begun."""
     begun: list[str] = []
     heard: list[str] = []
 
