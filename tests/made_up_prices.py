@@ -22,7 +22,7 @@ class OnMadeUpMachine(TreePolicy):
         for shape in menu:
             for rows in (1, 2, 3, 4, 6, 8, 16, 32):
                 prices.measured(shape, rows, 0, self._takes(shape, rows))
-        super().__init__(menu, prices, sees_predictions=True, least=1)
+        super().__init__(menu, prices, sees_predictions=True, base=1)
         self.chosen = dict.fromkeys(menu, 0)
 
     def _takes(self, shape: TreeShape, rows: int) -> float:

@@ -191,13 +191,13 @@ class _Rewriter:
         if "contains" not in made:
             return
         low, high = made.get("minContains", 1), made.get("maxContains")
-        least, most = made.get("minItems", 0), made.get("maxItems", 0)
-        if not all(map(_is_count, (low, 0 if high is None else high, least, most))):
+        min_items, max_items = made.get("minItems", 0), made.get("maxItems", 0)
+        if not all(map(_is_count, (low, 0 if high is None else high, min_items, max_items))):
             return
         wanted = made["contains"]
         every = _allows_all(wanted) or (wanted == made.get("items") and "prefixItems" not in made)
         if every:
-            made["minItems"] = max(low, least)
+            made["minItems"] = max(low, min_items)
             if high is not None:
                 made["maxItems"] = min(high, made.get("maxItems", high))
         if every or (low == 0 and high is None):
@@ -289,12 +289,12 @@ def _unevaluated(made: dict[str, Any]) -> None:
 
 
 def _counted(made: dict[str, Any]) -> None:
-    most = made.get("maxItems")
-    if made.get("uniqueItems") is False or (type(most) is int and most < 2):
+    max_items = made.get("maxItems")
+    if made.get("uniqueItems") is False or (type(max_items) is int and max_items < 2):
         _drop(made, "uniqueItems")
-    most, names = made.get("maxProperties"), made.get("properties", {})
+    max_properties, names = made.get("maxProperties"), made.get("properties", {})
     closed = made.get("additionalProperties") is False and not made.get("patternProperties")
-    if type(most) is int and closed and isinstance(names, dict) and most >= len(names):
+    if type(max_properties) is int and closed and isinstance(names, dict) and max_properties >= len(names):
         _drop(made, "maxProperties")
 
 

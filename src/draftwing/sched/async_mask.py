@@ -36,9 +36,9 @@ class Workers:
     """Threads for masks. The first mask of an answer has one of its own: it is not behind those that take long."""
 
     def __init__(self) -> None:
-        most = max((os.cpu_count() or 1) // 4, 1)
+        threads = max((os.cpu_count() or 1) // 4, 1)
         self.first = ThreadPoolExecutor(1, "draftwing-first-mask", initializer=give_way)
-        self.slow = ThreadPoolExecutor(min(most, 8), "draftwing-slow-masks", initializer=give_way)
+        self.slow = ThreadPoolExecutor(min(threads, 8), "draftwing-slow-masks", initializer=give_way)
 
 
 class AsyncMask:

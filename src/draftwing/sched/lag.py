@@ -32,16 +32,16 @@ UNSEEN = 512  # positions of a prompt that it may lack then: it sees them all be
 
 class CatchUps:
     def __init__(
-        self, lagging: Collection[TreeShape], most: int = LAG, deferral: Deferral = AT_ONCE, slots: int = 0
+        self, lagging: Collection[TreeShape], max_backlog: int = LAG, deferral: Deferral = AT_ONCE, slots: int = 0
     ) -> None:
-        """lagging: shapes whose steps the drafter does not see; most: positions of a row that it may see in a pass over
+        """lagging: shapes whose steps the drafter does not see; max_backlog: of a row, which it may see in a pass over
         rows, and lack if it needs more than tokens.  slots: of the pool."""
-        assert all(shape.max_commit + deferral.by_slot <= most for shape in lagging)
-        self._lagging, self._most, self._pass = frozenset(lagging), most, deferral.most
+        assert all(shape.max_commit + deferral.by_slot <= max_backlog for shape in lagging)
+        self._lagging, self._max_backlog, self._pass = frozenset(lagging), max_backlog, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
         self._prompts: Prompts
         if deferral.by_slot:
-            self._prompts = FromSlots(deferral, slots, most)
+            self._prompts = FromSlots(deferral, slots, max_backlog)
         else:
             self._prompts = FromTokens(deferral, slots) if deferral.from_tokens else FromStates(deferral)
 
@@ -64,7 +64,7 @@ class CatchUps:
     def passes(self, reqs: Sequence[Req]) -> tuple[int, int]:
         """Returns in how many passes the drafter would catch up with these requests now, but for one where only one is
         needed, and the positions in all but that one."""
-        far = [req.behind for req in reqs if req.behind > self._most and not req.skipped]
+        far = [req.behind for req in reqs if req.behind > self._max_backlog and not req.skipped]
         return 1 + self._passes(far), sum(far)
 
     def prefill(self, req: Req, length: int, final: bool) -> int | None:
@@ -115,19 +115,19 @@ class CatchUps:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
         some begin early, so that they do not all have to at once."""
         if self._prompts.late:  # one step is in flight at most, and it can be shown all but what that commits
-            return [req for req in reqs if req.behind and commit >= self._most]
+            return [req for req in reqs if req.behind and commit >= self._max_backlog]
         if self._prompts.sees_later:
-            return [req for req in reqs if min(req.behind, req.bound - req.kv + 1) + commit > self._most]
-        near = max(commit, self._most // 4)
-        must = sum(req.behind + commit > self._most for req in reqs)
-        far = sorted((req for req in reqs if req.behind + near > self._most), key=lambda req: -req.behind)
+            return [req for req in reqs if min(req.behind, req.bound - req.kv + 1) + commit > self._max_backlog]
+        near = max(commit, self._max_backlog // 4)
+        must = sum(req.behind + commit > self._max_backlog for req in reqs)
+        far = sorted((req for req in reqs if req.behind + near > self._max_backlog), key=lambda req: -req.behind)
         return far[: max(must, ROWS)] if must or self._next or len(far) > ROWS else []
 
     def _add(self, req: Req) -> None:
-        if req.behind > self._most or (req.behind and self._prompts.late):
+        if req.behind > self._max_backlog or (req.behind and self._prompts.late):
             self._prompts.show(req)
         if req.behind:
-            assert req.behind <= self._most
+            assert req.behind <= self._max_backlog
             self._next.append((req.row, req.behind, req.bound))
             req.behind = 0
 
@@ -177,7 +177,7 @@ class FromStates(Prompts):
     there are none for it, or no room for a chunk, the drafter sees the chunk at once."""
 
     def __init__(self, deferral: Deferral) -> None:
-        self._places, self._most = deferral.places, deferral.most
+        self._places, self._max_pass = deferral.places, deferral.most
         self._kept: dict[int, tuple[Deferred, int]] = {}  # by row: what is deferred, and its places
         self._due: list[Deferred] = []  # with the next plan
         self._released: list[Deferred] = []
@@ -216,7 +216,7 @@ class FromStates(Prompts):
     def _new(self, req: Req) -> tuple[Deferred, int]:
         """Places a request of which nothing is deferred, in the first gap that is long enough; no places if there is
         none. Places that became free with this plan are read before they are written."""
-        wanted, at = min(self._most, req.unsent), 0
+        wanted, at = min(self._max_pass, req.unsent), 0
         for kept, places in sorted(self._kept.values(), key=lambda one: one[0].at):
             if kept.at - at >= wanted:
                 break
@@ -235,7 +235,7 @@ class FromTokens(Prompts):
     sees_later = True
 
     def __init__(self, deferral: Deferral, slots: int) -> None:
-        self._most, self._lag = deferral.most, deferral.lag
+        self._max_pass, self._lag = deferral.most, deferral.lag
         self._texts: list[Deferred] = []  # of answers, with the next plan
         self._seen = np.zeros(slots + 1, bool)  # by slot
         self._due: dict[int, tuple[IntArray, int]] = {}  # by row: slots of its first positions, and which are due
@@ -246,7 +246,7 @@ class FromTokens(Prompts):
         if req.skipped:
             return 0
         first = self._first(req, begin)
-        if final or end - first > self._most:
+        if final or end - first > self._max_pass:
             self._due[req.row] = req.slots[:begin], first
         return None if final else 0
 
@@ -269,7 +269,7 @@ class FromTokens(Prompts):
         if all(req.behind + commit <= self._lag for req in reqs):
             return []
         far = sorted((req for req in reqs if 2 * req.behind > self._lag), key=lambda req: -req.behind)
-        together = np.cumsum([req.behind for req in far]) <= self._most
+        together = np.cumsum([req.behind for req in far]) <= self._max_pass
         return far[: max(int(together.sum()), 1)]
 
     def show(self, req: Req) -> None:
@@ -292,7 +292,7 @@ class FromTokens(Prompts):
 
     def _parts(self, row: int, start: int, end: int) -> list[Deferred]:
         """Positions [start, end), as many at once as a pass has."""
-        return [Deferred(row, at, min(self._most, end - at), 0) for at in range(start, end, self._most)]
+        return [Deferred(row, at, min(self._max_pass, end - at), 0) for at in range(start, end, self._max_pass)]
 
 
 class FromSlots(FromTokens):
@@ -303,10 +303,10 @@ class FromSlots(FromTokens):
 
     late = True
 
-    def __init__(self, deferral: Deferral, slots: int, most: int) -> None:
-        """most: as of `CatchUps`."""
+    def __init__(self, deferral: Deferral, slots: int, max_backlog: int) -> None:
+        """max_backlog: as of `CatchUps`."""
         super().__init__(deferral, slots)
-        self._row_pass, self._rested = most, 0
+        self._row_pass, self._rested = max_backlog, 0
 
     def stepped(self, lags: bool) -> None:
         self._rested = self._rested + 1 if lags else 0

@@ -100,7 +100,7 @@ def test_what_is_expected_of_matches_comes(lag: int) -> None:
     """Matches begin and end between the plan of a step and its result, and the newest confidences are of the last."""
     menu, rng = match_menu(TreeShape(6, 1, 7)), random.Random(3)
     world = World(menu, 4.0, 0.001, 0.0)
-    policy = TreePolicy(menu, world.cost((8,)), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost((8,)), sees_predictions=True, base=0)
     choice, reqs = ShapeChoice(policy, PrefillBudget(), draws_alike=False), requests(8)
     rows, flying = np.arange(8), deque[tuple[Plan, StepResult]]()
     matches = [[False] * 8]  # of each step
@@ -126,7 +126,7 @@ def test_what_is_expected_of_matches_comes(lag: int) -> None:
 def test_a_price_is_learnt_where_nothing_can_be_proposed() -> None:
     menu = match_menu(TreeShape(6, 1, 7))
     world, reqs = World(menu, 4.0, 0.1, 0.0), requests(8)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=0)
     choice, slower = ShapeChoice(policy, PrefillBudget(), draws_alike=False), 1.5 * world.seconds(PLAIN, 8)
     for number in range(200):
         assert choice.choose(reqs, (), False) == PLAIN

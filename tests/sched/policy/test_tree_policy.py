@@ -193,7 +193,7 @@ def test_a_promise_of_more_ends_a_rest() -> None:
     """Rows of a lookup that found nothing, and then something long."""
     menu = match_menu(TreeShape(11, 10, 12))
     world = World(menu, 4.0, 0.3, 0.0)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=0)
     for _ in range(100):
         for confidence, hit in ((20, 0.99), (1, 0.02)):
             load = StepContext([confidence])
@@ -295,7 +295,7 @@ def test_requests_that_cannot_be_drafted_for() -> None:
 def test_confidences_tell_steps_apart() -> None:
     menu = match_menu(TreeShape(11, 10, 12))
     world = World(menu, 4.0, 0.3, 0.0)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=0)
     for turn in range(300):
         good = turn % 2 == 0
         load = StepContext([20 if good else 3])
@@ -316,7 +316,7 @@ def test_what_a_lookup_finds_says_nothing_of_the_model() -> None:
     both, alone = TreeShape(4, 1, 5), TreeShape(8, 1, 9, by=LOOKUP_ALONE)
     menu = (both, alone, PLAIN)
     world = World(menu, 4.0, 0.1, 0.2)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=1)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=1)
     load = StepContext([3])
     for _ in range(40):
         policy.record(alone, load, world.step(alone, [0.0]))
@@ -329,7 +329,7 @@ def test_promises_that_are_not_kept_count_less() -> None:
     """Estimates of single nodes that are too high, as those of a lookup were on text that it does not know."""
     menu = match_menu(TREE)
     world = World(menu, 4.0, 0.02, 0.0)
-    policy = TreePolicy(menu, world.cost(), least=1)
+    policy = TreePolicy(menu, world.cost(), base=1)
     load = StepContext([MAX_CONFIDENCE] * 8)
     for _ in range(60):
         step = world.step(menu[0], [0.9] * 8)
@@ -370,7 +370,7 @@ def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: in
     result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows), 0.005)
     whole, looked_up = drafts_by_row(result, [both, alone])
     assert whole == pytest.approx([6.0] * rows, abs=0.01) and looked_up == pytest.approx([4.0] * rows, abs=0.01)
-    policy = TreePolicy((both, alone, PLAIN), StepCost((both, alone, PLAIN), True), least=1)
+    policy = TreePolicy((both, alone, PLAIN), StepCost((both, alone, PLAIN), True), base=1)
     for _ in range(200):
         policy.record(both, StepContext([3] * rows), result)
     reported = {one["shape"]: one["gain"] for one in policy.explain(StepContext([3] * rows))}

@@ -108,11 +108,11 @@ class Groups(Dense):
             return None
         whole = None if hasattr(self.layer, "weight") else _joined([self._parts[at] for at in sorted(self._parts)])
         if whole is None:
-            self._multiply_out()
+            self._dequantise_all()
         self._parts.clear()
         return whole
 
-    def _multiply_out(self) -> None:
+    def _dequantise_all(self) -> None:
         """What one kernel does not read at once: parts that are dense, or quantised in different ways."""
         device = next(iter(self._parts.values())).codes.device
         weight = getattr(self.layer, "weight", None)
@@ -178,7 +178,7 @@ class PackedLinear(LinearOp):
             return None if self._tall is None else self._tall.gated(x, self._weight, bias)
         return self._exact.gated(x, self._matrix(), bias, fresh=True)
 
-    def begin_behind(self, later: Sequence[PackedLinear]) -> None:
+    def prefetch_dequant(self, later: Sequence[PackedLinear]) -> None:
         """Has these matrices, which the next calls of the same forward pass need, dequantised after a call of many rows
         while what follows runs."""
         self._later = later
@@ -215,7 +215,7 @@ def multiply_out_beside_attention(layers: Sequence[Sequence[LinearOp]]) -> None:
     follows, and those behind it."""
     for (first, *rest), after in zip(layers, [*layers[1:], ()], strict=True):
         if isinstance(first, PackedLinear):
-            first.begin_behind([op for op in (*rest, *after[:1]) if isinstance(op, PackedLinear)])
+            first.prefetch_dequant([op for op in (*rest, *after[:1]) if isinstance(op, PackedLinear)])
 
 
 def _joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:

@@ -224,7 +224,7 @@ class SuffixIndex:
         # Children of node n stand from n * size on: their paths' probabilities, tokens and grades.
         path = torch.zeros(batch, nodes * size, dtype=torch.float32, device=context.device)
         token, grade = context.new_zeros(2, batch, nodes * size)
-        depth, mine, most = torch.zeros_like(behind), torch.ones_like(path[:, :1]), behind * 0 + len(self.lengths)
+        depth, mine, end = torch.zeros_like(behind), torch.ones_like(path[:, :1]), behind * 0 + len(self.lengths)
         for n in range(nodes):
             if n:
                 # The best by the bits of its probability, of equals the first.
@@ -237,9 +237,9 @@ class SuffixIndex:
                 grown[:, :, n], paths[:, n] = found.t(), mine.squeeze(1)
                 context = contexts.gather(1, parent[..., None].expand(-1, 1, self.width)).squeeze(1)
                 context = torch.cat((context[:, 1:], found[:, :1] + 1), 1)
-                most = reach.gather(1, parent)
+                end = reach.gather(1, parent)
             contexts[:, n] = context
-            tokens, single, reach[:, n] = self._following(context, owner, behind + depth, most)
+            tokens, single, reach[:, n] = self._following(context, owner, behind + depth, end)
             onwards = mine * single  # [B, size]
             where = slice(n * size, (n + 1) * size)
             path[:, where] = torch.where((onwards >= self.least) & (depth < self.depth), onwards, 0.0)
@@ -247,15 +247,15 @@ class SuffixIndex:
             grade[:, where] = LOOKUP * LEVELS + (single[..., None] >= self.starts).sum(-1)
         return paths, grown
 
-    def _following(self, context: Tensor, owner: Tensor, behind: Tensor, most: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _following(self, context: Tensor, owner: Tensor, behind: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What follows context [B, width] by the `BACK` longest contexts that are known, of two of one length the row's
-        own first; among the first `most` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
+        own first; among the first `end` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
         their probabilities [B, BACK * WAYS], 0 where there is none, and how many lengths may be tried for what follows
         them [B]."""
         key = (self.factors * context[:, None]).sum(-1)  # [B, W]
         bucket, check = self._bucket(key[..., None] + owner[:, None])  # [B, W, 2]
         ways = self.table[bucket + self.region[:, None]].flatten(1, 2)  # [B, 2 * W, WAYS]
-        fits = ((self.by_length < most) & (self.length <= behind))[..., None].expand_as(check).flatten(1)
+        fits = ((self.by_length < end) & (self.length <= behind))[..., None].expand_as(check).flatten(1)
         counts = (ways > 0) & ((ways >> _TOKEN_BITS & _CHECK) == check.flatten(1)[..., None]) & fits[..., None]
         rank = self.preferred.flatten() * counts.any(-1)  # [B, 2 * W]
         reach = (rank.argmax(1) // 2 + 2).clamp_(max=len(self.lengths))

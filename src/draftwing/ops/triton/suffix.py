@@ -125,7 +125,7 @@ def _next(own, shared, lane, NONE: tl.constexpr):
 
 @triton.jit
 def _known(
-    context_ptr, own, salt, behind, most, length_ptr, factors_ptr, table_ptr,
+    context_ptr, own, salt, behind, end, length_ptr, factors_ptr, table_ptr,
     BUCKETS: tl.constexpr, COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def _known(
     hashed = tl.sum(cells * factors, 1)
     bucket, check = _bucket(hashed + tl.where(pair % 2 == 1, own, salt), BUCKETS)
     length = tl.load(length_ptr + w, mask=w < COUNT, other=0)
-    fits = (w < most) & (w < COUNT) & (length <= behind)
+    fits = (w < end) & (w < COUNT) & (length <= behind)
     first = (w.to(tl.int64) * BUCKETS + bucket) * _WAYS
     way = tl.arange(0, _WAYS)[None, :]
     ways = tl.load(table_ptr + first[:, None] + way, mask=fits[:, None], other=0)
@@ -224,7 +224,7 @@ def _grow_kernel(
     tl.debug_barrier()
 
     depth = newest * 0
-    most = newest * 0 + COUNT
+    end = newest * 0 + COUNT
     mine = least * 0 + 1
     total = newest * 0
     n = 0
@@ -235,7 +235,7 @@ def _grow_kernel(
             best = tl.min(tl.where(path == mine, waiting, POOL), 0)  # of equals the first
             parent = best // SIZE
             depth = tl.load(grown + 2 * pitch + parent) + 1
-            most = tl.load(reaches + parent)
+            end = tl.load(reaches + parent)
             token = tl.load(tokens + best)
             grade = tl.load(grades + best)
             cells = tl.load(contexts + parent * WIDTH + k + 1, mask=k < WIDTH - 1, other=0)
@@ -253,7 +253,7 @@ def _grow_kernel(
             tl.debug_barrier()
             if (depth < DEPTH) & (n < NODES - 1):
                 known, first, check = _known(
-                    contexts + n * WIDTH, own, salt, behind + depth, most, length_ptr, factors_ptr, table_ptr,
+                    contexts + n * WIDTH, own, salt, behind + depth, end, length_ptr, factors_ptr, table_ptr,
                     BUCKETS, COUNT, COUNT_BLOCK, WIDTH, WIDTH_BLOCK,
                 )  # fmt: skip
                 here = n * SIZE

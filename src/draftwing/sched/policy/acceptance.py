@@ -34,13 +34,13 @@ COPIED = 0.25  # drafts for each step of a lookup's confidence that are right, a
 class Acceptance:
     """Expected drafts by option and confidence, in the order of the menu. Steps are numbered by whoever asks."""
 
-    def __init__(self, menu: Sequence[TreeShape], least: int = MAX_CONFIDENCE) -> None:
-        """least: confidence of a drafter that can always propose something, 0 of one that only copies; what is above
+    def __init__(self, menu: Sequence[TreeShape], base: int = MAX_CONFIDENCE) -> None:
+        """base: confidence of a drafter that can always propose something, 0 of one that only copies; what is above
         it speaks of copies."""
         self._menu = tuple(menu)
         values = range(MAX_CONFIDENCE + 1)
         # [option][confidence]: drafts that are accepted of a row, the rows that this is known from, and the last step.
-        self._drafts = [[_first_guess(shape, confidence, least) for confidence in values] for shape in menu]
+        self._drafts = [[_first_guess(shape, confidence, base) for confidence in values] for shape in menu]
         self._rows = [[0 for _ in values] for _ in menu]
         self._last = [[0 for _ in values] for _ in menu]
         # Of all options of the same proposers: drafts that were expected to be accepted, and those that were.
@@ -169,8 +169,8 @@ def drafts_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list
             worth = np.where(result.source == MODEL, 0.0, worth)
         spare = rows * (shape.queries - 1)
         if spare < worth.size:
-            least = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
-            over, ties = worth > least, worth == least  # of those that tie only so many are verified
+            cutoff = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
+            over, ties = worth > cutoff, worth == cutoff  # of those that tie only so many are verified
             share = (spare - int(over.sum())) / max(int(ties.sum()), 1)
             worth = np.where(over, worth, np.where(ties, worth * share, 0.0))
         found.append(worth.sum(axis=1).tolist())
@@ -205,8 +205,8 @@ def _is_part(part: TreeShape, whole: TreeShape) -> bool:
     return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes
 
 
-def _first_guess(shape: TreeShape, confidence: int, least: int) -> float:
-    """Drafts of a row that are accepted, before anything is known; least: as of `Acceptance`."""
-    copied = COPIED * max(confidence - least, 0)
-    grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if least and shape.by != LOOKUP_ALONE else 0.0
+def _first_guess(shape: TreeShape, confidence: int, base: int) -> float:
+    """Drafts of a row that are accepted, before anything is known; base: as of `Acceptance`."""
+    copied = COPIED * max(confidence - base, 0)
+    grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if base and shape.by != LOOKUP_ALONE else 0.0
     return min(max_drafts(shape), max(copied, grown))

@@ -131,9 +131,9 @@ class CostTable:
             plain = self._empty(PLAIN, batch)
         guess = plain * _relative(shape, batch)
         size = shape.depth, shape.queries
-        least = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
-        most = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
-        return min([max([guess, *least]), *most])
+        lower = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
+        upper = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
+        return min([max([guess, *lower]), *upper])
 
 
 def _relative(shape: TreeShape, batch: int) -> float:

@@ -62,12 +62,12 @@ class TreePolicy(ShapePolicy):
     adapts = True
 
     def __init__(
-        self, menu: Sequence[TreeShape], cost: StepCost, sees_predictions: bool = False, least: int = MAX_CONFIDENCE
+        self, menu: Sequence[TreeShape], cost: StepCost, sees_predictions: bool = False, base: int = MAX_CONFIDENCE
     ) -> None:
-        """sees_predictions: as in `ShapePolicy`; whether confidences tell steps apart. least: as of `Acceptance`."""
+        """sees_predictions: as in `ShapePolicy`; whether confidences tell steps apart. base: as of `Acceptance`."""
         self.menu, self.cost, self.sees_predictions = tuple(menu), cost, sees_predictions
         self._plain = len(self.menu) - 1
-        self._acceptance = Acceptance(self.menu, least)
+        self._acceptance = Acceptance(self.menu, base)
         self._step = 0  # steps with candidates so far
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, by `batch.bit_length()`
         self._saved = 0.0  # seconds that tries may lose
@@ -163,7 +163,7 @@ class TreePolicy(ShapePolicy):
         bucket, confidences = batch.bit_length(), set(context.confidences) - {0}
         rows = batch - context.confidences.count(0)
         share = 0.25 * EXPLORE * best.seconds / max(len(self._ran), 1)  # for each step that an option did not run
-        least, wanted, plain = math.inf, 0.0, self._plain
+        min_loss, wanted, plain = math.inf, 0.0, self._plain
         confirm = self._confirm if self._confirm in decision.options else None
         for i, option in decision.options.items():
             idle = self._step - self._ran.get((i, bucket), self._step - HOLD)
@@ -174,8 +174,8 @@ class TreePolicy(ShapePolicy):
             guessed = i == confirm or not self.cost.known(self.menu[i], batch)
             if guessed:
                 seconds = min(seconds, option.seconds / DOUBT)
-            most = batch + max_drafts(self.menu[i]) * rows
-            if most <= best.rate * seconds:
+            best_tokens = batch + max_drafts(self.menu[i]) * rows
+            if best_tokens <= best.rate * seconds:
                 continue
             promises = i == confirm or option.tokens > best.rate * seconds
             if not promises and (i == plain or self._step - self._acceptance.last_observed(i, confidences) < HOLD):
@@ -183,8 +183,8 @@ class TreePolicy(ShapePolicy):
             loss = max((seconds if guessed else option.seconds) + option.entry - option.tokens / best.rate, 0.0)
             if loss > max(self._saved, share * idle):
                 wanted = min(wanted or loss, loss)
-            elif loss < least:
-                least = loss
+            elif loss < min_loss:
+                min_loss = loss
                 decision = Decision(i, decision.best, decision.options, loss)
         return decision._replace(wanted=wanted) if wanted else decision
 

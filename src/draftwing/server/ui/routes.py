@@ -103,8 +103,8 @@ def add_ui_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         key = client.get()
         viewer = viewers.enter("" if key is None else key.name)
         if viewer is None:
-            most = f"{MAX_VIEWERS} clients may look at the engine at once, {MAX_OF_A_KEY} with one key"
-            return error_response(request, 503, f"{most}; close a page that does")
+            limit = f"{MAX_VIEWERS} clients may look at the engine at once, {MAX_OF_A_KEY} with one key"
+            return error_response(request, 503, f"{limit}; close a page that does")
 
         async def events() -> AsyncIterator[str]:
             async for snapshot in viewers.watch(viewer):
