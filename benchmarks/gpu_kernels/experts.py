@@ -341,7 +341,7 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
     print("".join(f"{head:>{width}}" for head, width in heads))
     for tokens, exact in (*((tokens, False) for tokens in TOKENS), (512, True)):
         bench = Bench(model, layers, tokens, exact)
-        now, floor = bench.all(), sum(bench.floors)
+        now, bound = bench.all(), sum(bench.floors)
         label, beside = f"{tokens}{' exact' if exact else ''}", ""
         if beside_triton and experts.tile_rows(tokens, exact) <= gemm_experts.MAX_PAIRS:
             with TritonsOwn():
@@ -349,7 +349,7 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
             beside = f"; Triton's {triton.gate_up:.1f}, {triton.down:.1f}, layer {triton.whole:.1f}"
         print(
             f"{label:>9}{bench.distinct:>7.1f}{now.route:>8.1f}{now.gate_up:>9.1f}{now.down:>8.1f}{now.mix:>7.1f}"
-            f"{now.whole:>8.1f}{floor:>8.1f}{floor / now.whole:>7.0%}{beside}", flush=True,
+            f"{now.whole:>8.1f}{bound:>8.1f}{bound / now.whole:>7.0%}{beside}", flush=True,
         )  # fmt: skip
 
 

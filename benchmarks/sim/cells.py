@@ -334,13 +334,13 @@ def long_prompts(small: int, heavy: int, noise: float = 0.1) -> LongPrompts:
 
 def beside_long_prompts(heavy: int) -> Figures:
     """Gaps beside those with as many short requests in place of long prompts, and the median wait of short ones."""
-    beside, others = long_prompts(5, heavy), long_prompts(5 + heavy, 0)
-    gap = float(np.quantile(beside.small, 0.99) / np.quantile(others.small, 0.99))
+    with_heavy, others = long_prompts(5, heavy), long_prompts(5 + heavy, 0)
+    gap = float(np.quantile(with_heavy.small, 0.99) / np.quantile(others.small, 0.99))
     alone = LongPrompts.prefill([Chunk(0, 0, 6000, True)])
     return {
         "gap": gap,
-        "seconds": statistics.median(beside.first["small"]),
-        "alone": min(beside.first["heavy"]) / alone,
+        "seconds": statistics.median(with_heavy.first["small"]),
+        "alone": min(with_heavy.first["heavy"]) / alone,
     }
 
 

@@ -64,7 +64,7 @@ class StandIn:
     def weight_bytes(self) -> dict[str, int]:
         return {}
 
-    def floor(self) -> float:
+    def min_step_seconds(self) -> float:
         return 0.0
 
     def stages(self) -> dict[str, float]:

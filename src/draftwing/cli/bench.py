@@ -102,7 +102,7 @@ class Remote:
         found = self._info.get("weight_bytes")
         return found if isinstance(found, dict) else {}
 
-    def floor(self) -> float:
+    def min_step_seconds(self) -> float:
         found = self._info.get("floor")
         return float(found["read_ms"] or 0.0) / 1e3 if isinstance(found, dict) else 0.0
 
