@@ -3,7 +3,7 @@
     python benchmarks/fairness.py [--heavy 4] [--peers 0] [--kinds ebnf,stop,...] [--out result.json]
 
 Starts `draftwing serve` with a key for each client. One client streams short answers, one after the other: first
-alone, or beside `--peers` clients like it, then with `--heavy` clients of one kind in addition, which ask again as soon
+alone, or with `--peers` clients like it, then with `--heavy` clients of one kind in addition, which ask again as soon
 as they are answered or refused; those that are there to be refused ask on eight connections. Clients are processes; the
 heavy ones have a lower priority, so that what they take of this machine's processors is not measured as the server's.
 The rounds of the kinds alternate with those without, so that what else the machine does is the same for all.

@@ -112,7 +112,7 @@ def test_names(name: str) -> None:
 
 
 def test_nouns() -> None:
-    """The classes of architecture.md's table are defined in the file or folder beside them."""
+    """The classes of architecture.md's table are defined in the file or folder next to them."""
     section = text_of(ROOT / "docs" / "architecture.md").split("## Nouns")[1].split("\n## ")[0]
     rows = [row for row in table_rows(section) if row[1].startswith("`")]
     assert len(rows) > 20
@@ -190,7 +190,7 @@ def test_every_result_is_shown() -> None:
 
 
 def test_performance_quotes_the_cards() -> None:
-    """Acceptance lengths of the bundled heads, greedy / at temperature 1, are those of the cards beside them."""
+    """Acceptance lengths of the bundled heads, greedy / at temperature 1, are those of the cards next to them."""
     section = text_of(ROOT / "docs" / "performance.md").split("## Acceptance length of the bundled heads")[1]
     rows = [row for row in table_rows(section) if len(row) == 4 and re.fullmatch(r"\(\d+, \d+, \d+\)", row[1])]
     assert len(rows) == 9

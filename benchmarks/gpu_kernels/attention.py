@@ -1,7 +1,7 @@
 """Attention at the sizes of an 8B Llama: microseconds per layer inside a CUDA graph, the pool not in the L2 cache.
 
-`bench` has the shapes of the engine and torch's own attention beside them: "exact" as in deterministic mode, trees
-also under a mask, which is the default without that mode. FlashInfer's kernels stand beside them where it is installed.
+`bench` has the shapes of the engine and torch's own attention with them: "exact" as in deterministic mode, trees
+also under a mask, which is the default without that mode. FlashInfer's kernels stand by them where it is installed.
 `attention.py flashinfer` leaves torch out (names after it: FlashInfer's backends for prompts, fa2 and fa3 by default),
 `attention.py sweep` tries tilings instead.
 """

@@ -1,4 +1,4 @@
-"""Runs the simulated loads and says what changed since the stored figures: `baseline.json`, beside this file.
+"""Runs the simulated loads and says what changed since the stored figures: `baseline.json`, next to this file.
 
     python benchmarks/sim/run.py [--cells steady,text] [--store] [--plot docs/policy.svg]
 

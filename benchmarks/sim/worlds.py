@@ -33,11 +33,11 @@ class World:
 
     def cost(self, sizes: Sequence[int] = (1, 4, 16, 64)) -> StepCost:
         """Returns what the policy knows at the start: every shape measured at these batch sizes."""
-        prices = StepCost(self.menu, False)
+        cost = StepCost(self.menu, False)
         for shape in self.menu:
             for size in sizes:
-                prices.measured(shape, size, 0, self.seconds(shape, size))
-        return prices
+                cost.measured(shape, size, 0, self.seconds(shape, size))
+        return cost
 
     def step(self, shape: TreeShape, hits: Sequence[float], noise: float = 0.1) -> StepResult:
         trees, drafts = [survivals(shape, hit) for hit in hits], best_drafts(shape, tuple(hits))

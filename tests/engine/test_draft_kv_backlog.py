@@ -352,7 +352,7 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
         rig.submit("first", [1, 2], harness.greedy(3))
         rig.run()
         passes.clear()
-        rig.sched._prefills._waited, rig.sched._prefills.rest = 1000, lambda: None  # as beside others
+        rig.sched._prefills._waited, rig.sched._prefills.rest = 1000, lambda: None  # as with others
         rig.submit("skipped", long[:35], harness.greedy(9))
         (text,) = harness.plain_answers(model, [long[:35]], [harness.greedy(9)]).tokens.values()
         assert rig.run().tokens["skipped"] == text and not [span for span in passes if span.length > 1]

@@ -79,9 +79,9 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
         assert got.tokens[uid] == alone.tokens[uid]
     rig.submit("again", prompts[2], params[2])  # in slots that held NaN, and with nothing of them in the cache
     for i in (0, 1):
-        rig.submit(f"beside {i}", prompts[i], params[i])
+        rig.submit(f"with {i}", prompts[i], params[i])
     later = rig.run()
-    assert later.tokens["again"] == alone.tokens["2"] and later.tokens["beside 1"] == alone.tokens["1"]
+    assert later.tokens["again"] == alone.tokens["2"] and later.tokens["with 1"] == alone.tokens["1"]
 
 
 @pytest.mark.parametrize("by", ["a stop id", "its length"])

@@ -1,4 +1,4 @@
-"""What requests may ask for beside sampling: the same tokens with speculation on and off, in float32, for random
+"""What requests may ask for besides sampling: the same tokens with speculation on and off, in float32, for random
 requests over everything there is; and what each of them means."""
 
 from __future__ import annotations

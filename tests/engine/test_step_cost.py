@@ -1,4 +1,4 @@
-"""How many operations a decode step takes beside the target's forward and sampling: each costs microseconds on a CPU
+"""How many operations a decode step takes besides the target's forward and sampling: each costs microseconds on a CPU
 and a launch on a GPU. What it is today is the bound, so whoever adds one for a feature sees it. With the C kernels most
 of them make room for a result, or are a draft head's products."""
 

@@ -236,7 +236,7 @@ def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyP
 
     def taken(count: int, seconds: float) -> tuple[float, bool]:
         """What the searches of so many answers take until they fail, at most 1,000 tokens; an answer of another
-        request beside them never does."""
+        request with them never does."""
         cost[0], now[0] = seconds, 0.0
         answers = [scanner(searches, ["a"], ("client", 1.0)) for _ in range(count)]
         other = scanner(searches, ["a"], ("client", 2.0))

@@ -67,7 +67,7 @@ def test_slow_grammars_are_worked_out_beside_the_steps_until_they_are_quick(cloc
     until_ready(one)
     for token in range(5):
         assert one.slow and one.mask is not None and one.follow(token)
-        assert len(grammar.taken) == token, "the newest token is taken beside the steps, too"
+        assert len(grammar.taken) == token, "the newest token is taken during the steps, too"
         until_ready(one)
         assert len(grammar.taken) == token + 1
     grammar.cost = 0.0

@@ -359,7 +359,7 @@ FIRST = (  # of each kind: bodies before and after an answer, endless heads, man
 @pytest.mark.parametrize("name", [*ATTACKS])
 def test_others_are_served_while_many_attack(guarded: Attacked, name: str) -> None:
     """64 connections without a key. `tools/attacks.py` measures what is felt of them on an idle machine; here others
-    may run beside it."""
+    may run with it."""
     with attacking(name, guarded.port, 20):
         time.sleep(0.3)
         felt = feel(guarded.port, 1.2, "right")

@@ -1,4 +1,4 @@
-"""What requests may ask beside the plain sampling fields: that it reaches the engine, and what comes back."""
+"""What requests may ask besides the plain sampling fields: that it reaches the engine, and what comes back."""
 
 from __future__ import annotations
 

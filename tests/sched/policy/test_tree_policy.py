@@ -83,9 +83,9 @@ def test_one_row_on_a_small_machine_is_followed_whenever_it_changes(lag: int) ->
 def test_what_was_not_measured_is_tried_for_little() -> None:
     menu = tree_menu(TREE)
     world = MACHINES["gpu"](menu)
-    prices = StepCost(menu, False)
-    prices.measured(PLAIN, 1, 0, world.seconds(PLAIN, 1))
-    policy = TreePolicy(menu, prices)
+    cost = StepCost(menu, False)
+    cost.measured(PLAIN, 1, 0, world.seconds(PLAIN, 1))
+    policy = TreePolicy(menu, cost)
     hits = [0.9] * 2
     world.run(policy, hits, 400)
     rate, _ = world.run(policy, hits, 200)
@@ -96,12 +96,12 @@ def test_what_no_drafts_cost_is_found_out() -> None:
     """Although drafting is chosen, because a guess from what levels cost here says that they cost much more."""
     menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.95] * 2
     world = World(menu, 2.0, 0.01, 4.0)
-    prices = StepCost(menu, False)
-    prices.measured(menu[0], 2, 0, world.seconds(menu[0], 2))
-    guess = prices.seconds(PLAIN, 2, 0)
+    cost = StepCost(menu, False)
+    cost.measured(menu[0], 2, 0, world.seconds(menu[0], 2))
+    guess = cost.seconds(PLAIN, 2, 0)
     assert guess is not None and guess > 1.8 * world.seconds(PLAIN, 2)
     assert world.rate(menu[0], hits) > MARGIN * 2 / guess
-    policy = TreePolicy(menu, prices)
+    policy = TreePolicy(menu, cost)
     world.run(policy, hits, 200)
     _, chosen = world.run(policy, hits, 200)
     assert chosen.count(PLAIN) > 190
@@ -114,9 +114,9 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     world, hits = MACHINES[machine](menu), [hit] * 8
     best = max(menu, key=lambda shape: world.rate(shape, hits))
     assert (best == PLAIN) == (machine == "small machine")
-    prices = world.cost((8,))
-    prices.measured(best, 8, 0, by * world.seconds(best, 8))
-    policy = TreePolicy(menu, prices)
+    cost = world.cost((8,))
+    cost.measured(best, 8, 0, by * world.seconds(best, 8))
+    policy = TreePolicy(menu, cost)
     world.run(policy, hits, 2000)
     rate, _ = world.run(policy, hits, 300)
     assert rate > 0.97 * world.rate(best, hits)
@@ -128,11 +128,11 @@ def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: s
     """By tries that are so rare that they would not matter, were it true."""
     menu, hits = tree_menu(TREE), [0.8] * 4
     world = MACHINES["gpu"](menu)
-    best, prices = max(menu, key=lambda shape: world.rate(shape, hits)), world.cost()
+    best, cost = max(menu, key=lambda shape: world.rate(shape, hits)), world.cost()
     for shape in (best,) if which == "the best" else menu[:-1]:
         for size in (1, 4, 16, 64):
-            prices.measured(shape, size, 0, by * world.seconds(shape, size))
-    policy = TreePolicy(menu, prices)
+            cost.measured(shape, size, 0, by * world.seconds(shape, size))
+    policy = TreePolicy(menu, cost)
     world.run(policy, hits, round(8000 * by))
     rate, _ = world.run(policy, hits, 1000)
     assert rate > 0.97 * world.rate(best, hits)

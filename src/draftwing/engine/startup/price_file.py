@@ -62,11 +62,11 @@ class PriceFile:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["key"] != self.key:
                 raise ValueError("it is of another engine")
-            prices = StepCost.from_json(content["prices"], menu, stepwise)
+            cost = StepCost.from_json(content["prices"], menu, stepwise)
             self._starts = count if type(count := content.get("starts")) is int else 0
-            self.settled = prices.complete and content.get("settled") is True
+            self.settled = cost.complete and content.get("settled") is True
             self.quiet = content.get("quiet") is True
-            return prices
+            return cost
         except FileNotFoundError:
             return None
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -76,20 +76,20 @@ class PriceFile:
     def compared(self, measured: StepCost, kept: StepCost | None, quiet: bool) -> StepCost:
         """Returns what is to be believed of costs that were measured now and of those that `read` gave, and keeps it.
         quiet: whether the machine had nothing else to do."""
-        prices = measured if kept is None else kept
+        cost = measured if kept is None else kept
         if kept is not None and quiet >= self.quiet:
             self.settled = kept.look_again(measured, instead=quiet > self.quiet) and quiet
         self._starts += 1
         self.settled |= self._starts >= MAX_STARTS
         self.quiet |= quiet
-        self.write(prices)
-        return prices
+        self.write(cost)
+        return cost
 
-    def write(self, prices: StepCost) -> None:
+    def write(self, cost: StepCost) -> None:
         """Keeps them. Of many files the oldest go."""
         try:
             known = {"settled": self.settled, "quiet": self.quiet, "starts": self._starts}
-            write_json(self.path, {"key": self.key, **known, "prices": prices.to_json()})
+            write_json(self.path, {"key": self.key, **known, "prices": cost.to_json()})
             files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for file in files[:-MAX_FILES]:
                 file.unlink()

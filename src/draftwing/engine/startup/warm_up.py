@@ -38,10 +38,10 @@ BUDGET = ThinkingBudget(0, (1,), (2,), True)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
 
-def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: StepCost | None) -> None:
+def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: StepCost | None) -> None:
     """Runs a short prompt, then steps of one row of each shape of the menu, as a first request would. Leaves
     no trace: the prompt is in the pool's dummy slot and in a row that its next request writes anew, the steps are of
-    the row table's dummy. Raises CheckpointError where the logits are not finite. prices: to measure, None where they
+    the row table's dummy. Raises CheckpointError where the logits are not finite. cost: to measure, None where they
     are known."""
     started = time.monotonic()
     try_prompt(executor)
@@ -53,11 +53,11 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
             if time.monotonic() > started + SECONDS:
                 break
             seconds = _run(executor, _step(executor.table.rows, shape, tokens))
-            if prices is not None and shape in met:
-                prices.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
+            if cost is not None and shape in met:
+                cost.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
             met.add(shape)
-        if prices is not None:
-            measure_steps(executor, pool, prices, started + SECONDS)
+        if cost is not None:
+            measure_steps(executor, pool, cost, started + SECONDS)
     executor.run_on_all_ranks(Executor.flush)
     log.debug("steps before the first request: %.2f s", time.monotonic() - started)
 
