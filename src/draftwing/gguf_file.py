@@ -53,7 +53,7 @@ class GGUFFile:
 
     @property
     def size(self) -> int:
-        """Bytes of all parts."""
+        """Returns bytes of all parts."""
         return len(self.data) + sum(part.size for part in self.parts)
 
     def dequantized(self, name: str) -> npt.NDArray[np.float32]:
@@ -96,7 +96,7 @@ class GGUFFile:
 
 
 def is_quantized(type_id: int) -> bool:
-    """Whether values of the type lie in blocks; of one that is known."""
+    """Returns whether values of the type lie in blocks; of one that is known."""
     sizes = {kind.value: block for kind, (block, _) in GGML_QUANT_SIZES.items()}
     return sizes.get(type_id, 1) > 1
 

@@ -154,7 +154,7 @@ class Inputs:
 
 
 def _single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: a string or a list of token ids."""
+    """Returns whether `prompts` is one prompt: a string or a list of token ids."""
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence):

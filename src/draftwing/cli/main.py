@@ -81,7 +81,7 @@ def _open_standard_files() -> None:
 
 
 def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
-    """What the command line and, where it is silent, the environment ask for."""
+    """Returns what the command line and, where it is silent, the environment ask for."""
     asked = sglang_compat.from_environment(environ)
     if arguments.get("disable_overlap_schedule"):
         asked.pop("enable_overlap", None)

@@ -54,7 +54,7 @@ def plot(records: Sequence[Record], title: str) -> str:
 
 
 def _run(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
-    """Names of the groups, and the records of each series in their order."""
+    """Returns names of the groups, and the records of each series in their order."""
     return [_at_once(record["concurrency"]) for record in records], [("", list(records))]
 
 

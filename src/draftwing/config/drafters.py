@@ -79,7 +79,7 @@ class DrafterSpec:
 
     @property
     def own(self) -> bool:
-        """Whether it is a user's class."""
+        """Returns whether it is a user's class."""
         return callable(self.build)
 
     @property
@@ -236,7 +236,7 @@ def head_drafter(kind: str) -> DrafterSpec:
 
 
 def _own(cls: Any, name: str) -> DrafterSpec:
-    """What a user's class says of itself; see `draftwing.Drafter`, which this cannot import."""
+    """Returns what a user's class says of itself; see `draftwing.Drafter`, which this cannot import."""
     check_class(cls, "Drafter", ("build", "num_draft_tokens"), f"{_OPTION} {name}")
     signature = inspect.signature(cls.propose)
     try:

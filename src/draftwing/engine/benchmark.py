@@ -68,10 +68,10 @@ class Target(Protocol):
         """Forgets what earlier runs left in caches."""
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of weights that every step of the target reads, by type; empty where they are not known."""
+        """Returns bytes of weights that every step of the target reads, by type; empty where they are not known."""
 
     def min_step_seconds(self) -> float:
-        """Seconds that the target's device takes to read them; 0 where that is not known."""
+        """Returns seconds that the target's device takes to read its weights; 0 where that is not known."""
 
     def stages(self) -> dict[str, float]:
         """Mean milliseconds of each stage of a step since the last call; empty where they are not known."""

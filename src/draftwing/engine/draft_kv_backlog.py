@@ -72,7 +72,7 @@ class DraftKVBacklog:
         self._prompts = zeros_as_written((places, width), dtype, device) if width and places else None
 
     def lags(self, shape: TreeShape) -> bool:
-        """Whether the drafter does not see a step of this shape."""
+        """Returns whether the drafter does not see a step of this shape."""
         return self._drafter.lags(shape)
 
     @staticmethod

@@ -50,7 +50,7 @@ class RankBroadcast:
         """The engine is ready: from now on a rank that hangs is noticed."""
 
     def blame(self, error: BaseException) -> BaseException:
-        """What is to be raised in place of an error of this rank, which may be that another one is gone."""
+        """Returns what is to be raised in place of an error of this rank, which may be that another one is gone."""
         return error
 
     def compare(self) -> None:

@@ -299,7 +299,7 @@ def _counted(made: dict[str, Any]) -> None:
 
 
 def _conditional(made: dict[str, Any]) -> list[Any]:
-    """What `if`, `then` and `else` ask for where that depends on nothing."""
+    """Returns what `if`, `then` and `else` ask for where that depends on nothing."""
     then, otherwise = made.get("then", True), made.get("else", True)
     condition = made.get("if")
     if "if" not in made or (_allows_all(then) and _allows_all(otherwise)):
@@ -313,7 +313,7 @@ def _conditional(made: dict[str, Any]) -> list[Any]:
 
 
 def _dependent(made: dict[str, Any]) -> list[Any]:
-    """What properties ask for where they are given, as alternatives with and without them."""
+    """Returns what properties ask for where they are given, as alternatives with and without them."""
     given: dict[str, list[Any]] = {}  # by property, what it asks for
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
         every = made.get(key, {})

@@ -37,7 +37,7 @@ class Fields:
         return self._values.get(self.prefix + key)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, if only with a null."""
+        """Returns whether the key is there, if only with a null."""
         return self.prefix + key in self._values
 
     def values(self) -> Iterable[Any]:

@@ -127,7 +127,7 @@ class WholeLayers(Protocol):
         ...
 
     def joined(self, outs: Tensor) -> Tensor | None:
-        """What a call gave -> the kept outputs concatenated, [M, kept * hidden]; None where none are kept."""
+        """Returns what a call gave -> the kept outputs concatenated, [M, kept * hidden]; None where none are kept."""
         ...
 
 

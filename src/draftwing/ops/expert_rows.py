@@ -74,12 +74,12 @@ class ExpertRows(NamedTuple):
 
 
 def fits(weight: MXRows) -> bool:
-    """Whether exponents are such that there are words for them: of weights below 12."""
+    """Returns whether exponents are such that there are words for them: of weights below 12."""
     return weight.codes.is_meta or int(weight.exponents.max()) <= 254 - MX_LESS
 
 
 def expert_rows(weight: PackedGroups | MXRows) -> ExpertRows:
-    """The same in this layout."""
+    """Returns the codes in this layout."""
     if isinstance(weight, MXRows):
         exponents = _padded(weight.exponents.int() + MX_LESS, STEP // MX_BLOCK).unflatten(1, (-1, 4))
         scales = exponents[..., 0]

@@ -78,7 +78,7 @@ class QuantizedRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What these take where codes lie side by side, without bits between them."""
+        """Returns what these take where codes lie side by side, without bits between them."""
         zeros = 0 if self.zeros is None else self.zeros.numel() * self.bits // 8
         return self.codes.numel() * self.bits // 8 + self.scales.nbytes + zeros
 
@@ -140,7 +140,7 @@ class RowTensors(Protocol):
     steps: Tensor  # [L] 0, 1, ...
 
     def sampling(self, rows: Tensor) -> SamplingRows:
-        """What the sampler needs to know of rows [B]."""
+        """Returns what the sampler needs to know of rows [B]."""
         ...
 
 

@@ -122,7 +122,7 @@ def bounded(schema: Any, longest: int | None = None) -> Any:
 
 
 def _expected(schema: Mapping[str, Any], one: bool = True) -> str:
-    """What a JSON schema takes, in words; one: of one such value, else of several."""
+    """Returns what a JSON schema takes, in words; one: of one such value, else of several."""
     if "anyOf" in schema:
         return " or ".join(_expected(kind, one) for kind in schema["anyOf"] if kind["type"] != "null")
     kind = schema["type"]

@@ -114,7 +114,7 @@ class GenerationRequest(NamedTuple):
 
     @property
     def together(self) -> tuple[str, float] | None:
-        """What all answers that a client asked for at once have in common; None where that is not known."""
+        """Returns what all answers that a client asked for at once have in common; None where that is not known."""
         return None if self.arrived is None else (self.client, self.arrived)
 
 

@@ -212,7 +212,7 @@ class SamplingParams(BaseModel):
 
     @property
     def edited(self) -> bool:
-        """Whether logits are changed by something that the device knows: penalties, biases, bans."""
+        """Returns whether logits are changed by something that the device knows: penalties, biases, bans."""
         return bool(
             self.frequency_penalty
             or self.presence_penalty
@@ -224,12 +224,12 @@ class SamplingParams(BaseModel):
 
     @property
     def guided(self) -> bool:
-        """Whether what may come next is decided on the host, from the tokens so far."""
+        """Returns whether what may come next is decided on the host, from the tokens so far."""
         return self.grammar is not None or self.logits_processor is not None
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p removes any token."""
+        """Returns whether top-k, top-p or min-p removes any token."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     def answers(self, draw: random.Random) -> list[Self]:

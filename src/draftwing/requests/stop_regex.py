@@ -175,7 +175,7 @@ class RegexScanner:
 
     @property
     def hold(self) -> int:
-        """How many last characters may belong to a match that is still to come."""
+        """Returns how many last characters may belong to a match that is still to come."""
         return len(self._text) - min(self._start)
 
     def push(self, new: str) -> Match | None:

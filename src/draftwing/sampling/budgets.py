@@ -122,5 +122,5 @@ class _Markers(NamedTuple):
 
 
 def _equal(windows: Tensor, marker: Tensor) -> Tensor:
-    """Whether windows [..., K] end with the marker [..., K]."""
+    """Returns whether windows [..., K] end with the marker [..., K]."""
     return ((windows == marker) | (marker == _ANY)).all(-1)

@@ -96,7 +96,7 @@ class AsyncMask:
         return legal
 
     def pending(self) -> Future[ComputedMask] | None:
-        """What has to be done before it is ready."""
+        """Returns what has to be done before it is ready."""
         return self._task
 
     def _catch_up(self) -> bool:

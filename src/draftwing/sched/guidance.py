@@ -105,7 +105,7 @@ class Guidance:
         return new[:length], why
 
     def roots(self) -> Masks | None:
-        """What may follow the newest token of each row, [g, W]; None where no row has a grammar."""
+        """Returns what may follow the newest token of each row, [g, W]; None where no row has a grammar."""
         if self._roots is not None or all(row.grammar is None for row in self._rows):
             return self._roots
         masks = np.full((len(self._rows), self._words), _ALL)
@@ -151,7 +151,7 @@ class Guidance:
         return self._drafted
 
     def masks(self) -> Masks | None:
-        """What may follow each node, [g, N, W]; None where no row has a grammar."""
+        """Returns what may follow each node, [g, N, W]; None where no row has a grammar."""
         roots = self.roots()
         if roots is None or self._drafted is None:
             return None if roots is None else roots[:, None]

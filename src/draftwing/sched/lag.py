@@ -164,7 +164,7 @@ class Prompts(Protocol):
         raise AssertionError("it needs hidden states, which only the device knows where to find")
 
     def take(self) -> tuple[Deferred, ...]:
-        """What the drafter sees of prompts with the next plan, of rows that run."""
+        """Returns what the drafter sees of prompts with the next plan, of rows that run."""
         ...
 
     def take_texts(self) -> tuple[Deferred, ...]:

@@ -146,7 +146,7 @@ class RowShares:
         self._each = max(rows // clients, 1)
 
     def served(self, client: str) -> bool:
-        """Whether it has its share."""
+        """Returns whether it has its share."""
         return self._held[client] >= self._each
 
     def give(self, req: Req) -> None:

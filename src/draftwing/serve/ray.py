@@ -59,7 +59,7 @@ class Replica:
         self._engine.lost = self._stack.close  # nobody starts it again: from now on `check_health` fails
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Ray serves; its lifespan starts the engine's supervision and ends the engine."""
+        """Returns what Ray serves; its lifespan starts the engine's supervision and ends the engine."""
         from draftwing.server.app import create_app, paced
 
         return paced(create_app(self._engine, self._tokenizer, watchers=self._watchers), self._engine.info.options)

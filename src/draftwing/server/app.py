@@ -94,7 +94,7 @@ def paced(app: ASGIApp, options: Options) -> ASGIApp:
 
 
 def _free(options: Options) -> Callable[[str], bool]:
-    """Whether a path may be read without a key."""
+    """Returns whether a path may be read without a key."""
     groups = {"metrics": METRICS_PATHS, "docs": DOCS_PATHS}
     paths = FREE_PATHS.union(*(group for name, group in groups.items() if options.public_endpoints in (name, "all")))
     return lambda path: path in paths or is_file(path)

@@ -206,18 +206,18 @@ class Chats:
 
     @property
     def knows_effort(self) -> bool:
-        """Whether the chat template can use how much to reason, or whether to."""
+        """Returns whether the chat template can use how much to reason, or whether to."""
         source = self._service.tokenizer.chat_template or ""
         return "reasoning_effort" in source or "thinking" in source
 
     @property
     def calls_tools(self) -> bool:
-        """Whether requests may offer functions."""
+        """Returns whether requests may offer functions."""
         return self._takes_tools and (self.harmony or self.tools is not None)
 
     @cached_property
     def _takes_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
+        """Returns whether the chat template shows tools to the model."""
         tools = [template_tool(Function(_PROBE), self.harmony)]
         try:
             return _PROBE in self._service.tokenizer.render_chat([{"role": "user", "content": "a"}], tools=tools)
@@ -313,7 +313,7 @@ class Chats:
         return dataclasses.replace(chat, functions=functions, ignored=ignored)
 
     def _hidden(self, style: MessageStyle) -> bool:
-        """Whether a marker is a special token, which is not shown unless it is asked for."""
+        """Returns whether a marker is a special token, which is not shown unless it is asked for."""
         if style.harmony:
             return True
         markers: list[str | None] = []

@@ -134,7 +134,7 @@ class Service:
 
     @property
     def countable(self) -> int:
-        """Tokens of a text that is only counted, or of ids that are only decoded."""
+        """Returns tokens of a text that is only counted, or of ids that are only decoded."""
         return max(self.engine.info.context_length, MAX_COUNTED)
 
     async def tokenize(

@@ -83,7 +83,7 @@ class CrashHistory:
 
 
 def _described(what: Suspect) -> tuple[str, str]:
-    """What the log calls it, and more about it."""
+    """Returns what the log calls it, and more about it."""
     if isinstance(what, Grammar):
         return "a grammar", f"{what.kind}, {len(what.text)} characters"
     first, grammar = what[0], what[0].params.grammar

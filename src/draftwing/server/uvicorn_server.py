@@ -62,7 +62,7 @@ def make_server(
 
 
 def _no_probe(record: logging.LogRecord) -> bool:
-    """Whether a line of the access log is of a request that nobody's machine makes again and again."""
+    """Returns whether a line of the access log is of a request that nobody's machine makes again and again."""
     _, _, path, *_ = cast(tuple[Any, ...], record.args)
     return path.partition("?")[0] not in FREE_PATHS | METRICS_PATHS
 

@@ -207,7 +207,7 @@ def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> T
 
 
 def mixed(head: BlockHead, hidden: Tensor, above: Tensor) -> Tensor:
-    """What the Markov head multiplies, [N, S, rank]: hidden [N, S, H], above [N, S] the text's own tokens."""
+    """Returns what the Markov head multiplies, [N, S, rank]: hidden [N, S, H], above [N, S] the text's own tokens."""
     markov = head.markov
     assert markov is not None
     if not markov.width:

@@ -112,7 +112,7 @@ class _Stops(NamedTuple):
 
 
 def _turn(tokenizer: Tokenizer) -> tuple[str, _Stops]:
-    """What stands before the words of a user who speaks first, and what ends them."""
+    """Returns what stands before the words of a user who speaks first, and what ends them."""
     if tokenizer.chat_template is None:
         raise ConfigError("prompts need a chat template, and the model has none: give one with --chat-template")
     try:

@@ -61,7 +61,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def defaults(self) -> Defaults:
-        """What options have here where they are not given."""
+        """Returns what options have here where they are not given."""
 
     def default_dtype(self, checkpoint: torch.dtype | None) -> torch.dtype:
         """Returns the type that `--dtype auto` computes in. checkpoint: what the weights were saved in."""
@@ -150,7 +150,7 @@ class Device(ABC):
 
     @property
     def count(self) -> int:
-        """How many devices of this kind there are for ranks."""
+        """Returns how many devices of this kind there are for ranks."""
         return 1
 
     def names(self, count: int) -> list[str]:
@@ -163,7 +163,7 @@ class Device(ABC):
 
     @property
     def threads(self) -> int:
-        """How many threads compute, where the host does."""
+        """Returns how many threads compute, where the host does."""
         return torch.get_num_threads()
 
     def set_threads(self, count: int) -> None:  # noqa: B027

@@ -135,7 +135,7 @@ class RankProcesses(RemoteBroadcast):
                 raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
 
     def blame(self, error: BaseException) -> BaseException:
-        """What is to be raised in place of an error of this rank, which may be that another one is gone."""
+        """Returns what is to be raised in place of an error of this rank, which may be that another one is gone."""
         if isinstance(error, DraftwingError) or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
         said = self._said()

@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def collect(job: Job) -> Needed:
-    """What an engine launches. Leaves this process without a GPU."""
+    """Returns what an engine launches. Leaves this process without a GPU."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -323,7 +323,7 @@ def width_of(scheme: Scheme) -> Width:
 
 
 def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Quantization | None) -> None:
-    """Holds experts of a model on the meta device that is to be packed. asked: `--quantization`."""
+    """Puts stand-ins for the experts of a model on the meta device that is to be packed. asked: `--quantization`."""
     if asked == "none":
         return
     for part in model.modules():

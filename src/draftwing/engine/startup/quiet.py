@@ -26,7 +26,7 @@ def delays() -> dict[str, float]:
 
 
 def since(before: Mapping[str, float]) -> list[float]:
-    """Seconds that each thread has waited since `delays` gave this."""
+    """Returns seconds that each thread has waited since `delays` gave this."""
     return [seconds - before.get(thread, 0.0) for thread, seconds in delays().items()]
 
 

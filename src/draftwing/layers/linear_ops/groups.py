@@ -232,7 +232,7 @@ def multiplied_out(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:
 
 
 def sizes_of(weight: PackedGroups | MXRows) -> Counter[str]:
-    """Bytes, by type."""
+    """Returns bytes, by type."""
     if isinstance(weight, MXRows):
         return Counter({weight.label: weight.nbytes})
     return Counter({"fp8" if weight.fp8 else f"int{weight.bits}": weight.nbytes})

@@ -61,7 +61,7 @@ class BlockConfig:
 
     @property
     def steps(self) -> int:
-        """Tokens that a block predicts."""
+        """Returns tokens that a block predicts."""
         return self.rows - (not self.from_anchor)
 
 

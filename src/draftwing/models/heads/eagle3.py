@@ -165,5 +165,5 @@ class Eagle3Head(FeatureHead):
 
 
 def first_layer_name(layers: int) -> str:
-    """What checkpoints of this many layers call the first."""
+    """Returns what checkpoints of this many layers call the first."""
     return "midlayer" if layers == 1 else "layers.0"

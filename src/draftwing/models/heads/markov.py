@@ -42,7 +42,7 @@ class MarkovHead(nn.Module):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether `mix` looks at the states of the rows."""
+        """Returns whether `mix` looks at the states of the rows."""
         return self.gate is not None or self.joint is not None
 
     def mix(

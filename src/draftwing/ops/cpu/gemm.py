@@ -18,7 +18,7 @@ _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum to
 
 
 def has_gemm() -> bool:
-    """Whether the extension is there, and this CPU runs its GEMM."""
+    """Returns whether the extension is there, and this CPU runs its GEMM."""
     raw = load_extension()
     return raw is not None and bool(raw.has_product)
 
@@ -40,7 +40,7 @@ class PackedGemm:
 
     @staticmethod
     def takes(packed: Tensor) -> bool:
-        """Whether this may be the layout that the kernel reads; that it is one has to be tried."""
+        """Returns whether this may be the layout that the kernel reads; that it is one has to be tried."""
         outputs, inputs = packed.shape
         if not has_gemm() or packed.dtype != torch.bfloat16 or outputs % _OUTPUTS or inputs % _INPUTS:
             return False

@@ -19,7 +19,7 @@ _ANY = 1 << 30
 
 
 def can_run(layers: Sequence[LayerWeights], kept: Sequence[int]) -> bool:
-    """Whether the kernel runs these layers, each after the other, and can keep these outputs."""
+    """Returns whether the kernel runs these layers, each after the other, and can keep these outputs."""
     for layer in layers:
         packed = all(isinstance(gemm, PackedGemm) for gemm in layer.gemms)
         blocked = all(isinstance(gemm, BlockedGemm) and gemm.shared for gemm in layer.gemms)
@@ -40,7 +40,7 @@ def _sizes(layer: LayerWeights) -> tuple[Any, ...]:
 
 
 def numbers_of_kind(kind: AttentionKind) -> tuple[int, int, int]:
-    """What the kernels get of an attention layer: window, where its sinks lie, scalar."""
+    """Returns what the kernels get of an attention layer: window, where its sinks lie, scalar."""
     assert kind.sinks is None or (kind.sinks.dtype == torch.float32 and kind.sinks.is_contiguous())
     return kind.window, 0 if kind.sinks is None else kind.sinks.data_ptr(), kind.scalar
 
@@ -107,7 +107,7 @@ class NativeLayers:
         return max(self.inputs, self.hidden)
 
     def spare(self, rows: int, threads: int) -> int:
-        """Bytes of memory that so many rows take besides the outputs."""
+        """Returns bytes of memory that so many rows take besides the outputs."""
         half, numbers = self.dtype == torch.bfloat16, self.layers[0].numbers.data_ptr()
         size: int = self.raw.layers_spare(rows, half, numbers, self.width, threads)
         return size

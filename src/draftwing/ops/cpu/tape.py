@@ -24,7 +24,7 @@ _ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_
 
 
 def is_recording() -> bool:
-    """Whether calls are noted now: what these read and write must not be used for anything else later."""
+    """Returns whether calls are noted now: what these read and write must not be used for anything else later."""
     return _noted.get() is not None
 
 

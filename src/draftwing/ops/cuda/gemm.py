@@ -77,7 +77,7 @@ class TallShape:
 
     @property
     def exact(self) -> bool:
-        """Whether sums have the bits of few-row kernels."""
+        """Returns whether sums have the bits of few-row kernels."""
         return self.in_shares or self.cluster == SHARES
 
     @property
@@ -279,7 +279,7 @@ def options_for(dtype: torch.dtype) -> list[str]:
 
 
 def read_source(shapes: Shapes) -> str:
-    """What is compiled."""
+    """Returns what is compiled."""
     return "".join([*read_files(FILES), *(f"KERNEL({line})\n" for line in kernel_lines(shapes))])
 
 
@@ -290,7 +290,7 @@ def read_files(names: Sequence[str]) -> list[str]:
 
 
 def kernel_lines(shapes: Mapping[tuple[str, int], Shape | TallShape]) -> list[str]:
-    """What `KERNEL` of gemm.cu is given for each."""
+    """Returns what `KERNEL` of gemm.cu is given for each."""
     return [
         f"{kind}_{tile}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}, {KINDS[kind]}"
         for (kind, tile), shape in shapes.items()
@@ -323,6 +323,6 @@ def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm:
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether the kernels multiply with this weight, which they read 16 bytes at a time."""
+    """Returns whether the kernels multiply with this weight, which they read 16 bytes at a time."""
     fits = weight.dtype in _DTYPES and weight.shape[1] % _CHUNK == 0
     return weight.is_cuda and fits and weight.is_contiguous() and weight.data_ptr() % 16 == 0

@@ -250,7 +250,7 @@ def compile_ahead(dtype: torch.dtype, layout: Layout, capability: tuple[int, int
 
 
 def read_source(layout: Layout, cuts: Cuts) -> str:
-    """What is compiled."""
+    """Returns what is compiled."""
     kind, groups, zeros, chunks = layout
     weights = "StoredExperts" if kind == DENSE else f"Words<{kind}, {groups}, {str(zeros).lower()}>"
     files = (*FILES, *(STREAM_FILES if chunks else ()))

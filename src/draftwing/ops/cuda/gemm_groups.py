@@ -59,7 +59,7 @@ class Width(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Bytes in shared memory of what a warp has of 16 features and a chunk."""
+        """Returns bytes in shared memory of what a warp has of 16 features and a chunk."""
         words = (2 if self.shift < 0 else 1) * (2 if self.zeros else 1)
         return self.bits // 4 * 512 + words * 128
 
@@ -282,7 +282,7 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 
 
 def read_source(width: Width, shapes: Shapes) -> str:
-    """What is compiled."""
+    """Returns what is compiled."""
     order = order_lines(shapes.values())
     parts = read_files((*FILES, "gemm_groups.cu", *(["gemm_bulk.cu", "gemm_tall.cu"] if order else [])))
     parts += [weights_line(width), *order]

@@ -36,7 +36,7 @@ class AssignOps:
     device: torch.device
 
     def rank(self, draft: Draft, tree: Tree, rows: Tensor, dummy: int, calibration: Calibration) -> Ranked:
-        """What is expected of trees of rows [B]; nothing of drafts of the dummy row."""
+        """Returns what is expected of trees of rows [B]; nothing of drafts of the dummy row."""
         grade = torch.zeros_like(draft.parent) if draft.grade is None else draft.grade
         seen, accepted = calibration
         estimate = (accepted / seen).clamp_(max=SURE)[grade, tree.depth.clamp(max=DEPTHS - 1)]  # [B, N]

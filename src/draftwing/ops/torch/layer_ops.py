@@ -169,13 +169,13 @@ class LayerOps(ExpertOps):
         return x.to(wide) @ weight.to(wide).t()
 
     def wide_gemm_is_slow(self, weight: Tensor) -> bool:
-        """Whether a GEMM in the weight's own dtype takes a fraction of the time of `wide_gemm`."""
+        """Returns whether a GEMM in the weight's own dtype takes a fraction of the time of `wide_gemm`."""
         return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
     # -- what some devices have -------------------------------------------------------------------------------------
 
     def packs_with_onednn(self, weight: Tensor) -> bool:
-        """Whether oneDNN multiplies with this weight faster, and in a known order, once it has packed it."""
+        """Returns whether oneDNN multiplies with this weight faster, and in a known order, once it has packed it."""
         return onednn.takes(weight)
 
     def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
@@ -215,11 +215,11 @@ class LayerOps(ExpertOps):
         return groups.pack(rows, dtype, rows.codes.device)
 
     def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        """weight [rows, columns] floating point -> the same as one of `groups.SCHEMES` has it, on this device."""
+        """weight [rows, columns] floating point -> its codes as one of `groups.SCHEMES` has it, on this device."""
         return groups.quantized(weight, scheme)
 
     def gemm_keeps_bits(self, weight: Tensor) -> bool:
-        """Whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""
+        """Returns whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""
         return weight.device.type != "cuda"
 
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:

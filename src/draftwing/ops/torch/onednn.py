@@ -20,7 +20,7 @@ _TRIED = (2, 3, 4, 7, 16, 33, 64, 130)  # numbers of rows that are compared with
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether oneDNN takes this weight: a CPU tensor of a dtype for which its GEMMs are faster than torch's."""
+    """Returns whether oneDNN takes this weight: a CPU tensor of a dtype for which its GEMMs are faster than torch's."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

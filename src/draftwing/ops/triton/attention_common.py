@@ -100,7 +100,7 @@ def padded(size: int) -> int:
 
 
 def fits(q: Tensor, kv: Tensor) -> bool:
-    """Whether these queries can read this layer of the pool."""
+    """Returns whether these queries can read this layer of the pool."""
     return q.dtype == kv.dtype or (kv.dtype == torch.float8_e4m3fn and q.itemsize == 2)
 
 

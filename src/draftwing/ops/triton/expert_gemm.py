@@ -291,7 +291,7 @@ class ExpertGemm:
 
 
 def takes(weight: Tensor | PackedGroups | MXRows, count: int) -> bool:
-    """Whether the kernels multiply with these weights of `count` experts."""
+    """Returns whether the kernels multiply with these weights of `count` experts."""
     if isinstance(weight, Tensor):
         return weight.dtype in DTYPES and weight.is_contiguous()
     return not isinstance(weight, MXRows) or (weight.columns % MX_BLOCK == 0 and fits(weight))

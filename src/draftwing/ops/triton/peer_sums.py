@@ -109,7 +109,7 @@ def _peer_sum_kernel(
 
 
 def takes(partial: Tensor) -> bool:
-    """Whether there is room for such parts: up to 64 rows of 8,192 in a half type."""
+    """Returns whether there is room for such parts: up to 64 rows of 8,192 in a half type."""
     fits = 0 < partial.nbytes <= SLOT and partial.numel() <= BLOCKS * _SIZES[-1]
     return fits and partial.numel() % 8 == 0 and partial.is_contiguous()
 

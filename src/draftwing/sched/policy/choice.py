@@ -42,7 +42,7 @@ class ShapeChoice:
 
     @property
     def suspended(self) -> bool:
-        """Whether nothing is drafted that takes time, because prompts wait at every step."""
+        """Returns whether nothing is drafted that takes time, because prompts wait at every step."""
         return self.policy.adapts and len(self.policy.menu) > 1 and self._prefills.crowded_out
 
     def skip_prompts(self, admitted: Sequence[Req], running: Sequence[Req], confidence: int) -> None:
@@ -127,10 +127,10 @@ class ShapeChoice:
 
 
 def _kv_tokens(reqs: Iterable[Req]) -> int:
-    """Tokens in their KV, as far as the host knows."""
+    """Returns tokens in their KV, as far as the host knows."""
     return sum(req.kv for req in reqs)
 
 
 def _tells_nothing(req: Req) -> bool:
-    """Whether what was accepted of its drafts says nothing of others'."""
+    """Returns whether what was accepted of its drafts says nothing of others'."""
     return req.limited or req.slow or req.skipped

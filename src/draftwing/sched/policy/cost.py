@@ -68,7 +68,7 @@ class StepCost:
 
     @property
     def complete(self) -> bool:
-        """Whether every shape of the menu was measured."""
+        """Returns whether every shape of the menu was measured."""
         return all(shape in self._table for shape in self.menu)
 
     def backlog(self, batch: int, passes: int, positions: int) -> float:

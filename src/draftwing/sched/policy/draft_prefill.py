@@ -54,6 +54,6 @@ class DraftPrefill:
         return cost <= answers * saving or spend(cost - answers * saving)
 
     def _usual(self, limit: int) -> float:
-        """Tokens of an answer that can have so many; all of these where nothing is known of such a limit."""
+        """Returns tokens of an answer that can have so many; all of these where nothing is known of such a limit."""
         answers = self._answers.get(limit.bit_length())
         return min(fmean(answers), limit) if answers else limit

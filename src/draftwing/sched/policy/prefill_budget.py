@@ -123,7 +123,7 @@ class PrefillBudget:
         return tokens * self._token > self._part() - self._start
 
     def _part(self) -> float:
-        """Seconds of a part."""
+        """Returns seconds of a part."""
         return max(PART * max(self._shortest, self._start), UNNOTICED_GAP)
 
     def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True) -> float:
@@ -145,7 +145,7 @@ class PrefillBudget:
 
 
 def _size(chunks: Sequence[Chunk]) -> tuple[int, float]:
-    """Tokens, and the keys that they attend to."""
+    """Returns tokens, and the keys that they attend to."""
     tokens, keys = 0, 0.0
     for _, start, length, *_ in chunks:
         tokens += length

@@ -189,7 +189,7 @@ class TreePolicy(ShapePolicy):
         return decision._replace(wanted=wanted) if wanted else decision
 
     def _uses_model(self, index: int) -> bool:
-        """Whether a drafter with a model sees the steps of an option."""
+        """Returns whether a drafter with a model sees the steps of an option."""
         return self.menu[index].depth > 0 and self.menu[index].by != LOOKUP_ALONE
 
     # -- the budget for exploring -------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ class MessagesRequest(
 
 
 def _edits(management: ContextManagement | None) -> bool:
-    """Whether it asks that the model see less of the conversation than there is: it always sees all. Raises
+    """Returns whether it asks that the model see less of the conversation than there is: it always sees all. Raises
     RequestError for edits that may ask for anything else."""
     edits = (management or ContextManagement()).edits or []
     for i, edit in enumerate(edits):

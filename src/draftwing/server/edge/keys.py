@@ -43,7 +43,7 @@ class Bucket:
         self._left = self._now() - amount
 
     def wait(self, amount: float) -> float:
-        """Seconds until so much is there."""
+        """Returns seconds until so much is there."""
         self._left = self._now()
         return max(amount - self._left, 0) * 60 / self._capacity
 

@@ -36,7 +36,7 @@ class Probe:
         self._ended = -math.inf
 
     async def ask(self) -> bool:
-        """Whether a token came, now or within the last second."""
+        """Returns whether a token came, now or within the last second."""
         fresh = time.monotonic() - self._ended < PROBE_SECONDS and self._engine.healthy
         if self._running is None or (self._running.done() and not fresh):
             self._running = asyncio.ensure_future(self._try())
@@ -86,7 +86,7 @@ def add_probes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """How busy the engine is, as routers that balance by load read it."""
+        """Returns how busy the engine is, as routers that balance by load read it."""
         return {
             "timestamp": datetime.now(UTC).isoformat(),
             "version": draftwing.__version__,

@@ -26,7 +26,7 @@ class _Sent:
         self._answer = 0
 
     def next(self, answer: Answer) -> tuple[bool, bool]:
-        """Whether the next event has those of the prompt, and those of the answer."""
+        """Returns whether the next event has those of the prompt, and those of the answer."""
         ended, held = answer.finish_reason is not None, answer.logprob_entries
         of_prompt = ended or not self.prompt
         of_answer = ended or held <= self._few or held >= GROWTH * self._answer

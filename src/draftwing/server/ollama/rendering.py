@@ -20,17 +20,17 @@ Content = Callable[..., dict[str, Any]]  # makes what a line of the endpoint hol
 
 
 def head(model: str) -> dict[str, Any]:
-    """What each line begins with."""
+    """Returns what each line begins with."""
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
 def chat_content(text: str = "", **more: Any) -> dict[str, Any]:
-    """What a line of /api/chat holds."""
+    """Returns what a line of /api/chat holds."""
     return {"message": {"role": "assistant", "content": text, **more}}
 
 
 def text_content(text: str = "", **more: Any) -> dict[str, Any]:
-    """What a line of /api/generate holds."""
+    """Returns what a line of /api/generate holds."""
     return {"response": text, **more}
 
 

@@ -94,7 +94,7 @@ class OllamaBody(ChatLogprobs, hints="shift"):
 
     @property
     def unloads(self) -> bool:
-        """Whether the client asks to free the model at once."""
+        """Returns whether the client asks to free the model at once."""
         return str(self.keep_alive).rstrip("smh") == "0"
 
     @property

@@ -132,12 +132,12 @@ class Completion:
         return {"text": text, "logprobs": logprobs}
 
     def _pieces(self, answer: Answer, text: str, first: bool) -> list[dict[str, Any]]:
-        """What events tell of the next piece of text."""
+        """Returns what events tell of the next piece of text."""
         shown, logprobs = self._shown(answer, text, first)
         return [{"text": shown, "logprobs": logprobs}] if shown or logprobs is not None else []
 
     def _nothing(self) -> dict[str, Any]:
-        """What the last event of an answer has besides its ending."""
+        """Returns what the last event of an answer has besides its ending."""
         return {"text": ""}
 
     def _ending(self, answer: Answer) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class ChatRequest(
 
     @property
     def customs(self) -> frozenset[str]:
-        """Names of its custom tools; once `chat` has been called."""
+        """Returns names of its custom tools; once `chat` has been called."""
         return self._customs
 
     @property

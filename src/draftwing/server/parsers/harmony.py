@@ -39,7 +39,7 @@ Kind = Literal["thought", "text", "call"]
 
 
 def is_harmony(template: str | None) -> bool:
-    """Whether a chat template writes harmony."""
+    """Returns whether a chat template writes harmony."""
     return template is not None and all(marker in template for marker in (START, CHANNEL, MESSAGE))
 
 

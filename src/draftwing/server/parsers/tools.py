@@ -288,7 +288,7 @@ class ToolParser:
 
     @property
     def _closes(self) -> bool:
-        """Whether an end marker belongs to what was opened."""
+        """Returns whether an end marker belongs to what was opened."""
         return self._marked and self._style.end is not None
 
     def _after(self, text: str, at: int) -> int:

@@ -60,7 +60,7 @@ class Asset:
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is of the page's files, which need no key."""
+    """Returns whether a path is of the page's files, which need no key."""
     return path == "/" or path.startswith(ASSETS)
 
 

@@ -254,7 +254,7 @@ def _add(found: Conversation, item: Item, where: str) -> None:
 
 
 def _thought(item: Item, where: str) -> str:
-    """What a model can read of its reasoning: the text, else a summary; nothing of what another server has made
+    """Returns what a model can read of its reasoning: the text, else a summary; nothing of what another server has made
     unreadable."""
     if item.content is not None:
         return _text(item.content, f"{where}.content", "reasoning_text")

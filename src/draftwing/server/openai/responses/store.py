@@ -36,13 +36,13 @@ class Stored:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of memory."""
+        """Returns bytes of memory."""
         ids = sum(map(len, self.ids)) + _ITEM_BYTES * len(self.ids)
         return len(self.head) + self.items_size + ids + _BYTES
 
     @property
     def items_size(self) -> int:
-        """Bytes of the JSON of all its items."""
+        """Returns bytes of the JSON of all its items."""
         return len(self.input) + len(self.output)
 
     @property
@@ -96,7 +96,7 @@ class ResponseStore:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all responses that are held."""
+        """Returns bytes of all responses that are held."""
         return sum(share.bytes for share in self._shares.values())
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class ResponseStore:
             return stored
 
     def delete(self, client: str, id: str) -> bool:
-        """Whether there was one."""
+        """Returns whether there was one."""
         with self._lock:
             share = self._share(client)
             found = id in share.responses

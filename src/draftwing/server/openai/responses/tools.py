@@ -88,7 +88,7 @@ class Offer:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """What a model calls a tool."""
+    """Returns what a model calls a tool."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -140,7 +140,7 @@ class Toolbox:
         return ToolChoice(choice.mode)
 
     def _named(self, tool: AllowedTool, where: str) -> list[str]:
-        """What the model calls a tool that the request names; all of a namespace where one is allowed."""
+        """Returns what the model calls a tool that the request names; all of a namespace where one is allowed."""
         if tool.type in HOSTED:
             raise RequestError(f"{where} must not be {tool.type!r}: {_ALONE}", where)
         if tool.type == "namespace" and where != "tool_choice":
