@@ -38,7 +38,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     _add_source(chat)
     chat.add_argument("--system", metavar="STR", help="system prompt")
-    chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: the model's)")
+    chat.add_argument("--max-tokens", type=int, metavar="INT", help="maximum answer tokens (default: the model's)")
     chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: the model's)")
     _add_engine_options(chat)
     chat.add_argument(
@@ -63,7 +63,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     bench.add_argument("--prompts", metavar="FILE", help="JSON lines, each a string or an object with prompt or turns")
     bench.add_argument(
-        "--max-tokens", type=_count, default=128, metavar="INT", help="most tokens of an answer (default: 128)"
+        "--max-tokens", type=_count, default=128, metavar="INT", help="maximum tokens of an answer (default: 128)"
     )
     bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
     bench.add_argument("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")

@@ -21,7 +21,7 @@ _OTHERS = 0o077  # permissions of everyone but a file's owner
 class ApiKey:
     """A client's key.
 
-    name: by which logs know the client, and by which its requests are served in turn.  admin: whether it may use the
+    name: by which logs know the client, and by which its requests take turns.  admin: whether it may use the
     endpoints that concern other clients' requests.  Limits are for each minute; None is no limit.  max_priority: the
     highest `priority` that its requests may have; None is no limit.
     """

@@ -124,7 +124,7 @@ class SamplingParams(BaseModel):
 
     max_new_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = Field(
         128,
-        description="most tokens of the answer; null runs to the context limit, 0 tells of the prompt alone",
+        description="maximum tokens of the answer; null runs to the context limit, 0 computes the prompt alone",
     )
     temperature: Annotated[float, AfterValidator(lambda value: 0.0 if value < GREEDY_BELOW else value)] = Field(
         1.0, ge=0, le=100, description="0 takes the likeliest token"
@@ -141,7 +141,7 @@ class SamplingParams(BaseModel):
     stop_token_ids: TokenIds = Field((), max_length=MAX_STOPS, description="token ids that end the answer")
     min_new_tokens: int = Field(0, ge=0, le=_INT32, description="no token id ends the answer before this many tokens")
     thinking_budget: Budget | None = Field(
-        None, description="most tokens of reasoning, which the model's own marker then ends; -1 is no limit"
+        None, description="maximum tokens of reasoning, which the model's own marker then ends; -1 is no limit"
     )
     ignore_eos: bool = Field(False, description="go on past the model's end-of-text token")
     n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers per prompt")

@@ -1,4 +1,4 @@
-"""When an engine's process is taken for hung, when a dead one is replaced, and whose request may have killed it."""
+"""Decides when an engine process counts as hung, when a dead one is replaced, and whose request may have killed it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Watchdog:
         self._progress: int | None = None
 
     def look(self, heard: bool, progress: int | None) -> str | None:
-        """Why the engine is taken for hung, or None. heard: whether a message came since the last look.
+        """Returns why the engine counts as hung, or None. heard: whether a message came since the last look.
         progress: the newest of `Engine.stats`."""
         self._silent = 0 if heard else self._silent + 1
         self._stuck = self._stuck + 1 if progress is not None and progress == self._progress else 0
