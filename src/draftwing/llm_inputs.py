@@ -126,7 +126,7 @@ class Inputs:
         wishes: RequestOptions,
         starts: list[Start] | None = None,
     ) -> list[GenerationRequest]:
-        """starts: where answers begin; None: as the prompts' ends tell."""
+        """starts: where answers begin; None: as the prompts' ends say."""
         like, context = _checked_wishes(self._tokenizer, wishes), self._info.context_length
         asked = [
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))

@@ -1,4 +1,4 @@
-"""Runs `draftwing bench --check-card`: tells whether a head accepts on this machine what was measured when it was
+"""Runs `draftwing bench --check-card`: says whether a head accepts on this machine what was measured when it was
 made."""
 
 from __future__ import annotations

@@ -226,10 +226,10 @@ def _log(arguments: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def _opened(
     url: str | None, arguments: dict[str, Any], remote: Callable[[Any], Any], local: Callable[[Any], Any],
-    log_level: str = "info", tells: bool = False,
+    log_level: str = "info", announces: bool = False,
 ) -> Iterator[Any]:  # fmt: skip
     """What `remote` makes of the client of a server, or `local` of an engine with the model that `arguments` name.
-    log_level: unless they name one.  tells: whether to say that it is being loaded."""
+    log_level: unless they name one.  announces: whether to say that it is being loaded."""
     from draftwing.cli.client import Client
 
     if url is not None:
@@ -241,7 +241,7 @@ def _opened(
         yield remote(client)
         return
     options = Options.from_kwargs(**{"log_level": log_level, **arguments}).resolve()
-    if tells:
+    if announces:
         print(f"loading {options.served_model_name or options.model} ...", file=sys.stderr)
     from draftwing.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks of a step, and how they run it with the same executor.
+"""What rank 0 sends the other ranks of a step, and how they run it with the same executor.
 
 Rank 0 has the host's side: scheduler, grammars, costs. Whatever it has its executor do, it has all executors do: a
 call goes out to everybody and is then made here. Of requests only numbers go out. Where the host takes part in a step
@@ -170,7 +170,7 @@ class Follower:
     """A rank from 1 on: runs what rank 0 sends."""
 
     def __init__(self, executor: Executor, receive: Receive, answer: Send | None = None) -> None:
-        """answer: tells rank 0 what was drawn, every `COMPARED_EVERY` steps, and when `RankBroadcast.compare` asks."""
+        """answer: sends rank 0 what was drawn, every `COMPARED_EVERY` steps, and when `RankBroadcast.compare` asks."""
         self.executor, self._receive, self._answer = executor, receive, answer
         self._flying: InFlight | None = None
         self._digest = Digest()

@@ -42,7 +42,7 @@ Path = tuple[str, ...]
 
 
 def explained(why: str, schemas: Sequence[tuple[Path, Any]], fails: Fails) -> str:
-    """Returns what to tell of a grammar that cannot be compiled.
+    """Returns what to say of a grammar that cannot be compiled.
 
     why: what the library says.  schemas: those in the grammar, and where.  fails: what it says of a schema in its own
     language; None for one that it takes.

@@ -91,7 +91,7 @@ class GenerationRequest(NamedTuple):
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.
     bad_word_ids: the token sequences of its parameters' `bad_words`; None where they are yet to be found.
     thinking: of its parameters' `thinking_budget`, as the model's markers and its prompt make it.
-    traced: its outputs tell what was drafted for it.  client: the name of the API key that asked, where there are keys.
+    traced: outputs report what was drafted for it.  client: the name of the API key that asked, where there are keys.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.
     """
@@ -122,7 +122,7 @@ class Speculation(NamedTuple):
     """What a request gets of the wish in its field `speculative`. limits: None drafts as the engine does."""
 
     limits: SpecLimits | None
-    used: dict[str, Any]  # as responses tell it
+    used: dict[str, Any]  # as responses report it
 
 
 def speculation(wish: Any, algorithm: str, maximum: SpecLimits) -> Speculation:

@@ -110,7 +110,7 @@ class SamplingParams(BaseModel):
     """How to sample and when to stop: `SamplingParams(temperature=0, max_new_tokens=64)`.
 
     Names and ranges are those of `/generate`'s `sampling_params`. Of fields that are not set, or None, the model's own
-    defaults hold where it has some (`model_fields_set` tells which were set), else those below; None as
+    defaults hold where it has some (`model_fields_set` has which were set), else those below; None as
     `max_new_tokens` is no limit. The constructor also takes:
 
     - `seed` and `max_tokens`, other names of `sampling_seed` and `max_new_tokens`;

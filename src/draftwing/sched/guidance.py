@@ -1,7 +1,7 @@
 """Rows whose next tokens the host decides about: grammars and logits processors, on draft trees.
 
 A `Guidance` lives from the planning of a step to its commit. It fits the rows' trees to their grammars before the
-target runs and makes the masks of all nodes while it does. What fails on the way it tells the scheduler.
+target runs and makes the masks of all nodes while it does. What fails on the way it reports to the scheduler.
 """
 
 from __future__ import annotations

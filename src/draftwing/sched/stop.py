@@ -1,4 +1,4 @@
-"""When a request ends, and what its last output tells of it."""
+"""When a request ends, and what its last output reports of it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Replica:
     """An engine in a process of its own, and its endpoints."""
 
     async def __init__(self, options: Options) -> None:  # type: ignore[misc]
-        """Loads everything. Raises CheckpointError or EngineDead, and ConfigError for what only the machine tells."""
+        """Loads everything. Raises CheckpointError or EngineDead, and ConfigError for what only the machine shows."""
         # Only where it runs: whoever builds the application needs neither.
         from draftwing.server.run import open_watchers, opened
 

@@ -49,7 +49,7 @@ class Chat:
     """A conversation, and how it goes on, whatever the API.
 
     messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
-    with the last message.  prompted: the template begins the answer.  thinking: True and False tell the template
+    with the last message.  prompted: the template begins the answer.  thinking: True and False ask the template
     whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.  reasons: some is
     asked for, if the template can switch it on.  ignored: fields of the request that have no effect, besides its hints:
     tools that a server would run, say.

@@ -326,7 +326,7 @@ class GenerationBody(Body):
 
     @property
     def prompt_alone(self) -> bool:
-        """Returns whether the response may tell of the prompt and have no answer."""
+        """Returns whether the response may report the prompt and have no answer."""
         return False
 
     @property
@@ -381,7 +381,7 @@ class GenerationBody(Body):
 
     @property
     def traced(self) -> bool:
-        """Returns whether the response tells what was drafted."""
+        """Returns whether the response reports what was drafted."""
         return False
 
     def renamed(self, error: RequestError) -> RequestError:

@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
     """Says where to point a client once requests are answered, and ends in an orderly way.
 
     The first signal stops new requests; those that run have `drain` seconds, then they are aborted. The second signal
-    ends the process at once. It ends by itself when the engine is lost for good; `lost` tells.
+    ends the process at once. It ends by itself when the engine is lost for good; `lost` says so.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:

@@ -127,7 +127,7 @@ class Answer:
 
     @property
     def entries(self) -> int:
-        """How much a response tells of it so far: token ids, and log probabilities with those of other tokens."""
+        """Returns how much a response has of it so far: token ids, and log probabilities with those of other tokens."""
         return self._width * len(self.token_ids) + self.prompt_entries
 
     @property

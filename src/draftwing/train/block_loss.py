@@ -151,7 +151,7 @@ def terms(
 
 
 def _implementation(logits: Tensor) -> tuple[Callable[..., RowFacts], Callable[..., Tensor]]:
-    """Returns what tells the facts of rows, and what makes their slopes; it may overwrite the logits."""
+    """Returns what gives the facts of rows, and what makes their slopes; it may overwrite the logits."""
     if not kernels_take(logits):
         return _facts_in_torch, _slopes_in_torch
     from draftwing.train.kernels.block_terms import row_facts, slopes

@@ -36,7 +36,7 @@ class Device(ABC):
     kind: ClassVar[str]  # what torch calls such devices
     has_own_memory: bool = False  # whether it has memory of its own, which this process may fill and torch counts
     collectives: Collectives = "gloo"
-    read_bytes = 256 << 20  # that tell how fast memory is read: more than most caches hold
+    read_bytes = 256 << 20  # that show how fast memory is read: more than most caches hold
     out_of_memory: type[Exception] = torch.OutOfMemoryError  # what torch raises where there is no room
 
     def __init__(self, rank: int = 0, ops: TorchOps | None = None) -> None:

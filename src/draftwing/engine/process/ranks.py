@@ -1,4 +1,4 @@
-"""The ranks from 1 on, as rank 0 sees them: it starts them, tells them what to run, and notices when one is gone.
+"""The ranks from 1 on, as rank 0 sees them: it starts them, sends them what to run, and notices when one is gone.
 
 Each is a process of its own with two connections. One carries what is to be run; a process reads it in order, and once
 it is ready answers `compare` alone. The other carries a pulse, by threads on both ends: a rank that is stopped has
@@ -121,7 +121,7 @@ class RankProcesses(RemoteBroadcast):
         self._compare(self.digest.now)
 
     def _compare(self, expected: tuple[int, int]) -> None:
-        """Takes the next that each rank tells of what it has drawn, and waits for it. Raises why it failed."""
+        """Takes the next that each rank sends of what it has drawn, and waits for it. Raises why it failed."""
         for rank, plans in enumerate(self._plans, 1):
             try:
                 with self._reading:

@@ -71,7 +71,7 @@ def chosen_isa() -> Isa | None:
 
 @functools.cache
 def usable_sets() -> tuple[Isa, ...]:
-    """The sets that were built and that this CPU runs, from the plainest to the best. `plain` tells what the CPU has:
+    """The sets that were built and that this CPU runs, from the plainest to the best. `plain` shows what the CPU has:
     if it is missing, there are none."""
     built = built_sets()
     if PLAIN not in built:

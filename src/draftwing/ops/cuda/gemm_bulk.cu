@@ -1,4 +1,4 @@
-// Follows gemm.cu: bulk copies from global to shared memory and the barriers that tell of them (compute capability 9.0).
+// Follows gemm.cu: bulk copies from global to shared memory and the barriers that report them (compute capability 9.0).
 
 #ifndef ON_HOST
 typedef unsigned long long Barrier;

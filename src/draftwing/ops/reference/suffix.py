@@ -27,7 +27,7 @@ from draftwing.ops.types import Draft, RowTensors
 
 LENGTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of contexts, up to the longest that is asked for
 # For each token that followed a context, so many occurrences are taken to be of tokens that have not been seen there:
-# as often as text of chats and code went on in another way. What others said tells less.
+# as often as text of chats and code went on in another way. What others said says less.
 ESCAPE: Final = (2.3, 1.0, 0.6, 0.35, 0.28, 0.22, 0.18, 0.1, 0.06, 0.05, 0.03)
 OTHERS: Final = 2.0
 WAYS: Final = 8  # tokens of a bucket, the newest first
@@ -58,7 +58,7 @@ BASE, FIRST, SECOND, OWNER, SALT = (
 
 
 def owners(count: int, secret: int) -> Tensor:
-    """[count] int64: 64 bits each, of which none tells anything of another one or of their difference."""
+    """[count] int64: 64 bits each, of which none says anything of another one or of their difference."""
     key = secret.to_bytes(8, "little")
     hashes = (blake2b(i.to_bytes(8, "little"), digest_size=8, key=key).digest() for i in range(count))
     return torch.tensor([int.from_bytes(one, "little", signed=True) for one in hashes])

@@ -131,7 +131,7 @@ def tree_attention(
     q [B * Q, heads or more, head_dim], of which the first heads are read, its last two axes dense; kv [slots, kv_heads,
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
     head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
-    `ragged` Q is 1, and the trees are those that it tells of. scales: what keys and what values of the pool are to be
+    `ragged` Q is 1, and the trees are those that it names. scales: what keys and what values of the pool are to be
     multiplied with; a pool may be float8_e4m3fn with queries of 16 bits. kind: of the layer. settled: as
     `AttnBackend.bind` has it.
     """

@@ -32,7 +32,7 @@ class Peers(NamedTuple):
     """Memory of all ranks as this one sees it.
 
     buffers: addresses of each rank's two buffers; inbox: address of this rank's signals [P, BLOCKS] int64, by who sent
-    them; tell [P] int64: where this rank's own signals are in the memory of each rank; calls [BLOCKS] int64: how many
+    them; outbox [P] int64: where this rank's own signals are in the memory of each rank; calls [BLOCKS] int64: how many
     there were, the same in all places.
     """
 

@@ -1,7 +1,7 @@
 """How many drafts of a row each shape of a menu has accepted, by the drafter's confidence.
 
 It is learnt from the trees that were drafted: every node comes back with its calibrated survival
-(`core.StepResult.survival`), so one tree tells what all smaller options would have brought, verified or not. Larger
+(`core.StepResult.survival`), so one tree shows what all smaller options would have brought, verified or not. Larger
 options change as chains do whose levels are as often right.
 """
 
@@ -73,7 +73,7 @@ class Acceptance:
 
     def observe(self, index: int, confidences: Sequence[int], result: StepResult, step: int, alone: bool) -> None:
         """Learns from a step of an option. confidences: of its rows, 0 where a row says nothing. alone: whether no
-        other step tells of such text, because nothing else is drafted; else what is well known is looked at in every
+        other step shows such text, because nothing else is drafted; else what is well known is looked at in every
         second step, for that costs the host time."""
         if (
             not alone
@@ -198,8 +198,8 @@ def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[f
 
 
 def _is_part(part: TreeShape, whole: TreeShape) -> bool:
-    """Whether a tree of shape `whole` tells what one of shape `part` would have brought. One that two drafters made
-    tells what the lookup alone would have."""
+    """Whether a tree of shape `whole` shows what one of shape `part` would have brought. One that two drafters made
+    shows what the lookup alone would have."""
     if not part.depth or (part.by, whole.by) not in ((part.by, part.by), (LOOKUP_ALONE, BOTH)):
         return False
     return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes

@@ -14,7 +14,7 @@ from draftwing.sched.req import Req
 
 
 class ShapeChoice:
-    """Asks the policy for what the requests of a step and the prefills of others allow, and tells it of results."""
+    """Asks the policy for what the requests of a step and the prefills of others allow, and passes it results."""
 
     def __init__(
         self, policy: ShapePolicy, prefills: PrefillBudget, draws_alike: bool, deferral: Deferral = AT_ONCE
@@ -23,7 +23,7 @@ class ShapeChoice:
         self.policy, self._prefills, self._draws_alike = policy, prefills, draws_alike
         self._draft_prefill = DraftPrefill(deferral.most) if deferral.from_tokens else None
         self._by_slot = deferral.by_slot
-        # Positions of texts, seen at once, that tell what one takes; 0: none do. A CPU takes the same for each.
+        # Positions of texts, seen at once, that show what one takes; 0: none do. A CPU takes the same for each.
         self._telling = deferral.most if deferral.from_tokens else LAG if deferral.by_slot else 0
         # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
         self._planned: dict[int, tuple[list[int], bool]] = {}

@@ -104,7 +104,7 @@ class StepCost:
             self._correct(shape, batch.bit_length(), math.log(seconds / expected))
 
     def record_backlog(self, batch: int, passes: int, positions: int, seconds: float) -> None:
-        """Learns from what a drafter took for its backlog. positions: 0 where they are too few to tell what one
+        """Learns from what a drafter took for its backlog. positions: 0 where they are too few to show what one
         takes."""
         for known, count in ((self._pass, passes), (self._position, positions)):
             if count:

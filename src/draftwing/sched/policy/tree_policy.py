@@ -18,7 +18,7 @@ from draftwing.sched.policy.cost import DOUBT, HOLD, RECENT, StepCost
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 
 EXPLORE = 0.01  # share of the time that may be lost by trying options to learn from them
-MARGIN = 1.02  # factor by which drafts have to be better: the host does more for them, which no step's seconds tell
+MARGIN = 1.02  # factor by which drafts have to be better: the host does more for them, which no step's seconds show
 MAX_QUERIES = 1024  # nodes that a step may verify; more never pay, and a try would hold up everybody
 
 

@@ -79,6 +79,6 @@ class Acceptor:
 
 
 def _is_there(connection: socket.socket) -> bool:
-    """Returns whether the client has not left yet; only Linux tells."""
+    """Returns whether the client has not left yet; only Linux knows."""
     info = getattr(socket, "TCP_INFO", None)
     return info is None or connection.getsockopt(socket.IPPROTO_TCP, info, 1)[0] == ESTABLISHED

@@ -148,7 +148,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._let_go()
         self.pipeline.clear()
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells the last one that came, which need not be the one that runs
+        for cycle in self._cycles:  # uvicorn notifies the last one that came, which need not be the one that runs
             cycle.disconnected = True
             cycle.message_event.set()
 

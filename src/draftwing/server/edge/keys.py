@@ -136,7 +136,7 @@ class KeyCheck:
         bearer = token.strip() if scheme.lower() == b"bearer" else b""
         for given in (headers.get(b"x-api-key", b""), bearer):
             digest = _digest(given)
-            for known, key in self._keys:  # all of them, whichever it is: how long it takes tells nothing
+            for known, key in self._keys:  # all of them, whichever it is: how long it takes shows nothing
                 if hmac.compare_digest(digest, known):
                     found = key
         return found

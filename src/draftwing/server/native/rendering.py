@@ -1,4 +1,4 @@
-"""Answers as /generate tells them."""
+"""Answers as /generate reports them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class OllamaAnswer:
         return {**head(self._model), **self._content(reader.content, **more), **self._logprobs(), **self._ending()}
 
     async def events(self) -> AsyncIterator[str]:
-        """Lines with what is new, then one that tells how it ended."""
+        """Lines with what is new, then one that says how it ended."""
         async for answer, text in self.generation:
             for one in await self.generation.render(len(text), partial(self._news, answer, text)):
                 yield one

@@ -21,7 +21,7 @@ from draftwing.text.answer import Answer
 def usage(
     prompt_tokens: int, answers: Sequence[Answer], speculates: bool = False, ended: bool = True
 ) -> dict[str, Any]:
-    """speculates: tell how many drafts were accepted and rejected; once all answers are finished.  ended: whether they
+    """speculates: report how many drafts were accepted, rejected; once all answers are finished.  ended: whether they
     are: before, it is not known what of their prompts was cached."""
     completion_tokens = sum(len(answer.token_ids) for answer in answers)
     reasoning = sum(answer.reasoning_tokens for answer in answers)
@@ -132,7 +132,7 @@ class Completion:
         return {"text": text, "logprobs": logprobs}
 
     def _pieces(self, answer: Answer, text: str, first: bool) -> list[dict[str, Any]]:
-        """Returns what events tell of the next piece of text."""
+        """Returns what events have of the next piece of text."""
         shown, logprobs = self._shown(answer, text, first)
         return [{"text": shown, "logprobs": logprobs}] if shown or logprobs is not None else []
 

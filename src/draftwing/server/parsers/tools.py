@@ -54,7 +54,7 @@ TOOL_STYLES = {
 
 
 def style_of(template: str | None) -> ToolStyle | None:
-    """Returns how calls are written by the family whose chat template this is; None where it does not tell."""
+    """Returns how calls are written by the family whose chat template this is; None where it does not say."""
     if template is None or any(marker in template for marker in _OTHERS):
         return None
     if '"name"' not in template and "tool_calls" not in template:
@@ -203,7 +203,7 @@ class ToolParser:
 
     def _behind_fence(self, text: str, at: int) -> int:
         """Returns where what a code fence begins with begins, or the same place where there is none; the end of the
-        text where that does not tell."""
+        text where that does not say."""
         if not "```".startswith(text[at : at + 3]):
             return at
         fence = _FENCE.match(text, at)

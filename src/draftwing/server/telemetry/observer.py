@@ -1,4 +1,4 @@
-"""Records each HTTP request and each answer as they pass, and tells watchers: metrics, traces and the request log.
+"""Records each HTTP request and each answer as they pass, and notifies watchers: metrics, traces and the request log.
 
 Everything runs on the event loop. The middleware knows the HTTP request, `begin` its generation (both in the same
 task, so a context variable joins them), and `output` gets what the engine says, at the moment it says it: a slow
@@ -90,7 +90,7 @@ class Watcher:
 
 
 class Observer:
-    """Fills the records, on the event loop, and tells the watchers."""
+    """Fills the records, on the event loop, and notifies the watchers."""
 
     def __init__(self, watchers: Sequence[Watcher] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self.watchers = list(watchers)

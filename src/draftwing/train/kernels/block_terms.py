@@ -1,7 +1,7 @@
 """Triton kernels for the loss of heads that draft a block; one row per program, float32 inside.
 
-Two passes over the logits z of a row, whose q = softmax(z), and the distribution p of the target. The first tells what
-there is to tell of a row (`RowFacts`). What each term weighs is computed from that, for it may depend on the other rows
+Two passes over the logits z of a row, whose q = softmax(z), and the distribution p of the target. The first gives what
+there is to know of a row (`RowFacts`). What each term weighs is computed from that, for it may depend on the other rows
 of the block. The second pass overwrites the logits with the gradient of the weighted sum. The formulas are in
 `train.block_loss`, and the reference.
 """
@@ -81,7 +81,7 @@ def _slope_kernel(
 
 def row_facts(logits: Tensor, probs: Tensor, place: Tensor, token: Tensor) -> RowFacts:
     """logits [r, V], probs [n, V], each in one of DTYPES; place [r] int64: each row's distribution; token [r] int64:
-    the text's, -1 for none -> what there is to tell of the rows, in float32."""
+    the text's, -1 for none -> what there is to know of the rows, in float32."""
     rows, vocab = logits.shape
     assert probs.shape[1] == vocab and place.shape == token.shape == (rows,)
     assert logits.stride(1) == probs.stride(1) == place.stride(0) == token.stride(0) == 1
