@@ -94,7 +94,7 @@ def test_a_grammar_has_a_limit_in_the_long_run(clock):
         for token in range(200):
             until_ready(one)
             one.follow(token)
-    assert 0.5 * async_mask.TOTAL / async_mask.ALLOWANCE < token < 2 * async_mask.TOTAL / async_mask.ALLOWANCE
+    assert 0.5 * async_mask.LIMIT / async_mask.ALLOWANCE < token < 2 * async_mask.LIMIT / async_mask.ALLOWANCE
 
 
 def test_others_do_not_wait_for_a_slow_grammar(clock):

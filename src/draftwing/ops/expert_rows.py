@@ -30,7 +30,7 @@ _PLACES = {
     FP8: [[(128, 8), (127, 4)], [(128, 4), (112, 8), (15, 0)]],
     MX: [[(8, 12), (7, 6)], [(8, 6), (7, 0)], [(8, 0), (7, 26)], [(8, 10), (4, 12), (3, 4)]],
 }
-_AT_ONCE = 1 << 26  # codes that are turned into words at a time
+_CODES_AT_ONCE = 1 << 26  # codes that are turned into words at a time
 
 
 class ExpertRows(NamedTuple):
@@ -106,7 +106,7 @@ def _parts(codes: Tensor, size: int) -> list[tuple[slice, Tensor]]:
     """Items of so many codes, some at a time, so that what is made of them on the way is small."""
     if codes.is_meta:
         return []
-    step = max(_AT_ONCE // size, 1)
+    step = max(_CODES_AT_ONCE // size, 1)
     return [(slice(at, min(at + step, len(codes))), codes[at : at + step]) for at in range(0, len(codes), step)]
 
 

@@ -20,11 +20,11 @@ from draftwing.grammar.limits import give_way
 from draftwing.grammar.state import Mask
 
 # Seconds of a processor.
-TOKEN = 0.002  # of an answer's steps that its grammar may use for each token
-SLOW = 0.02  # beyond that: then it is worked out while steps run
+STEP = 0.002  # of an answer's steps that its grammar may use for each token
+SLOW_FROM = 0.02  # beyond that: then it is worked out while steps run
 MAX_DEBT = 0.1  # that is remembered
 ALLOWANCE = 0.05  # for each token, in the long run
-TOTAL = 2.0  # beyond that: then the answer ends
+LIMIT = 2.0  # beyond that: then the answer ends
 
 
 class ComputedMask(NamedTuple):
@@ -48,13 +48,13 @@ class AsyncMask:
         """grammar: before the first token. Begins to work out what that may be."""
         self.mask: Mask | None = None  # what may come next, if it was worked out while steps ran
         self._grammar, self._workers = grammar, workers
-        self._debt, self._left = SLOW / 2, TOTAL
+        self._debt, self._left = SLOW_FROM / 2, LIMIT
         self._deferred: list[int] = []  # tokens that the grammar has not been given
         self._task: Future[ComputedMask] | None = workers.first.submit(self._work, ())
 
     @property
     def slow(self) -> bool:
-        return self._debt >= SLOW
+        return self._debt >= SLOW_FROM
 
     def charge(self, seconds: float) -> None:
         """Charges so many seconds of a processor."""
@@ -72,7 +72,7 @@ class AsyncMask:
             self.charge(seconds)
         if self._left < 0:
             raise RequestError(
-                f"the grammar takes too long: more than {ALLOWANCE:g} s of a processor for each token, and {TOTAL:g} s "
+                f"the grammar takes too long: more than {ALLOWANCE:g} s of a processor for each token, and {LIMIT:g} s "
                 "beyond that",
                 "grammar",
             )
@@ -85,8 +85,8 @@ class AsyncMask:
     def follow(self, token: int) -> bool:
         """Takes the newest token; False if it is illegal. Raises RequestError as `ready`."""
         mask, self.mask = self.mask, None
-        self._debt = max(self._debt - TOKEN, 0.0)
-        self._left = min(self._left + ALLOWANCE, TOTAL)
+        self._debt = max(self._debt - STEP, 0.0)
+        self._left = min(self._left + ALLOWANCE, LIMIT)
         if mask is not None and self.slow and self._grammar.ends_by_stop_id:
             self._deferred.append(token)  # that takes long, too
             return bool(mask[token // 32] >> (token % 32) & 1)

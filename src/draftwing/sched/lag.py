@@ -25,7 +25,7 @@ import numpy as np
 from draftwing.core import AT_ONCE, LAG, CatchUp, Deferral, Deferred, IntArray, TreeShape
 from draftwing.sched.req import Req
 
-ROWS = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
+MAX_JOINING = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
 RESTED = 8  # steps in a row without drafts after which a drafter sees no prompts either, if it can see them later
 UNSEEN = 512  # positions of a prompt that it may lack then: it sees them all before a step, which others wait for
 
@@ -121,7 +121,7 @@ class CatchUps:
         near = max(commit, self._max_backlog // 4)
         must = sum(req.behind + commit > self._max_backlog for req in reqs)
         far = sorted((req for req in reqs if req.behind + near > self._max_backlog), key=lambda req: -req.behind)
-        return far[: max(must, ROWS)] if must or self._next or len(far) > ROWS else []
+        return far[: max(must, MAX_JOINING)] if must or self._next or len(far) > MAX_JOINING else []
 
     def _add(self, req: Req) -> None:
         if req.behind > self._max_backlog or (req.behind and self._prompts.late):

@@ -38,7 +38,7 @@ MAX_ANSWERS = 2048  # prompts times n
 MAX_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MAX_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
-_AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
+_ANSWERS_AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
 # Until the next turn, where somebody is served: its processor is one of the engine's, whose threads wait for each
 # other.
 _PAUSE_SECONDS = 0.01
@@ -260,7 +260,7 @@ class Service:
                     self.engine.logprob_quota.check(client_name(), first, first)
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
-                    if len(answers) % _AT_ONCE == 0 and len(answers) < count:
+                    if len(answers) % _ANSWERS_AT_ONCE == 0 and len(answers) < count:
                         await asyncio.sleep(_PAUSE_SECONDS if self.engine.active else 0)
             except RequestError as error:
                 raise body.renamed(error) from None

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 # Up to this many rows weights are dequantised in registers, by kernels that give a row the same bits for each number of
 # them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is dequantised first and then
 # has the GEMMs of a dense one.
-_FEW = 128
-_MANY = 2048  # more than kernels are for: all matrices of a layer are dequantised
+_FEW_ROWS = 128
+_MANY_ROWS = 2048  # more than kernels are for: all matrices of a layer are dequantised
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ class PackedLinear(LinearOp):
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         x = self._ordered(x)
-        if x.shape[0] <= _FEW:
+        if x.shape[0] <= _FEW_ROWS:
             return self._gemm.linear(x, self._weight, bias, residual)
         if self._tall is not None and (y := self._tall.linear(x, self._weight, bias, residual)) is not None:
             return y
         y = self._with_matrix(self._matrix(), x, bias, residual, overwrite)
-        if x.shape[0] > _MANY:
+        if x.shape[0] > _MANY_ROWS:
             for op in self._later:
                 op._begin()
         return y
@@ -168,7 +168,7 @@ class PackedLinear(LinearOp):
         return y if residual is None else y + residual
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        few = x.shape[0] <= _FEW
+        few = x.shape[0] <= _FEW_ROWS
         if self._weight.rows % 32 or (not few and self._exact is None and self._tall is None):
             return None
         x = self._ordered(x)

@@ -26,7 +26,7 @@ KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gem
 _CHUNK = 64  # columns
 # Of gemm_stream.cu:
 _LONGEST = 64  # chunks, of which x is in registers
-_MUCH = 64  # of these
+_MUCH_X = 64  # of these
 _SHARED = 227 << 10  # bytes that a block can have
 _MAX_STAGES = 16
 
@@ -91,7 +91,7 @@ class Stream(NamedTuple):
         """Returns the best of those tried on an H200: three row tiles that leave two stages, four that leave three, or
         fewer; no more than two with much of x."""
         x_registers = -(-layout.chunks // SHARES) * tokens
-        tried = [cls.of(layout, row_tiles, tokens) for row_tiles in range(1, 3 if x_registers > _MUCH else 5)]
+        tried = [cls.of(layout, row_tiles, tokens) for row_tiles in range(1, 3 if x_registers > _MUCH_X else 5)]
         return max((cut for cut in tried if cut.stages > 1 + cut.row_tiles // 4), default=tried[0])
 
     def stage_bytes(self) -> int:

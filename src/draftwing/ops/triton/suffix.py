@@ -20,7 +20,7 @@ from draftwing.ops.types import Draft, RowTensors
 
 PARTS = 16  # programs that share the buckets of one length
 _POOL = 32  # places for what follows a node
-_LONG = 64  # tokens of a row from which on the interpreter has several programs, too
+_LONG_ROW = 64  # tokens of a row from which on the interpreter has several programs, too
 _LANES = 32  # tokens that a program looks at together
 
 assert BACK * WAYS <= _POOL and WAYS == 8
@@ -316,7 +316,7 @@ class TritonSuffixIndex(SuffixIndex):
         self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
     ) -> None:
         tokens, lengths = table.tokens, len(self.lengths)
-        parts = 1 if INTERPRETED and limit < _LONG else PARTS
+        parts = 1 if INTERPRETED and limit < _LONG_ROW else PARTS
         _insert_kernel[(lengths, parts)](
             tokens, tokens.shape[1], rows, rows.shape[0], limit, self.rows, prefix_len, count, self.owner, self.length,
             self.factors, self.table,
