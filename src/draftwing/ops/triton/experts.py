@@ -72,7 +72,7 @@ def _route_kernel(
         tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=there)
 
 
-@triton.jit(do_not_specialize=["pairs", "tile_count", "most"])
+@triton.jit(do_not_specialize=["pairs", "tile_count", "max_tiles"])
 def _tile_kernel(
     order,
     tiles,
