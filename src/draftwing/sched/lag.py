@@ -39,7 +39,7 @@ class CatchUps:
         assert all(shape.max_commit + deferral.by_slot <= max_backlog for shape in lagging)
         self._lagging, self._max_backlog, self._pass = frozenset(lagging), max_backlog, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
-        self._prompts: Prompts
+        self._prompts: PromptBacklog
         if deferral.by_slot:
             self._prompts = FromSlots(deferral, slots, max_backlog)
         else:
@@ -132,7 +132,7 @@ class CatchUps:
             req.behind = 0
 
 
-class Prompts(Protocol):
+class PromptBacklog(Protocol):
     """Chunks that the drafter has not seen."""
 
     sees_later: bool = False  # whether it can be shown any text at any time
@@ -172,7 +172,7 @@ class Prompts(Protocol):
         ...
 
 
-class FromStates(Prompts):
+class FromStates(PromptBacklog):
     """Keeps the target's hidden states for a drafter that needs them, each prompt's in places of its own. Where
     there are none for it, or no room for a chunk, the drafter sees the chunk at once."""
 
@@ -224,7 +224,7 @@ class FromStates(Prompts):
         return Deferred(req.row, req.sent, 0, at), wanted if at + wanted <= self._places else 0
 
 
-class FromTokens(Prompts):
+class FromTokens(PromptBacklog):
     """Serves a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
     prompts of `Req.skipped`, nor one that ends early, nor the end of an answer: which slots have its KV is noted, and a
     request that goes on from others has it see these first.
