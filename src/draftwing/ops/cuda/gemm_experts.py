@@ -176,9 +176,7 @@ class FewPairs:
         assert tiles is not None and tiles.rows <= MAX_PAIRS and tiles.tiles.is_contiguous()
         tokens, depth = routed.experts.shape[0], x.shape[1]
         # A token chooses no expert twice.
-        kernel, cut = self._kernels[
-            kind, next(size for size in self._tiles[kind] if tokens <= size or size == MAX_PAIRS)
-        ]
+        kernel, cut = self._kernels[kind, next(n for n in self._tiles[kind] if tokens <= n or n == MAX_PAIRS)]
         codes, scales, zeros = (
             (weight, None, None) if isinstance(weight, Tensor) else (weight.words, weight.scales, weight.zeros)
         )
