@@ -56,7 +56,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The C extension with AddressSanitizer and UBSan, beside the one that is installed, under the tests of what it computes.
+# The C extension with AddressSanitizer and UBSan, apart from the installed one, under the tests of what it computes.
 # For the instruction set that is used here, and the plain one, which is asked what the CPU has.
 SANITIZE := -fsanitize=address,undefined
 sanitize: $(VENV)/.installed-dev

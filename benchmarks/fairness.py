@@ -3,7 +3,7 @@
     python benchmarks/fairness.py [--heavy 4] [--peers 0] [--kinds ebnf,stop,...] [--out result.json]
 
 Starts `draftwing serve` with a key for each client. One client streams short answers, one after the other: first
-alone, or beside `--peers` clients like it, then with `--heavy` clients of one kind in addition, which ask again as soon
+alone, or with `--peers` clients like it, then with `--heavy` clients of one kind in addition, which ask again as soon
 as they are answered or refused; those that are there to be refused ask on eight connections. Clients are processes; the
 heavy ones have a lower priority, so that what they take of this machine's processors is not measured as the server's.
 The rounds of the kinds alternate with those without, so that what else the machine does is the same for all.
@@ -157,7 +157,7 @@ class Client:
 
 
 class Crowd:
-    """Clients that ask again and again until they are told to go."""
+    """Clients that ask again and again until they are asked to stop."""
 
     def __init__(self, port: int, kinds: list[tuple[str, str]], seed: int) -> None:
         """kinds: name and kind of each client."""
@@ -248,7 +248,7 @@ def run(port: int, args: argparse.Namespace) -> dict[str, Any]:
             print(f"round {number}, {kind}: gap p99 {percentile(gaps, 0.99)} ms of {len(gaps)}", flush=True)
     result: dict[str, Any] = {}
     for kind in kinds:
-        result[kind] = told(*found[kind]) | {"answers": others[kind][0], "refusals": others[kind][1]}
+        result[kind] = summary(*found[kind]) | {"answers": others[kind][0], "refusals": others[kind][1]}
     for kind, figures in result.items():
         for name in [name for name in figures if name.endswith("_ms")]:
             for base, of in (("without", "ratio"), ("plain", "to_plain")):
@@ -257,7 +257,7 @@ def run(port: int, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def told(gaps: list[float], first: list[float]) -> dict[str, Any]:
+def summary(gaps: list[float], first: list[float]) -> dict[str, Any]:
     out: dict[str, Any] = {"gaps": len(gaps)}
     for name, values in (("gap", gaps), ("ttft", first)):
         for share, of in ((0.5, "median"), (0.99, "p99")):

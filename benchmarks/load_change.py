@@ -39,7 +39,7 @@ from svg_plot import Line, Panel, render
 from draftwing.requests.request import GenerationRequest
 
 WINDOW, ENOUGH, WITHIN = 20, 0.95, 50  # steps; of the best shape's tokens per second; steps after a change
-SETTLED = 1 / 3  # share of a pinned run that is not counted
+WARM_UP = 1 / 3  # share of a pinned run that is not counted
 SMOOTHED = 15  # steps of which a point of the plot is the mean
 
 
@@ -135,7 +135,7 @@ def pinned_rates(
                 load.run(phase._replace(steps=min(phase.steps, 120)), seen)
             counted = [step for step in seen if full(step, phase)]
             check_pinned(seen, shape)
-            rates[name_of(shape)] = rate(counted[int(len(counted) * SETTLED) :])
+            rates[name_of(shape)] = rate(counted[int(len(counted) * WARM_UP) :])
         found.append(rates)
     return found
 

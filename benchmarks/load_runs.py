@@ -1,4 +1,4 @@
-"""Engines under load in this process: how they are made, driven and watched. For the scripts beside it."""
+"""Engines under load in this process: how they are made, driven and watched. For the scripts next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arithmetic costs in quality: the model's distributions under two configurations, and llama.cpp's beside them.
+"""What arithmetic costs in quality: the model's distributions under two configurations, and llama.cpp's next to them.
 
     python benchmarks/logits_quality.py --other "--dtype bfloat16" [--base "--dtype float32"] [--out result.json]
 

@@ -5,7 +5,7 @@
 
 `compare` says the same at each run, microseconds apart. Of each cell it says the tokens per step where every step
 verifies the whole tree, and the tokens per plain step's time where each step verifies as much as has paid so far at the
-confidence that the lookup told: none, a quarter, half or all of the tree. For that a node costs a share of a plain step
+confidence that the lookup gave: none, a quarter, half or all of the tree. For that a node costs a share of a plain step
 (`COSTS`): a large model on a GPU, a small one on a CPU, or many requests at once. So it shows what a confidence is
 worth. In brackets is the share of the first lookup's of a group.
 """

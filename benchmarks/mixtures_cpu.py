@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CPU beside llama.cpp, on the same GGUF file of random weights with the shapes of a real one.
+"""Mixtures of experts on a CPU vs llama.cpp, on the same GGUF file of random weights with the shapes of a real one.
 
     python benchmarks/mixtures_cpu.py [--families gpt-oss-20b Qwen3-30B-A3B] [--layers 6] [--rounds 3]
 

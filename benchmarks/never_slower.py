@@ -49,9 +49,9 @@ from load_texts import Texts
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")
 DRAFTERS = ("EAGLE3", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE3+NGRAM")
-ENOUGH = 0.98  # of the tokens per second without drafts
-DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
-LONG = 1000  # tokens: answers to longer prompts are half as long
+MIN_RATIO = 0.98  # of the tokens per second without drafts
+MAX_CHEAP_TOKENS = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
+LONG_PROMPT = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
 SETTLING = (
@@ -87,9 +87,9 @@ def cover(cells: Sequence[Cell], count: int, seed: int = 0) -> list[Cell]:
     while len(seen) < len(wanted):
         new = {cell: sum(pair not in seen for pair in pairs(cell)) for cell in left}
         some = [cell for cell in left if new[cell]]
-        best = max(some, key=lambda cell: new[cell] - cell.requests * cell.prompt / DEAR)
+        best = max(some, key=lambda cell: new[cell] - cell.requests * cell.prompt / MAX_CHEAP_TOKENS)
         _choose(best, left, chosen, seen)
-    left = [cell for cell in left if cell.requests * cell.prompt <= DEAR]
+    left = [cell for cell in left if cell.requests * cell.prompt <= MAX_CHEAP_TOKENS]
     while left and len(chosen) < count:
         _choose(min(left, key=lambda cell: sum(seen[pair] for pair in pairs(cell))), left, chosen, seen)
     return chosen
@@ -117,7 +117,7 @@ class Costs:
     def work(self, cell: Cell, seconds: float) -> Work:
         """What takes about so long."""
         step, begin = self.step[cell.requests], self.prompt * cell.prompt * cell.requests
-        longest = ANSWER[1] // (2 if cell.prompt > LONG else 1)
+        longest = ANSWER[1] // (2 if cell.prompt > LONG_PROMPT else 1)
         tokens = int(min(max((seconds / WAVES - begin) / step, ANSWER[0]), longest))
         prompts = begin > tokens * step / 2
         waves = 2 * WAVES if prompts else WAVES
@@ -194,7 +194,7 @@ def run_cell(
         prompts = texts.prompts(cell.text, cell.prompt, count, turn * count)
         jobs = jobs_of(prompts, cell.temperature, tokens, SPREAD, turn)
         runs = {id(each): timed(each, jobs, cell.requests) for each in ((none, engine), (engine, none))[turn % 2]}
-        (plain, expected, _), (drafted, found, told) = runs[id(none)], runs[id(engine)]
+        (plain, expected, _), (drafted, found, reported) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
     record: dict[str, Any] = {
@@ -207,7 +207,7 @@ def run_cell(
         "ratios": [other / one for one, other in rounds],
         "error": error([other / one for one, other in rounds]),
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
-        **told,
+        **reported,
     }
     if args.fixed:
         record["fixed"] = fixed_rates(cell, engine, jobs)
@@ -245,14 +245,14 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Cells, those that are slower than `ENOUGH`, the worst and the median ratio; of all and of each drafter."""
+    """Cells, those that are slower than `MIN_RATIO`, the worst and the median ratio; of all and of each drafter."""
 
     def of(some: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ratios = [one["ratio"] for one in some]
         shares = [one["of_best_fixed"] for one in some if "of_best_fixed" in one]
         return {
             "cells": len(some),
-            "below": sum(ratio < ENOUGH for ratio in ratios),
+            "below": sum(ratio < MIN_RATIO for ratio in ratios),
             "worst": min(ratios),
             "median": statistics.median(ratios),
         } | ({"worst_of_best_fixed": min(shares)} if shares else {})

@@ -34,7 +34,7 @@ from load_texts import Texts
 
 MIX = (("chat", 60), ("chat", 600), ("code", 200), ("chat", 250), ("copy", 500))  # text and tokens of prompts
 TEMPERATURE = 0.7
-MOST = {"tpot_p50": 1.05, "tpot_p99": 1.05, "gap_p99": 1.1}  # times what it is without drafts
+MAX_RATIOS = {"tpot_p50": 1.05, "tpot_p99": 1.05, "gap_p99": 1.1}  # times what it is without drafts
 
 
 def arrivals(texts: Texts, rate: float, seconds: float, tokens: int, seed: int = 1) -> list[Job]:
@@ -71,8 +71,8 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         for drafter, run in runs.items():
             shown = []
             for name in names:
-                most = MOST.get(name, float("inf")) * runs["none"][name] if "none" in runs else float("inf")
-                shown.append(f"**{run[name]:.2f}**" if run[name] > most else f"{run[name]:.2f}")
+                limit = MAX_RATIOS.get(name, float("inf")) * runs["none"][name] if "none" in runs else float("inf")
+                shown.append(f"**{run[name]:.2f}**" if run[name] > limit else f"{run[name]:.2f}")
             lines.append(f"| {rate} | {drafter} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 

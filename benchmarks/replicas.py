@@ -154,16 +154,16 @@ def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) 
     with ProcessPoolExecutor(clients, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(abs, range(clients)))  # they are there before the clock begins
         before, start = read_counts(replicas), time.perf_counter()
-        told = list(pool.map(partial(ask_all, url, args.max_tokens, args.api_key), shares, at_once))
+        reported = list(pool.map(partial(ask_all, url, args.max_tokens, args.api_key), shares, at_once))
         seconds, after = time.perf_counter() - start, read_counts(replicas)
     (queries, hits), busiest = since(before, after)
     return {
         "run": name,
         "replicas": len(replicas),
         "requests": each * args.groups,
-        "failed": sum(failed for _, failed in told),
+        "failed": sum(failed for _, failed in reported),
         "seconds": round(seconds, 2),
-        "tokens_per_s": round(sum(tokens for tokens, _ in told) / seconds, 1),
+        "tokens_per_s": round(sum(tokens for tokens, _ in reported) / seconds, 1),
         "prompt_tokens": int(queries),
         "hit_rate": round(hits / queries, 4) if queries else 0.0,
         "busiest": round(busiest, 3),

@@ -1,4 +1,4 @@
-"""What the HTTP server costs beside the engine: CPU time of both processes while many clients stream.
+"""What the HTTP server costs besides the engine: CPU time of both processes while many clients stream.
 
     python benchmarks/server_cpu.py --out result.json [--clients 64] [--tokens 128]
 

@@ -42,7 +42,7 @@ def ways(pool: int) -> list[tuple[str, str, int, dict[str, Any]]]:
 def answers(
     args: argparse.Namespace, algorithm: str, at_once: int, more: dict[str, Any]
 ) -> tuple[list[list[int]], str]:
-    """The tokens of all answers, and what else is to be told of the run."""
+    """The tokens of all answers, and what else is to be said of the run."""
     asked = [[{"role": "user", "content": turn}] for turn in mt_bench(args.prompts)]
     params = [
         {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True,
@@ -56,11 +56,11 @@ def answers(
     ) as llm:  # fmt: skip
         marker = llm.engine.tokenizer.encode("</think>", add_special_tokens=False)
         found = llm.chat(asked, params)
-        told = f"accept length {llm.engine.accept_length:.2f}"
+        reported = f"accept length {llm.engine.accept_length:.2f}"
     texts = [list(one.token_ids) for one in found]
     retracted = sum(one.meta_info["num_retractions"] for one in found)
-    told += f", {retracted} preempted, {forced(texts, marker)} ended where the budget says"
-    return texts, told
+    reported += f", {retracted} preempted, {forced(texts, marker)} ended where the budget says"
+    return texts, reported
 
 
 def forced(texts: Sequence[Sequence[int]], marker: Sequence[int]) -> int:
@@ -84,13 +84,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="ways whose name has this")
     parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference: on a GPU")
     args = parser.parse_args()
-    expected, told = answers(args, "none", 1, {})
-    print(f"{'none, one at a time':40s} {told}", flush=True)
+    expected, reported = answers(args, "none", 1, {})
+    print(f"{'none, one at a time':40s} {reported}", flush=True)
     for name, algorithm, at_once, more in ways(args.pool):
         if args.only in name:
-            texts, told = answers(args, algorithm, at_once, more)
+            texts, reported = answers(args, algorithm, at_once, more)
             same = sum(a == b for a, b in zip(texts, expected, strict=True))
-            print(f"{name:40s} {same} of {len(expected)} the same, {told}", flush=True)
+            print(f"{name:40s} {same} of {len(expected)} the same, {reported}", flush=True)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ class Cycle(InTurn):
         super().__init__(*shapes, PLAIN)
 
 
-class Told(InTurn):
+class Chosen(InTurn):
     """The shape that the test wants."""
 
     def __init__(self, *shapes):

@@ -22,7 +22,7 @@ class OnMadeUpMachine(TreePolicy):
         for shape in menu:
             for rows in (1, 2, 3, 4, 6, 8, 16, 32):
                 prices.measured(shape, rows, 0, self._takes(shape, rows))
-        super().__init__(menu, prices, sees_predictions=True, least=1)
+        super().__init__(menu, prices, sees_predictions=True, base=1)
         self.chosen = dict.fromkeys(menu, 0)
 
     def _takes(self, shape: TreeShape, rows: int) -> float:
@@ -34,7 +34,7 @@ class OnMadeUpMachine(TreePolicy):
         self.chosen[shape] += 1
         return shape
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
         late = 1e-4 if result.catching_up else 0.0
         seconds = self._takes(shape, len(context.confidences)) + late
-        super().record(shape, context, replace(result, seconds=seconds, catching_up=late), priced)
+        super().record(shape, context, replace(result, seconds=seconds, catching_up=late), is_cost)

@@ -174,7 +174,7 @@ def test_nobody_else_asks_about_the_device() -> None:
 
 
 def test_drafters_never_see_the_sampler() -> None:
-    """They may couple with the target through the same noise; what was drawn they are told."""
+    """They may couple with the target through the same noise; what was drawn they get."""
     for module in trees():
         if _top(module) == "spec":
             targets = {found.target for found in imports(module)}

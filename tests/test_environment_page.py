@@ -38,5 +38,5 @@ def test_every_variable_is_on_the_page() -> None:
     read = {name for file in files for name in read_in(file)} - INTERNAL
     assert read >= {"XDG_CACHE_HOME", "DRAFTWING_NATIVE", "SGLANG_SIMULATE_ACC_LEN", "NCCL_SOCKET_IFNAME", "LOCAL_RANK"}
     rows = table_rows(text_of(ROOT / "docs" / "environment_variables.md"))
-    told = {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", row[0])}
-    assert read <= told, f"not on the page: {sorted(read - told)}"
+    listed = {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", row[0])}
+    assert read <= listed, f"not on the page: {sorted(read - listed)}"

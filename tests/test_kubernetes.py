@@ -74,8 +74,8 @@ def test_probes_ask_what_the_server_answers() -> None:
     probes = {name: server[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert set(probes.values()) <= paths
     assert probes["livenessProbe"] == "/liveness" and probes["readinessProbe"] == "/readiness"
-    (told,) = (pod["metadata"]["annotations"] for pod in pods() if "annotations" in pod["metadata"])
-    assert told["prometheus.io/path"] in paths and told["prometheus.io/port"] == str(served_port())
+    (reported,) = (pod["metadata"]["annotations"] for pod in pods() if "annotations" in pod["metadata"])
+    assert reported["prometheus.io/path"] in paths and reported["prometheus.io/port"] == str(served_port())
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)

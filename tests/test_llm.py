@@ -190,8 +190,8 @@ def test_thinking_budgets() -> None:
     begin, end = (tuple(engine.tokenizer.encode(marker)) for marker in ("<think>", "</think>"))
     llm.generate(["a<think>\n", "a", "a</think>"], ask)
     llm.generate("a", {**ask, "thinking_budget": -1})
-    told = [request.thinking for request in engine.requests]
-    assert told == [ThinkingBudget(4, (), end, True), ThinkingBudget(4, begin, end, False), None, None]
+    budgets = [request.thinking for request in engine.requests]
+    assert budgets == [ThinkingBudget(4, (), end, True), ThinkingBudget(4, begin, end, False), None, None]
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>so"}]
     llm.chat([said, said[:1]], SamplingParams(**ask))
     llm.chat(said, ask, continue_final_message=True)

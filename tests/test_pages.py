@@ -112,7 +112,7 @@ def test_names(name: str) -> None:
 
 
 def test_nouns() -> None:
-    """The classes of architecture.md's table are defined in the file or folder beside them."""
+    """The classes of architecture.md's table are defined in the file or folder next to them."""
     section = text_of(ROOT / "docs" / "architecture.md").split("## Nouns")[1].split("\n## ")[0]
     rows = [row for row in table_rows(section) if row[1].startswith("`")]
     assert len(rows) > 20
@@ -165,12 +165,12 @@ def test_the_commands_of_a_chat_are_all_on_their_page() -> None:
 def test_defaults_of_speculation() -> None:
     """The table of parameters has every option of speculation, with its default where that is a number."""
     text = text_of(ROOT / "docs" / "speculative_decoding.md").split("## Parameters")[1].split("\n## ")[0]
-    told = {row[0].strip("`-").replace("-", "_"): row[1] for row in table_rows(text)}
+    listed = {row[0].strip("`-").replace("-", "_"): row[1] for row in table_rows(text)}
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
     for name, default in fields.items():
         if name.startswith("speculative_"):
-            assert name in told, name
-            assert told[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
+            assert name in listed, name
+            assert listed[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
 
 
 def test_results_are_current() -> None:
@@ -190,7 +190,7 @@ def test_every_result_is_shown() -> None:
 
 
 def test_performance_quotes_the_cards() -> None:
-    """Acceptance lengths of the bundled heads, greedy / at temperature 1, are those of the cards beside them."""
+    """Acceptance lengths of the bundled heads, greedy / at temperature 1, are those of the cards next to them."""
     section = text_of(ROOT / "docs" / "performance.md").split("## Acceptance length of the bundled heads")[1]
     rows = [row for row in table_rows(section) if len(row) == 4 and re.fullmatch(r"\(\d+, \d+, \d+\)", row[1])]
     assert len(rows) == 9

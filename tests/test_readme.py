@@ -39,7 +39,7 @@ def test_what_is_not_run() -> None:
 
 @pytest.mark.slow
 def test_the_commands_run(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the page's order, the server beside those after it. Answers end, and the streamed one keeps to its limit."""
+    """In the page's order, the server with those after it. Answers end, and the streamed one keeps to its limit."""
     with socket.socket() as sock:
         if sock.connect_ex(("127.0.0.1", 30000)) == 0:
             pytest.skip("another program listens on port 30000, which the commands name")

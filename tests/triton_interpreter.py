@@ -117,6 +117,6 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
     monkeypatch.setattr(core.tensor, "__init__", tensor)
     monkeypatch.setattr(core.tuple, "__eq__", equal)
     monkeypatch.setattr(triton, "_get_np_dtype", get_np_dtype)
-    # It computes whether integers overflow, and does not look at the result unless it is told to debug.
+    # It computes whether integers overflow, and does not look at the result unless it is asked to debug.
     options = replace(triton.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(triton.interpreter_builder, "options", options)

@@ -27,7 +27,7 @@ from draftwing.utils import launch_server_cmd, terminate_process, wait_for_serve
 
 KEY = "right"
 HEALTH, RATIO = 0.25, 1.25  # the most, in seconds and as a multiple
-SETTLE = 0.5  # seconds that an attack has begun before
+LEAD_SECONDS = 0.5  # seconds that an attack has begun before
 
 
 @contextlib.contextmanager
@@ -52,8 +52,8 @@ def serving(model: str | None, keyed: bool, serve: list[str]) -> Iterator[int]:
 def line(name: str, port: int, seconds: float, connections: int, key: str) -> bool:
     """Prints what is felt of an attack. Whether that is little."""
     alone = feel(port, seconds, key)
-    with attacking(name, port, seconds + SETTLE + 5, connections):
-        time.sleep(SETTLE)
+    with attacking(name, port, seconds + LEAD_SECONDS + 5, connections):
+        time.sleep(LEAD_SECONDS)
         felt = feel(port, seconds, key)
     time.sleep(1.5)  # those who are held leave
     ratio, health = felt.late / alone.late, max(felt.health)

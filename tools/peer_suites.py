@@ -94,10 +94,10 @@ def links(package: str) -> list[str]:
     """Addresses of the package's files, in pip's index."""
     from pip._internal.models.index import PyPI
 
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True
     )
-    address = f"{told.stdout.strip() or PyPI.simple_url}/{package}/"
+    address = f"{reported.stdout.strip() or PyPI.simple_url}/{package}/"
     with urllib.request.urlopen(address, timeout=60) as response:
         page = response.read().decode()
     found = re.findall(r'href="([^"]+)"', page)

@@ -131,12 +131,12 @@ def records(log: str) -> list[tuple[datetime, str]]:
 
 def bugs(log: str) -> tuple[list[str], list[str]]:
     """What looks like a bug in a log, and what it says of the minute before each, as far as that was not said yet."""
-    every, minutes, told = records(log), list[str](), datetime.min
+    every, minutes, shown = records(log), list[str](), datetime.min
     found = [(at, text) for at, text in every if any(bug in text for bug in BUGS)]
     for at, _ in found:
-        if at > told and len(minutes) < MAX_MINUTES:
-            begin, told = max(at - MINUTE, told) if at > datetime.min + MINUTE else told, at + AFTER
-            minutes.append("\n".join(text for when, text in every if begin < when <= told))
+        if at > shown and len(minutes) < MAX_MINUTES:
+            begin, shown = max(at - MINUTE, shown) if at > datetime.min + MINUTE else shown, at + AFTER
+            minutes.append("\n".join(text for when, text in every if begin < when <= shown))
     return [text for _, text in found], minutes
 
 
@@ -184,13 +184,13 @@ Sizes = list[tuple[float, Size | None, Size | None]]  # time, engine, server
 async def sizes(server: Server, end: float, out: Outcome) -> Sizes:
     """Tells every minute how it goes: who looks at a soak that was cut off sees how far it came."""
     found: Sizes = []
-    began = told = time.monotonic()
+    began = shown = time.monotonic()
     while time.monotonic() < end and not server.ended:
         found.append((time.monotonic(), Size.of(server.engine), Size.of(server.process.pid)))
-        if found[-1][0] >= told + TELL:
-            told = found[-1][0]
+        if found[-1][0] >= shown + TELL:
+            shown = found[-1][0]
             memory = " and ".join("none" if size is None else f"{size.bytes / 1e6:.0f} MB" for size in found[-1][1:])
-            print(f"{(told - began) / 60:.0f} min: {memory}, {counted(out)}, {len(out.problems)} problems", flush=True)
+            print(f"{(shown - began) / 60:.0f} min: {memory}, {counted(out)}, {len(out.problems)} problems", flush=True)
         await asyncio.sleep(min(5.0, max(end - time.monotonic(), 0.1)))
     return found
 

@@ -92,12 +92,12 @@ def request(generator: random.Random, longest: int, tools: bool) -> Asked:
     messages = [{"role": "user", "content": prompt}]
     stream = {"stream": generator.random() < 0.6}
     if path == "/generate":
-        beside = {name: chosen.pop(name) for name in ("cache_salt", "priority", "speculative") if name in chosen}
+        extra = {name: chosen.pop(name) for name in ("cache_salt", "priority", "speculative") if name in chosen}
         seed = {"sampling_seed": chosen.pop("seed")}
         params = chosen | seed | {"max_new_tokens": tokens}
         if generator.random() < 0.2:
-            beside |= {"return_logprob": True, "top_logprobs_num": 2}
-        return Asked(path, {"text": prompt, "sampling_params": params, **beside, **stream})
+            extra |= {"return_logprob": True, "top_logprobs_num": 2}
+        return Asked(path, {"text": prompt, "sampling_params": params, **extra, **stream})
     if path == "/v1/completions":
         return Asked(path, {"prompt": prompt, "max_tokens": tokens, **chosen, **stream})
     if path == "/v1/chat/completions":

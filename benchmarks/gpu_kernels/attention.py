@@ -1,7 +1,7 @@
 """Attention at the sizes of an 8B Llama: microseconds per layer inside a CUDA graph, the pool not in the L2 cache.
 
-`bench` has the shapes of the engine and torch's own attention beside them: "exact" as in deterministic mode, trees
-also under a mask, which is the default without that mode. FlashInfer's kernels stand beside them where it is installed.
+`bench` has the shapes of the engine and torch's own attention with them: "exact" as in deterministic mode, trees
+also under a mask, which is the default without that mode. FlashInfer's kernels stand by them where it is installed.
 `attention.py flashinfer` leaves torch out (names after it: FlashInfer's backends for prompts, fa2 and fa3 by default),
 `attention.py sweep` tries tilings instead.
 """
@@ -71,8 +71,8 @@ class Work:
             self.layers,
         )  # fmt: skip
 
-    def part(self, mean: int, told: bool, exact: bool) -> float:
-        """Of each tree its first nodes, 1 to 2 * mean - 1 and `mean` on average; told: which of them are one tree, else
+    def part(self, mean: int, known: bool, exact: bool) -> float:
+        """Of each tree the first nodes, 1 to 2 * mean - 1 and `mean` on average; known: which are one tree, else
         each is a row of its own."""
         from draftwing.ops.attention import Ragged
         from draftwing.ops.triton import attention
@@ -81,7 +81,7 @@ class Work:
         picked = torch.cat([b * self.nodes + torch.arange(int(count)) for b, count in enumerate(counts)]).cuda()
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).cuda()
         tree = picked // self.nodes
-        ragged = Ragged(self.rows, self.prefix, starts, self.nodes, -(-len(picked) // self.batch)) if told else None
+        ragged = Ragged(self.rows, self.prefix, starts, self.nodes, -(-len(picked) // self.batch)) if known else None
         path, path_len = self.path.flatten(0, 1)[picked].unsqueeze(1), self.path_len.flatten()[picked].unsqueeze(1)
         q, out, rows, prefix = self.q[picked], torch.empty_like(self.out[picked]), self.rows[tree], self.prefix[tree]
         workspace = attention.Workspace(q.device)

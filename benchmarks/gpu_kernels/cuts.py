@@ -205,7 +205,7 @@ def sweep(workers: ProcessPoolExecutor, most: float, until: float) -> dict[int, 
             weights = weights_of(product, LABELS[bits])
             made[bits, product] = weights[: max(2, int(GRAPH * READ_RATE / weights[0].nbytes))]
         weights, known = made[bits, product], known_kernels(bits, device)
-        floor = weights[0].nbytes / READ_RATE
+        bound = weights[0].nbytes / READ_RATE
         if job.shapes:
             found = list(timed(job, weights, known))
             wrong = [shape.call for _, _, shape, same in found if not same]
@@ -215,8 +215,8 @@ def sweep(workers: ProcessPoolExecutor, most: float, until: float) -> dict[int, 
             if good[0][2].warps:
                 best[bits][product.kind, job.tile] = good[0][2]
             for took, single, shape, _ in (before, *good[:3]):
-                print(f"{bits:2d} {product.name:8s}{job.tile:4d} {single:6.1f} ({floor / single:4.0%}) {took:6.1f} "
-                      f"({floor / took:4.0%}) {shape.call} | {shape.blocks} {shape.room}", flush=True)  # fmt: skip
+                print(f"{bits:2d} {product.name:8s}{job.tile:4d} {single:6.1f} ({bound / single:4.0%}) {took:6.1f} "
+                      f"({bound / took:4.0%}) {shape.call} | {shape.blocks} {shape.room}", flush=True)  # fmt: skip
             results += [(bits, product.name, job.tile, took, single, shape.call, shape.blocks, shape.room, same)
                         for took, single, shape, same in found]  # fmt: skip
             if "OUT" in os.environ:

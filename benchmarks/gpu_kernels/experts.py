@@ -249,7 +249,7 @@ def check(model: Model, kind: str) -> None:
             error = float((found.double() - expected).abs().max() / expected.abs().max())
             if not error < 0.02:
                 wrong.append(f"{name} of {tokens} tokens by {error:.3f}")
-        if experts.tile_rows(tokens, exact) > gemm_experts.MOST:
+        if experts.tile_rows(tokens, exact) > gemm_experts.MAX_PAIRS:
             continue
         for token in (0, tokens - 1):
             alone = experts.route(logits[token : token + 1], model.top_k, True, True)
@@ -341,15 +341,15 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
     print("".join(f"{head:>{width}}" for head, width in heads))
     for tokens, exact in (*((tokens, False) for tokens in TOKENS), (512, True)):
         bench = Bench(model, layers, tokens, exact)
-        now, floor = bench.all(), sum(bench.floors)
+        now, bound = bench.all(), sum(bench.floors)
         label, beside = f"{tokens}{' exact' if exact else ''}", ""
-        if beside_triton and experts.tile_rows(tokens, exact) <= gemm_experts.MOST:
+        if beside_triton and experts.tile_rows(tokens, exact) <= gemm_experts.MAX_PAIRS:
             with TritonsOwn():
                 triton = bench.all()
             beside = f"; Triton's {triton.gate_up:.1f}, {triton.down:.1f}, layer {triton.whole:.1f}"
         print(
             f"{label:>9}{bench.distinct:>7.1f}{now.route:>8.1f}{now.gate_up:>9.1f}{now.down:>8.1f}{now.mix:>7.1f}"
-            f"{now.whole:>8.1f}{floor:>8.1f}{floor / now.whole:>7.0%}{beside}", flush=True,
+            f"{now.whole:>8.1f}{bound:>8.1f}{bound / now.whole:>7.0%}{beside}", flush=True,
         )  # fmt: skip
 
 

@@ -216,7 +216,7 @@ def chain(ours: SmallMGemm | GroupGemm, weights: list[list[Any]], rows: int) -> 
 
 
 def steps(sizes: tuple[int, ...] = (1, 16, 64)) -> None:
-    """Steps without drafts, in microseconds, beside the time to read all their matrices."""
+    """Steps without drafts, in microseconds, vs the time to read all their matrices."""
     lines = []
     for scheme in ("none", "fp8", "w4a16"):
         with tempfile.TemporaryDirectory() as folder:

@@ -51,10 +51,10 @@ def bench() -> list[tuple[str, float]]:
         }
         for name, (product, of) in alone.items():
             every = [layer[name] for layer in layers]
-            floor = every[0].nbytes / READ_RATE
+            bound = every[0].nbytes / READ_RATE
             for label, fn in (("skinny", product), ("cuBLAS", lambda w, of=of: torch.mm(of, w.T))):
                 took = replay_us(lambda fn=fn, every=every: [fn(w) for w in every]) / DISTINCT
-                results.append((f"{rows} rows, {name}, {label} (floor {floor:.1f})", took))
+                results.append((f"{rows} rows, {name}, {label} (floor {bound:.1f})", took))
         results.append((f"{rows} rows, lm_head, skinny", replay_us(lambda x=x: ours.linear(x, head, None))))
         results.append((f"{rows} rows, lm_head, cuBLAS", replay_us(lambda x=x: torch.mm(x, head.T))))
 
@@ -73,8 +73,8 @@ def bench() -> list[tuple[str, float]]:
                 gate, up = F.linear(F.rms_norm(x, (HIDDEN,), norm, 1e-5), w["gate_up"]).chunk(2, -1)
                 x = x + F.linear(F.silu(gate) * up, w["down"])
 
-        floor = LAYERS * sum(w.nbytes for w in layers[0].values()) / READ_RATE
-        results.append((f"{rows} rows, chain of {LAYERS} layers, skinny (floor {floor:.0f})", replay_us(chain)))
+        bound = LAYERS * sum(w.nbytes for w in layers[0].values()) / READ_RATE
+        results.append((f"{rows} rows, chain of {LAYERS} layers, skinny (floor {bound:.0f})", replay_us(chain)))
         results.append((f"{rows} rows, chain of {LAYERS} layers, cuBLAS and torch", replay_us(plain)))
     return results
 

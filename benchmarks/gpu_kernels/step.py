@@ -119,10 +119,10 @@ def print_steps(parts: Any, undrafted: dict[Any, float], totals: dict[Any, float
     for key in sorted(totals, key=lambda key: (key.size, key.shape.queries)):
         tokens = key.size * key.shape.queries
         size, distinct = weights_read(parts, tokens)
-        floor, target, step = size / READ_RATE, undrafted[key], totals[key]
+        bound, target, step = size / READ_RATE, undrafted[key], totals[key]
         print(
-            f"{tuple(key.shape)!s:29s} {key.size:7d} {tokens:7d} {distinct:7.0f} {size / 1e6:7.0f} {floor:7.0f} "
-            f"{target:7.0f} {floor / target:7.0%} {step:7.0f} {floor / step:7.0%}", flush=True,
+            f"{tuple(key.shape)!s:29s} {key.size:7d} {tokens:7d} {distinct:7.0f} {size / 1e6:7.0f} {bound:7.0f} "
+            f"{target:7.0f} {bound / target:7.0%} {step:7.0f} {bound / step:7.0%}", flush=True,
         )  # fmt: skip
 
 

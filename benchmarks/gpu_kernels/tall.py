@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_kernels/tall.py [seconds] [32b]    # measure no more from then on
 
-Products are those of quantised.py, beside the matrix multiplied out for cuBLAS, and cuBLAS with
+Products are those of quantised.py, vs the matrix dequantised for cuBLAS, and cuBLAS with
 bfloat16 weights; those of gate.up are without the activation, which is part of the kernels here. What differs from a
 float64 product by more than bfloat16 does is said to be WRONG and is not taken. The last thing is gemm_tall.py's table
 with the best shapes.

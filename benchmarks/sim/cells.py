@@ -1,7 +1,7 @@
 """The simulated loads that a change of the policy is judged by. Each cell is a function that returns figures by name.
 
-Figures: `none`, tokens per second beside those without drafts; `best`, beside those of the best fixed shape; `gap`,
-the 99th percentile of gaps beside that without drafts; `steps` until a change of load is followed; `us`, microseconds
+Figures: `none`, tokens per second over those without drafts; `best`, over those of the best fixed shape; `gap`,
+the 99th percentile of gaps over that without drafts; `steps` until a change of load is followed; `us`, microseconds
 of the host; `share` and `seconds` as the cell's name says.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
-from served import MIX, TIMES, ClosedLoop, DraftModel, LongPrompts, OpenLoop, beside_a_crowd, wave
+from served import MIX, TIMES, ClosedLoop, DraftModel, LongPrompts, OpenLoop, gap_with_a_crowd, wave
 from worlds import MACHINES, TREE, World
 
 from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, Chunk, StepResult, TreeShape
@@ -80,7 +80,7 @@ CELLS["never pays / one load"] = hopeless
 CELLS["never pays / loads of 1 to 64"] = hopeless_everywhere
 
 
-# -- prices that are wrong -------------------------------------------------------------------------------------------
+# -- costs that are wrong --------------------------------------------------------------------------------------------
 
 
 def busy(machine: str, hit: float, by: float) -> Figures:
@@ -129,7 +129,7 @@ class Slower(World):
 
 
 def speed(by: float, trees: float, hit: float) -> Figures:
-    """Whole or in part slower from one step on, after a long time; tokens per second beside the best shape's."""
+    """Whole or in part slower from one step on, after a long time; tokens per second over the best shape's."""
     menu = tree_menu(TREE)
     world, hits = Slower(menu, 4.0, 0.012, 0.25), [hit] * 8
     policy = TreePolicy(menu, world.cost())
@@ -322,7 +322,7 @@ def crowd(name: str) -> Figures:
 
 for name in TIMES:
     CELLS[f"crowd of 64, speed of all prompts first, longest gap / {name}"] = partial(crowd, name)
-    CELLS[f"longest gap beside another's crowd / {name}"] = lambda name=name: {"seconds": beside_a_crowd(TIMES[name])}
+    CELLS[f"longest gap with another's crowd / {name}"] = lambda name=name: {"seconds": gap_with_a_crowd(TIMES[name])}
 
 
 @cache
@@ -332,20 +332,20 @@ def long_prompts(small: int, heavy: int, noise: float = 0.1) -> LongPrompts:
     return load
 
 
-def beside_long_prompts(heavy: int) -> Figures:
-    """Gaps beside those with as many short requests in place of long prompts, and the median wait of short ones."""
-    beside, others = long_prompts(5, heavy), long_prompts(5 + heavy, 0)
-    gap = float(np.quantile(beside.small, 0.99) / np.quantile(others.small, 0.99))
+def with_long_prompts(heavy: int) -> Figures:
+    """Gaps over those with as many short requests in place of long prompts, and the median wait of short ones."""
+    with_heavy, others = long_prompts(5, heavy), long_prompts(5 + heavy, 0)
+    gap = float(np.quantile(with_heavy.small, 0.99) / np.quantile(others.small, 0.99))
     alone = LongPrompts.prefill([Chunk(0, 0, 6000, True)])
     return {
         "gap": gap,
-        "seconds": statistics.median(beside.first["small"]),
-        "alone": min(beside.first["heavy"]) / alone,
+        "seconds": statistics.median(with_heavy.first["small"]),
+        "alone": min(with_heavy.first["heavy"]) / alone,
     }
 
 
 for heavy in (1, 4):
-    CELLS[f"beside {heavy} long prompts on a CPU"] = partial(beside_long_prompts, heavy)
+    CELLS[f"with {heavy} long prompts on a CPU"] = partial(with_long_prompts, heavy)
 
 
 # -- the host --------------------------------------------------------------------------------------------------------

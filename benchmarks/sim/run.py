@@ -1,4 +1,4 @@
-"""Runs the simulated loads and says what changed since the stored figures: `baseline.json`, beside this file.
+"""Runs the simulated loads and says what changed since the stored figures: `baseline.json`, next to this file.
 
     python benchmarks/sim/run.py [--cells steady,text] [--store] [--plot docs/policy.svg]
 
@@ -68,7 +68,7 @@ def plot(stored: Mapping[str, Mapping[str, Figures]], lines: Mapping[str, Mappin
               [Line(key, list(enumerate(lines[key][machine]))) for key in ("before", "now")], ticks)
         for machine in lines["now"]
     ]  # fmt: skip
-    for figure, title in (("none", "tokens per second beside none, loads in order"), ("gap", "p99 gap beside none")):
+    for figure, title in (("none", "tokens/s vs no speculation, loads in order"), ("gap", "p99 gap vs no speculation")):
         cells = sorted((one for one in stored["now"] if figure in stored["now"][one]),
                        key=lambda one: stored["before"][one][figure])  # fmt: skip
         places = [end * (i + 0.5) / len(cells) for i in range(len(cells))]

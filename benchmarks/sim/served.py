@@ -240,7 +240,7 @@ class Crowd(Served):
 
 
 def wave(times: Times) -> tuple[float, float]:
-    """Returns the speed of the third wave beside that of all prompts first, and its longest gap in seconds."""
+    """Returns the speed of the third wave over that of all prompts first, and its longest gap in seconds."""
     crowd, began = Crowd(times), 0.0
     for _ in range(3):
         crowd.now, began = crowd.now + 1, crowd.now + 1
@@ -255,8 +255,8 @@ def wave(times: Times) -> tuple[float, float]:
     return ideal / (crowd.now - began), max(crowd.gaps_of["one"])
 
 
-def beside_a_crowd(times: Times) -> float:
-    """Returns the longest gap of one client's few answers beside another's crowd, in seconds."""
+def gap_with_a_crowd(times: Times) -> float:
+    """Returns the longest gap of one client's few answers with another's crowd, in seconds."""
     crowd = Crowd(times)
     for _ in range(2):
         for _ in range(4):

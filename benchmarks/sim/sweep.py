@@ -2,10 +2,10 @@
 
     python benchmarks/sim/sweep.py [--constants RECENT,RATE] [--cells steady,text]
 
-least none, least best: the lowest tokens per second of any load, beside those without drafts and those of the best
+least none, least best: the lowest tokens per second of any load, over those without drafts and those of the best
 fixed shape.  best: their mean.  steps: the mean until a change of load is followed.  gap: the mean 99th percentile of
-gaps beside that without drafts.  served: the mean tokens per second of whole schedulers beside those without drafts.
-crowd: the speed of a crowd's prompts beside that of all prompts first.  longest: the longest gap of a crowd, in ms.
+gaps over that without drafts.  served: the mean tokens per second of whole schedulers over those without drafts.
+crowd: the speed of a crowd's prompts over that of all prompts first.  longest: the longest gap of a crowd, in ms.
 us: microseconds of a choice.
 """
 
@@ -23,7 +23,7 @@ CHOICE = (
     "steady / gpu / 1 ", "steady / small machine / 4", "2.5 x too slow / the best", "not measured", "trees become",
     "text becomes", "lookup", "far behind / 1 ",
 )  # fmt: skip
-PREFILL = ("open loop", "wait at every", "closed loop", "crowd", "beside")
+PREFILL = ("open loop", "wait at every", "closed loop", "crowd", "long prompts")
 VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "ROW_COST": ((0.05, 0.1, 0.2, 0.5), ("not measured",)),
     "RECENT": ((16, 32, 64), CHOICE + PREFILL),

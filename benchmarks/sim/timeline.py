@@ -11,7 +11,7 @@ SMOOTHED = 10  # steps of which a point is the mean
 
 
 def shares(world: Any, policy: Any, possible: Callable[[int], Sequence[Any]]) -> list[float]:
-    """Returns, of each step, the tokens per second of its shape beside those of the best one of `possible` rows."""
+    """Returns, of each step, the tokens per second of its shape over those of the best one of `possible` rows."""
     found: list[float] = []
     for rows, hit in PHASES:
         hits = [hit] * rows

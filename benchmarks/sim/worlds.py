@@ -33,11 +33,11 @@ class World:
 
     def cost(self, sizes: Sequence[int] = (1, 4, 16, 64)) -> StepCost:
         """Returns what the policy knows at the start: every shape measured at these batch sizes."""
-        prices = StepCost(self.menu, False)
+        cost = StepCost(self.menu, False)
         for shape in self.menu:
             for size in sizes:
-                prices.measured(shape, size, 0, self.seconds(shape, size))
-        return prices
+                cost.measured(shape, size, 0, self.seconds(shape, size))
+        return cost
 
     def step(self, shape: TreeShape, hits: Sequence[float], noise: float = 0.1) -> StepResult:
         trees, drafts = [survivals(shape, hit) for hit in hits], best_drafts(shape, tuple(hits))
@@ -48,8 +48,8 @@ class World:
             accepted = 1
             for n, (survival, depth) in enumerate(tree):
                 verified = depth > 0 and survival >= least
-                told = min(1.0, survival * (1 + noise * (self.rng.random() - 0.5)))
-                mark[b, n] = depth + verified * MARK_VERIFIED + (int(told * MARK_ONE) << MARK_SURVIVAL)
+                claimed = min(1.0, survival * (1 + noise * (self.rng.random() - 0.5)))
+                mark[b, n] = depth + verified * MARK_VERIFIED + (int(claimed * MARK_ONE) << MARK_SURVIVAL)
                 accepted += verified and self.rng.random() < survival
             count.append(min(accepted, shape.depth + 1))
         seconds = self.seconds(shape, len(hits)) * self.rng.uniform(0.97, 1.05)

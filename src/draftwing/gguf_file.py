@@ -53,7 +53,7 @@ class GGUFFile:
 
     @property
     def size(self) -> int:
-        """Bytes of all parts."""
+        """Returns bytes of all parts."""
         return len(self.data) + sum(part.size for part in self.parts)
 
     def dequantized(self, name: str) -> npt.NDArray[np.float32]:
@@ -96,7 +96,7 @@ class GGUFFile:
 
 
 def is_quantized(type_id: int) -> bool:
-    """Whether values of the type lie in blocks; of one that is known."""
+    """Returns whether values of the type lie in blocks; of one that is known."""
     sizes = {kind.value: block for kind, (block, _) in GGML_QUANT_SIZES.items()}
     return sizes.get(type_id, 1) > 1
 
@@ -160,7 +160,7 @@ class _Cursor:
         return self._numbers(SCALARS[kind], 1)[0].item()
 
     def _strings(self, count: int) -> list[str]:
-        """As `string` reads them; a vocabulary has 100,000."""
+        """Reads strings as `string` does; a vocabulary has 100,000."""
         data, position, end, length_at = self.data, self.position, len(self.data), _U64.unpack_from
         found = []
         for _ in range(count):
@@ -181,7 +181,7 @@ class _Cursor:
 
 
 def _tensor_info(cursor: _Cursor, path: Path, name: str) -> TensorInfo:
-    """Of the tensor whose name was read last."""
+    """Reads the info of the tensor whose name was read last."""
     count = cursor.u32()
     if not 1 <= count <= MAX_DIMS:
         raise CheckpointError(f"{path}: {name}: expected 1 to {MAX_DIMS} dimensions, found {count}")
@@ -218,7 +218,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise CheckpointError(f"parts of {path} that are not beside it: {', '.join(missing[:4])}{more}, of {count}")
+        raise CheckpointError(f"parts of {path} that are not next to it: {', '.join(missing[:4])}{more}, of {count}")
     return _together(*map(_open_one, paths))
 
 
@@ -243,7 +243,7 @@ def _together(first: GGUFFile, *others: GGUFFile) -> GGUFFile:
 
 
 def _open_one(path: Path) -> GGUFFile:
-    """As `open_gguf`, of one file."""
+    """Opens one file as `open_gguf` does."""
     if not path.is_file():
         raise CheckpointError(f"expected a GGUF file, found none at {path}")
     data = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)

@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM.generate` and `LLM.chat` beside sampling, for all prompts; as in the server's APIs.
+    """Keyword arguments of `LLM.generate` and `LLM.chat` besides sampling, for all prompts; as in the server's APIs.
 
     priority: higher runs first.
     cache_salt: requests with different salts share no cache.
@@ -54,7 +54,7 @@ class Inputs:
     def of_prompts(
         self, prompts: Any, params: Params | Sequence[Params] | None, wishes: RequestOptions
     ) -> list[GenerationRequest]:
-        """As `LLM.generate`."""
+        """Makes requests of what `LLM.generate` takes."""
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
         ids = [self._encode(item, i) for i, item in enumerate(items)]
         return self._requests(ids, params, wishes)
@@ -67,7 +67,7 @@ class Inputs:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> list[GenerationRequest]:
-        """As `LLM.chat`."""
+        """Makes requests of what `LLM.chat` takes."""
         if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
         several: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations
@@ -126,7 +126,7 @@ class Inputs:
         wishes: RequestOptions,
         starts: list[Start] | None = None,
     ) -> list[GenerationRequest]:
-        """starts: where answers begin; None: as the prompts' ends tell."""
+        """starts: where answers begin; None: as the prompts' ends say."""
         like, context = _checked_wishes(self._tokenizer, wishes), self._info.context_length
         asked = [
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
@@ -154,7 +154,7 @@ class Inputs:
 
 
 def _single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: a string or a list of token ids."""
+    """Returns whether `prompts` is one prompt: a string or a list of token ids."""
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence):
@@ -193,7 +193,7 @@ def _text(parts: list[Any], where: str) -> str:
 
 
 def _checked_wishes(tokenizer: Tokenizer, wishes: RequestOptions) -> GenerationRequest:
-    """A request with all that is asked beside sampling, but for drafts. Raises RequestError."""
+    """A request with all that is asked besides sampling, but for drafts. Raises RequestError."""
     unknown = next((name for name in wishes if name not in RequestOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(f"unexpected keyword argument {unknown!r}")

@@ -19,7 +19,7 @@ from draftwing.engine.benchmark import Ended, Sample, ignored
 
 
 class Clock:
-    """Stands in for the module time; it moves when it is told to."""
+    """Stands in for the module time; it moves when it is asked to."""
 
     now = 100.0
 
@@ -64,7 +64,7 @@ class StandIn:
     def weight_bytes(self) -> dict[str, int]:
         return {}
 
-    def floor(self) -> float:
+    def min_step_seconds(self) -> float:
         return 0.0
 
     def stages(self) -> dict[str, float]:

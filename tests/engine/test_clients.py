@@ -19,7 +19,7 @@ from draftwing.requests.sampling_params import SamplingParams
 BEFORE, SECRET = "PIN of the safe: ", "4719-ROSEBUD-22"
 
 
-class Told(NamedTuple):
+class Reply(NamedTuple):
     text: str
     cached: int  # tokens of the prompt
     accepted: int  # drafts
@@ -39,7 +39,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine.close()
 
 
-def ask(engine: Engine, pattern: str | None, prompt: str = "who asks?", **fields: Any) -> Told:
+def ask(engine: Engine, pattern: str | None, prompt: str = "who asks?", **fields: Any) -> Reply:
     """An answer, which matches the pattern, as the request's own stream tells it."""
     grammar = None if pattern is None else Grammar("regex", pattern)
     params = SamplingParams(
@@ -58,7 +58,7 @@ def ask(engine: Engine, pattern: str | None, prompt: str = "who asks?", **fields
                 tokens += output.token_ids
             meta = output.meta or meta
     text = engine.tokenizer.decode([token for token in tokens if token < 256])
-    return Told(text, meta["cached_tokens"], meta["spec_num_correct_drafts"], drafted)
+    return Reply(text, meta["cached_tokens"], meta["spec_num_correct_drafts"], drafted)
 
 
 def paths(engine: Engine, before: list[int], step: TracedStep) -> set[str]:
@@ -68,9 +68,9 @@ def paths(engine: Engine, before: list[int], step: TracedStep) -> set[str]:
     return {engine.tokenizer.decode([token for token in path if token < 256]) for path in found}
 
 
-def of_the_secret(told: Told) -> set[str]:
+def of_the_secret(reported: Reply) -> set[str]:
     """Drafts that go on with it, beyond what the request itself says."""
-    return {text for text in told.drafted if text.startswith(BEFORE + SECRET[:4])}
+    return {text for text in reported.drafted if text.startswith(BEFORE + SECRET[:4])}
 
 
 @pytest.mark.slow
@@ -79,8 +79,8 @@ def test_clients_share_nothing(engine: Engine) -> None:
     again = ask(engine, None, client="alice")
     assert again.cached > 0 and again.accepted > first.accepted + 20, "there was nothing to be read"
     for other in ({"client": "bob"}, {}, {"client": "alice", "cache_salt": "x"}, {"cache_salt": "alice"}):
-        told = ask(engine, None, **other)
-        assert told == first and told.cached == 0, other
+        reported = ask(engine, None, **other)
+        assert reported == first and reported.cached == 0, other
         assert ask(engine, None, **other) == again, other
 
 
@@ -96,6 +96,6 @@ def test_a_trace_tells_of_its_own_text_alone(engine: Engine, client: str) -> Non
     options = engine.options
     engine.options = dataclasses.replace(options, ui_show_texts=True)
     try:
-        assert of_the_secret(ask(engine, guess, client=client, traced=True)), "there was nothing to be told"
+        assert of_the_secret(ask(engine, guess, client=client, traced=True)), "there was nothing to leak"
     finally:
         engine.options = options

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rig import InTurn, Told
+from engine_rig import Chosen, InTurn
 
 from draftwing.core import AT_ONCE, LAG, LOOKUP_ALONE, PLAIN, CatchUp, Deferral, TreeShape
 from draftwing.engine.devices import pick_device
@@ -147,7 +147,7 @@ def test_a_long_prompt_beside_a_short_one_at_rest(
     )  # a slow machine prefills less at once
     monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
     monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
-    model, policy = on_cpu.tiny_model(), Told(TREE)
+    model, policy = on_cpu.tiny_model(), Chosen(TREE)
     prompts, params = [[0, 7, 7], [1, *range(2, 46)], [2, 3, 4, 5, 6, 9]], [on_cpu.greedy(20)] * 3
     book = on_cpu.make_book(prompts, expected := on_cpu.plain_answers(model, prompts, params))
     deferral = Deferral(0, 16, by_slot=True)
@@ -172,7 +172,7 @@ def test_answers_to_a_prompt_that_was_not_seen(
 ) -> None:
     """They begin to draft together, soon after their prompt; the head sees it once."""
     monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
-    model, policy = on_cpu.tiny_model(), Told(TREE)
+    model, policy = on_cpu.tiny_model(), Chosen(TREE)
     prompts, params = [[0, 7, 7], [1, *range(2, 46)]], [on_cpu.greedy(20)] * 2
     book = on_cpu.make_book(prompts, expected := on_cpu.plain_answers(model, prompts, params))
     deferral = Deferral(0, 50, by_slot=True)
@@ -193,7 +193,7 @@ def test_answers_to_a_prompt_that_was_not_seen(
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_lookup_sees_prompts_that_its_head_does_not(on_cpu: Any, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its row is the new request's, which is told nothing of what the one before it said."""
+    """Its row is the new request's, which sees nothing of what the one before it said."""
     monkeypatch.setattr(
         "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
     )  # a slow machine prefills less at once
@@ -201,7 +201,7 @@ def test_a_lookup_sees_prompts_that_its_head_does_not(on_cpu: Any, lag: int, mon
     ops, model, alone = make_ops(torch.device("cpu")), on_cpu.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
     head.pack(ops)
-    lookup, policy = NGramDrafter(4, ops, capacity=4096), Told(TREE, alone)
+    lookup, policy = NGramDrafter(4, ops, capacity=4096), Chosen(TREE, alone)
     drafter = PairDrafter(make_model_drafter(head, 4, 2, torch.float32, ops), lookup, TREE, TreeShape(6, 2, 8))
     rig = on_cpu.Rig(model, policy=policy, drafter=drafter, lag=lag, rows=3, radix=False)
     assert rig.executor.deferral.by_slot
@@ -352,7 +352,7 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
         rig.submit("first", [1, 2], harness.greedy(3))
         rig.run()
         passes.clear()
-        rig.sched._prefills._waited, rig.sched._prefills.rest = 1000, lambda: None  # as beside others
+        rig.sched._prefills._waited, rig.sched._prefills.rest = 1000, lambda: None  # as with others
         rig.submit("skipped", long[:35], harness.greedy(9))
         (text,) = harness.plain_answers(model, [long[:35]], [harness.greedy(9)]).tokens.values()
         assert rig.run().tokens["skipped"] == text and not [span for span in passes if span.length > 1]

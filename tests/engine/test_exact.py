@@ -126,7 +126,7 @@ def test_changing_shapes(harness, case, drafter, lag):
 @pytest.mark.parametrize(("lag", "lookup"), [(0, SuffixDrafter), (1, NGramDrafter), (1, SuffixDrafter)])
 def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, lookup):
     """A model and a lookup, and shapes chosen by what steps bring: two long answers draft, and rest with what the model
-    has not seen of them while short ones run beside them."""
+    has not seen of them while short ones run with them."""
     model, prompts, params, expected, _ = repetitive
     ops, copied = make_ops(torch.device(harness.device)), TreeShape(6, 2, 8)
     draft = harness.tiny_model(seed=3, sharpen=3.0)  # right where it is greedy, else now and then

@@ -140,7 +140,7 @@ def test_from_graphs(case, shape):
     assert got.tokens == {str(i): case.expected.tokens[str(i)] for i in greedy}
     assert rig.accept_length > 1.5 and None not in replays and {key.size for key in replays} >= {1, 6}
     case.answer(rig)
-    # Kernels look up themselves which rows have a temperature; torch's code is told by the host, so not from graphs.
+    # Kernels look up themselves which rows have a temperature; torch's code gets it from the host, so not from graphs.
     assert (None in replays) != rig.executor.ops.draws_by_row
 
 

@@ -65,7 +65,7 @@ def test_equals_torchs_backend(harness, case):
 
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
 def test_the_default_dtype_changes_nothing(harness, case, drafter):
-    """What the kernels fill is in float32, not in what torch makes a tensor in when it is not told."""
+    """What the kernels fill is in float32, not in torch's default type."""
     model, prompts, params, expected, book = case
     before = torch.get_default_dtype()
     try:

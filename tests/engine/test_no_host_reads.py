@@ -2,7 +2,7 @@
 lets a shape depend on them. On a CPU such a read costs nothing and hides; on CUDA it is a stall, and cannot be captured
 in a graph.
 
-What few requests ask for beside sampling talks with the host, and runs under a watch instead: data reach the device by
+What few requests ask for besides sampling talks with the host, and runs under a watch instead: data reach the device by
 `Device.upload` alone, which does not wait, and leave it by `Device.download`."""
 
 from functools import partial

@@ -79,9 +79,9 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
         assert got.tokens[uid] == alone.tokens[uid]
     rig.submit("again", prompts[2], params[2])  # in slots that held NaN, and with nothing of them in the cache
     for i in (0, 1):
-        rig.submit(f"beside {i}", prompts[i], params[i])
+        rig.submit(f"with {i}", prompts[i], params[i])
     later = rig.run()
-    assert later.tokens["again"] == alone.tokens["2"] and later.tokens["beside 1"] == alone.tokens["1"]
+    assert later.tokens["again"] == alone.tokens["2"] and later.tokens["with 1"] == alone.tokens["1"]
 
 
 @pytest.mark.parametrize("by", ["a stop id", "its length"])
@@ -124,14 +124,14 @@ def test_rows_that_ask_for_more(harness: Any) -> None:
     model = h.tiny_model(seed=3)
     rig = h.Rig(model)
     edited = rig.submit("edited", [1, 2, 3], h.greedy(40, frequency_penalty=0.5))
-    told = rig.submit("told", [4, 5, 6], h.greedy(40), logprobs=LogprobParams(top=2))
+    quarantined = rig.submit("quarantined", [4, 5, 6], h.greedy(40), logprobs=LogprobParams(top=2))
     rig.submit("allowed", [7, 8, 9], h.greedy(20, allowed_token_ids=(5, 6)))
 
     def between(turn: int) -> None:
         if turn == 8:
             quarantine(rig, edited)
-            quarantine(rig, told)
+            quarantine(rig, quarantined)
 
     got = rig.run(between=between)
-    assert [got.final[uid].finish_reason["message"] for uid in ("edited", "told")] == [NOT_FINITE_MESSAGE] * 2
+    assert [got.final[uid].finish_reason["message"] for uid in ("edited", "quarantined")] == [NOT_FINITE_MESSAGE] * 2
     assert got.final["allowed"].finish_reason["type"] == "length" and set(got.tokens["allowed"]) <= {5, 6}

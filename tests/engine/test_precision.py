@@ -73,7 +73,7 @@ def test_weights_that_stay_quantised() -> None:
         found = pick_precision(Options(quantization="none", **half), GROUPS, None, quantised)
         assert found.weights == found.head_weights == DENSE
     for kind, dtype, expected in (("fp8", "float16", "bfloat16"), ("w4a16", "float32", "bfloat16 or float16")):
-        with pytest.raises(ConfigError, match=rf"--quantization {kind} beside --dtype {dtype}: expected {expected}$"):
+        with pytest.raises(ConfigError, match=rf"--quantization {kind} with --dtype {dtype}: expected {expected}$"):
             pick_precision(Options(quantization=kind, dtype=dtype), GROUPS, None)
     with pytest.raises(ConfigError, match=r"--quantization q4_0: .*Use fp8, w4a16, none or auto"):
         pick_precision(Options(quantization="q4_0"), GROUPS, None)
@@ -97,11 +97,11 @@ def test_the_types_of_the_pool() -> None:
     for device, dtype in ((PLAIN, "bfloat16"), (BLOCKS, "auto"), (CpuDevice(ops=GpuOps(CPU)), "float32")):
         with pytest.raises(ConfigError, match=r"fp8_e4m3: expected a model in bfloat16 or float16 on CUDA \(compute"):
             kv(device, dtype=dtype, kv_cache_dtype="fp8_e4m3")
-    with pytest.raises(ConfigError, match="--kv-cache-dtype float32 beside a model in bfloat16: expected auto or bf"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype float32 with a model in bfloat16: expected auto or bf"):
         kv(PLAIN, dtype="bfloat16", kv_cache_dtype="float32")
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16 beside a model in float16: expected auto$"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16 with a model in float16: expected auto$"):
         kv(CpuDevice(ops=GpuOps(CPU)), dtype="float16", kv_cache_dtype="bfloat16")
-    with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 beside a model in float32: expected auto or fl"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 with a model in float32: expected auto or fl"):
         kv(CpuDevice(ops=GpuOps(CPU)), dtype="float32", kv_cache_dtype="bfloat16")
 
 

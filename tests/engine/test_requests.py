@@ -1,4 +1,4 @@
-"""What requests may ask for beside sampling: the same tokens with speculation on and off, in float32, for random
+"""What requests may ask for besides sampling: the same tokens with speculation on and off, in float32, for random
 requests over everything there is; and what each of them means."""
 
 from __future__ import annotations
@@ -473,7 +473,7 @@ def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(h
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
-    """Their masks are worked out beside the steps, for rows without drafts; the others go on as they did."""
+    """Their masks are worked out while steps run, for rows without drafts; the others go on as they did."""
     h, model = harness, harness.tiny_model(seed=4)
     made = []
 
@@ -484,7 +484,7 @@ def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
 
     def ask(slow):
         made.clear()
-        monkeypatch.setattr(async_mask, "SLOW", 0.0 if slow else 100.0)
+        monkeypatch.setattr(async_mask, "SLOW_FROM", 0.0 if slow else 100.0)
         rig = h.Rig(model, shapes=(TreeShape(3, 2, 7),), drafter="ngram", lag=lag)
         for i in range(3):
             params = h.seeded(30, seed=i) if i else h.greedy(30)
@@ -499,7 +499,7 @@ def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
 
 
 def test_a_grammar_that_takes_too_long_ends_its_request_alone(harness, monkeypatch):
-    monkeypatch.setattr(async_mask, "TOTAL", -1.0)
+    monkeypatch.setattr(async_mask, "LIMIT", -1.0)
     h = harness
     rig = h.Rig(h.tiny_model(seed=4))
     rig.submit("bad", [1, 2, 3], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))

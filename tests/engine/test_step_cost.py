@@ -1,4 +1,4 @@
-"""How many operations a decode step takes beside the target's forward and sampling: each costs microseconds on a CPU
+"""How many operations a decode step takes besides the target's forward and sampling: each costs microseconds on a CPU
 and a launch on a GPU. What it is today is the bound, so whoever adds one for a feature sees it. With the C kernels most
 of them make room for a result, or are a draft head's products."""
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from engine_rig import Told
+from engine_rig import Chosen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.core import PLAIN, TreeShape
@@ -45,7 +45,7 @@ def steady_step(harness, shape, drafter):
     if drafter == "EAGLE3":
         drafter = eagle3_drafter(model)
     attn = make_ops(torch.device("cpu")).attention
-    rig = harness.Rig(model, drafter=drafter, policy=Told(TREE), lag=1, ahead=60, attn=attn)
+    rig = harness.Rig(model, drafter=drafter, policy=Chosen(TREE), lag=1, ahead=60, attn=attn)
     for i, prompt in enumerate(harness.prompts_for(2)):
         rig.submit(str(i), prompt, harness.greedy(60))
     for _ in range(4):

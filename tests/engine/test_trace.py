@@ -1,4 +1,4 @@
-"""Requests that ask to see their drafts: what they are told agrees with what was committed, and changes nothing."""
+"""Requests that ask to see their drafts: what they get agrees with what was committed, and changes nothing."""
 
 import pytest
 
@@ -43,11 +43,11 @@ def test_a_trace_is_what_was_committed(harness, case, drafter, lag, graph_size):
     tokens, steps = run(harness, case, True, **how)
     assert tokens == case[3].tokens and set(steps) == {"0", "2", "4"}
     accepted = branches = 0
-    for uid, told in steps.items():
-        assert [token for step in told for token in step.tokens] == tokens[uid]
-        assert [step.number for step in told] == list(range(len(told))) and not told[0].nodes
-        assert all(1 <= step.requests <= 4 and step.seconds > 0 for step in told)
-        for step in told:
+    for uid, reported in steps.items():
+        assert [token for step in reported for token in step.tokens] == tokens[uid]
+        assert [step.number for step in reported] == list(range(len(reported))) and not reported[0].nodes
+        assert all(1 <= step.requests <= 4 and step.seconds > 0 for step in reported)
+        for step in reported:
             taken = [place for place, node in enumerate(step.nodes) if node.accepted]
             path = [step.nodes[place] for place in taken]
             assert [node.token for node in path] == step.tokens[: len(path)], "accepted drafts are committed tokens"
@@ -60,10 +60,10 @@ def test_a_trace_is_what_was_committed(harness, case, drafter, lag, graph_size):
             siblings = [node.parent for node in step.nodes]
             branches += len(siblings) - len(set(siblings))
     if drafter is None:
-        assert not any(step.nodes for told in steps.values() for step in told)
+        assert not any(step.nodes for reported in steps.values() for step in reported)
     if drafter == "oracle":
         assert accepted > 20 and branches > 10
-        assert {node.source for told in steps.values() for step in told for node in step.nodes} == {OTHER}
+        assert {node.source for reported in steps.values() for step in reported for node in step.nodes} == {OTHER}
 
 
 def test_nothing_is_collected_where_nobody_asked(harness, case):

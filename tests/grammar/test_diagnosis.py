@@ -46,27 +46,27 @@ def why(vocab: Any, grammar: Grammar) -> str:
 @pytest.mark.parametrize(("place", "where"), PLACES, ids=[where for _, where in PLACES])
 def test_the_place_in_the_schema_is_named(byte_vocab: Any, place: Any, where: str) -> None:
     for wrong, word in WRONG:
-        told = why(byte_vocab, Grammar("json_schema", json.dumps(place(wrong))))
-        assert told.startswith(f"{where}: ") and word in told, told
+        seen = why(byte_vocab, Grammar("json_schema", json.dumps(place(wrong))))
+        assert seen.startswith(f"{where}: ") and word in seen, seen
         first, content = ({"type": "json_schema", "json_schema": one} for one in ({"type": "null"}, place(wrong)))
         second = {"type": "tag", "begin": "<", "content": content, "end": ">"}
         tag = {"format": {"type": "or", "elements": [first, second]}}
-        told = why(byte_vocab, Grammar("structural_tag", json.dumps(tag)))
-        assert told.startswith(f"format.elements.1.content.json_schema.{where}: ") and word in told, told
+        seen = why(byte_vocab, Grammar("structural_tag", json.dumps(tag)))
+        assert seen.startswith(f"format.elements.1.content.json_schema.{where}: ") and word in seen, seen
 
 
 def test_at_the_top_there_is_no_place(byte_vocab: Any) -> None:
     for wrong, word in WRONG[:3]:
-        told = why(byte_vocab, Grammar("json_schema", json.dumps(wrong)))
-        assert (word in told and told.startswith("'")) or told.startswith("the format")
+        seen = why(byte_vocab, Grammar("json_schema", json.dumps(wrong)))
+        assert (word in seen and seen.startswith("'")) or seen.startswith("the format")
 
 
 @pytest.mark.parametrize("kind", ["regex", "structural_tag"])
 def test_the_grammars_inside_is_not_shown(byte_vocab: Any, kind: Any) -> None:
     expression = "a(b"
     tag = {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": expression}] * 3}}
-    told = why(byte_vocab, Grammar(kind, expression if kind == "regex" else json.dumps(tag)))
-    assert "unclosed group" in told and not any(word in told for word in ("start:", "llguidance", " | ", "lark"))
+    seen = why(byte_vocab, Grammar(kind, expression if kind == "regex" else json.dumps(tag)))
+    assert "unclosed group" in seen and not any(word in seen for word in ("start:", "llguidance", " | ", "lark"))
 
 
 def test_of_what_nobody_knows_the_first_lines_are_told() -> None:
@@ -75,7 +75,7 @@ def test_of_what_nobody_knows_the_first_lines_are_told() -> None:
 
 
 def test_the_place_is_looked_for_within_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is of it then is told. A clock that goes on with each question counts them."""
+    """What there is of it then is reported. A clock that goes on with each question counts them."""
     asked: list[Any] = []
 
     def fails(schema: dict[str, Any]) -> str | None:
@@ -86,8 +86,8 @@ def test_the_place_is_looked_for_within_a_time(monkeypatch: pytest.MonkeyPatch) 
     nested: Any = {"format": "x"}
     for _ in range(50):
         nested = {"properties": {"a": nested}}
-    told = explained("all", [((), nested)], fails)
-    assert told.startswith("properties.a.properties.a") and told.endswith("the format 'x' is not supported")
+    seen = explained("all", [((), nested)], fails)
+    assert seen.startswith("properties.a.properties.a") and seen.endswith("the format 'x' is not supported")
     assert 5 < len(asked) < 13
     asked.clear()
     assert explained("all", [((str(i),), {"const": "right"}) for i in range(50)], fails) == "all"
@@ -102,5 +102,5 @@ def test_the_place_is_found_in_a_large_schema(byte_vocab: Any) -> None:
 
     schema = nested(4)
     schema["properties"]["p5"]["properties"]["p5"]["properties"]["p5"]["properties"]["p5"] = {"uniqueItems": True}
-    told = why(byte_vocab, Grammar("json_schema", json.dumps(schema)))
-    assert told.startswith("properties.p5") and "uniqueItems" in told
+    seen = why(byte_vocab, Grammar("json_schema", json.dumps(schema)))
+    assert seen.startswith("properties.p5") and "uniqueItems" in seen

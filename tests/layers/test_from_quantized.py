@@ -51,7 +51,7 @@ def test_they_hold_what_was_written(name: str) -> None:
         assert blocks.kind == "Q8_0" and becomes(rows, OPS) == "quantised again, to Q8_0"
         assert np.sqrt((off**2).mean()) < 0.006 * spread
         assert (off != 0).any()
-    # The loss beside that of the checkpoint itself is small.
+    # The loss compared with that of the checkpoint itself is small.
     before, after = ((found - weight).std() for found in (written.exact, values(blocks)))
     assert after < 1.06 * before + 0.006 * spread
 

@@ -159,8 +159,8 @@ def test_matrices_are_multiplied_out_beside_attention(
     deterministic: bool, order: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers of three matrices, of which the first of each is in front of attention: with the same bits, for all of
-    them there when they are needed; not for few rows, nor where nothing runs beside."""
-    monkeypatch.setattr(of_groups, "_MANY", 200)
+    them there when they are needed; not for few rows, nor where nothing runs meanwhile."""
+    monkeypatch.setattr(of_groups, "_MANY_ROWS", 200)
     ops = GroupTorchOps(CPU)
     side = ops.side = LateSideWork()
     layers = [

@@ -1,4 +1,4 @@
-"""Rotary tables and contexts of configs with scaled positions, beside transformers' and the rules of model cards."""
+"""Rotary tables and contexts of configs with scaled positions, vs transformers' and the rules of model cards."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, n
 def test_what_calls_need_on_the_way_is_kept(ops: CpuOps) -> None:
     """A piece for each thread that is there at once; what is recorded has its own."""
     spare = Spare()
-    with spare.of(1 << 20) as kept, spare.of(1 << 10) as beside:
-        assert kept.data_ptr() != beside.data_ptr()
+    with spare.of(1 << 20) as kept, spare.of(1 << 10) as second:
+        assert kept.data_ptr() != second.data_ptr()
     with spare.of(1 << 26) as more:
         assert len(more) >= 1 << 26
     with spare.of(1) as first, spare.of(1) as second:

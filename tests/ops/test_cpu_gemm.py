@@ -198,9 +198,9 @@ def test_a_layer_holds_the_memory_that_it_reads() -> None:
     assert not any(weight.data_ptr() in before for weight in weights)
     assert isinstance(layer._whole, NativeLayers)
     (own,) = layer._whole.layers
-    held, told = own.held[0], own.numbers.tolist()
+    held, passed = own.held[0], own.numbers.tolist()
     assert [tensor.data_ptr() for tensor in held if tensor is not None] == before
-    assert set(before) <= set(told)
+    assert set(before) <= set(passed)
 
 
 @pytest.mark.usefixtures("known_layout")

@@ -183,7 +183,7 @@ def test_layers_equal_their_parts(
             assert all(torch.equal(*pair) for pair in zip(run(whole, batch), expected, strict=True)), (rows, threads)
 
 
-@pytest.mark.parametrize("in_size", [256, 512])  # 512: two streams beside each other, as in EAGLE-3
+@pytest.mark.parametrize("in_size", [256, 512])  # 512: two streams next to each other, as in EAGLE-3
 @pytest.mark.parametrize("rows", [1, 8, 9, 40])
 def test_a_layer_whose_input_is_normed_equals_its_parts(rows: int, in_size: int) -> None:
     layer = DecoderLayer(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftwing.ops.cuda import gemm_experts
-from draftwing.ops.cuda.gemm_experts import DENSE, MOST, Cut, Layout, Stream, cuts_for, layout_of, read_source
+from draftwing.ops.cuda.gemm_experts import DENSE, MAX_PAIRS, Cut, Layout, Stream, cuts_for, layout_of, read_source
 from draftwing.ops.expert_rows import FP8, INT4, MX
 
 FORMATS = [Layout(), Layout(MX, 4), Layout(FP8, 0), Layout(FP8, 1), Layout(INT4, 1), Layout(INT4, 4, True)]
@@ -24,12 +24,12 @@ def dense(rows: int, columns: int) -> torch.Tensor:
 def test_streams_fit(layout: Layout) -> None:
     for chunks in range(1, 65):
         stream = layout._replace(chunks=chunks)
-        if Stream.of(stream, 1, MOST).stages < 2:
+        if Stream.of(stream, 1, MAX_PAIRS).stages < 2:
             assert layout.kind == DENSE and chunks > 45
             continue
         cuts = cuts_for(stream)
         assert {(kind, tile) for kind, tile in cuts if tile > 1} == set(
-            itertools.product(gemm_experts.KINDS, (8, MOST))
+            itertools.product(gemm_experts.KINDS, (8, MAX_PAIRS))
         )
         for (_, tile), cut in cuts.items():
             assert cut.shared_bytes(tile) <= MAX_SHARED

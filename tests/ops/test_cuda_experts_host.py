@@ -112,8 +112,8 @@ def routed_of(rows: int) -> Routed:
     routed = ExpertOps().route(logits, TOP, True)
     if rows == 1:  # as the kernel that routes makes them
         each = torch.stack((routed.experts[0], torch.arange(TOP), torch.ones(TOP, dtype=torch.int64))).int()
-        return Routed(routed.experts, routed.weights, COUNT, ExpertTiles(None, each, gemm_experts.MOST))
-    return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, gemm_experts.MOST))
+        return Routed(routed.experts, routed.weights, COUNT, ExpertTiles(None, each, gemm_experts.MAX_PAIRS))
+    return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, gemm_experts.MAX_PAIRS))
 
 
 def weight_of(layout: Layout, rows: int, columns: int) -> tuple[Tensor | ExpertRows, Tensor]:

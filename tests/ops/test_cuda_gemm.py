@@ -16,7 +16,7 @@ GPU = torch.cuda.is_available()
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 TILES = (8, 16, 32, 64, 128)
 ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 70, 300)
-MOST = ROWS[-1]
+MAX_ROWS = ROWS[-1]
 LONG = 8192 + 64  # a K that is cut as a long one, with a chunk more for the first share
 
 
@@ -67,9 +67,9 @@ def GEMMs(dtype: torch.dtype):
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_against_float64(dtype: torch.dtype, width: int, depth: int, with_bias: bool) -> None:
     ours = GEMMs(dtype)
-    x, w = random(MOST, depth, dtype=dtype), random(width, depth, dtype=dtype, seed=1, scale=depth**-0.5)
+    x, w = random(MAX_ROWS, depth, dtype=dtype), random(width, depth, dtype=dtype, seed=1, scale=depth**-0.5)
     bias = random(width, dtype=dtype, seed=2) if with_bias else None
-    extra = random(MOST, width, dtype=dtype, seed=3)
+    extra = random(MAX_ROWS, width, dtype=dtype, seed=3)
     exact = x.double() @ w.double().T + (bias.double() if bias is not None else 0)
     for rows in ROWS:
         for residual in (None, extra[:rows]):
@@ -83,7 +83,7 @@ def test_against_float64(dtype: torch.dtype, width: int, depth: int, with_bias: 
 @pytest.mark.parametrize("ffn, depth", [(8, 64), (37, 576), (300, 4096), (14336, 4096), (200, LONG)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_gated_against_float64(dtype: torch.dtype, ffn: int, depth: int, with_bias: bool) -> None:
-    x, w = random(MOST, depth, dtype=dtype), random(2 * ffn, depth, dtype=dtype, seed=1, scale=depth**-0.5)
+    x, w = random(MAX_ROWS, depth, dtype=dtype), random(2 * ffn, depth, dtype=dtype, seed=1, scale=depth**-0.5)
     bias = random(2 * ffn, dtype=dtype, seed=2) if with_bias else None
     gate, up = (x.double() @ w.double().T + (bias.double() if bias is not None else 0)).chunk(2, 1)
     for rows in ROWS:
@@ -101,12 +101,12 @@ def test_bits_do_not_depend_on_the_batch(
 ) -> None:
     ours = GEMMs(dtype)
     monkeypatch.setattr(ours, "_processors", processors)
-    x, extra = random(MOST, depth, dtype=dtype), random(MOST, features, dtype=dtype, seed=3)
+    x, extra = random(MAX_ROWS, depth, dtype=dtype), random(MAX_ROWS, features, dtype=dtype, seed=3)
     w = random(features, depth, dtype=dtype, seed=1, scale=depth**-0.5)
     bias = random(features, dtype=dtype, seed=2) if depth == LONG else None
     plain, added, gated = ours.linear(x, w, bias), ours.linear(x, w, bias, extra), ours.gated(x, w, bias)
     for rows in ROWS:
-        for first in (0, MOST - rows):
+        for first in (0, MAX_ROWS - rows):
             part = slice(first, first + rows)
             assert torch.equal(ours.linear(x[part], w, bias), plain[part]), rows
             assert torch.equal(ours.linear(x[part], w, bias, extra[part]), added[part]), rows

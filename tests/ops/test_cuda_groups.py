@@ -14,7 +14,7 @@ from draftwing.ops.groups import WHOLE, pack, unpacked
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA C++")
 ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 70, 130)
-MOST = ROWS[-1]
+MAX_ROWS = ROWS[-1]
 CASES = [  # a width, and rows, columns and columns of a group
     (Width(4, False, 0), 96, 128, 64), (Width(4, False, 0), 224, 576, 192), (Width(4, False, 1), 320, 4096, 128),
     (Width(4, False, -1), 96, 8256, 32), (Width(4, False, WHOLE), 96, 8256, 8256), (Width(4, True, 0), 224, 576, 64),
@@ -64,10 +64,10 @@ def test_bits(width: Width, dtype: torch.dtype, features: int, depth: int, wide:
     weight = pack(quantized(width, features, depth, 1, wide), dtype, device())
     matrix, plain = ours.dense(weight), small_m_gemm(device(), dtype)
     assert weight.shift == width.shift and torch.equal(matrix, unpacked(weight))
-    x, extra = random(MOST, depth, seed=2, dtype=dtype), random(MOST, features, seed=3, dtype=dtype)
+    x, extra = random(MAX_ROWS, depth, seed=2, dtype=dtype), random(MAX_ROWS, features, seed=3, dtype=dtype)
     bias = random(features, seed=4, dtype=dtype) if depth > 600 else None
     for rows in ROWS:
-        for first in (0, MOST - rows):
+        for first in (0, MAX_ROWS - rows):
             part = slice(first, first + rows)
             assert torch.equal(ours.linear(x[part], weight, bias), plain.linear(x[part], matrix, bias)), rows
             expected = plain.linear(x[part], matrix, bias, extra[part])

@@ -1,4 +1,4 @@
-"""The kernels of gemm_tall.cu in C++ on the CPU (gemm_host.cpp), beside a product in float64. What only a GPU can tell
+"""The kernels of gemm_tall.cu in C++ on the CPU (gemm_host.cpp), vs a product in float64. What only a GPU can tell
 is in test_cuda_tall.py."""
 
 from __future__ import annotations

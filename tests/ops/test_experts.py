@@ -172,7 +172,7 @@ KINDS = ["dense", "mxfp4", "mxfp4 of 96 columns", "int4 of 32", "int4 of 64 with
 def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> None:
     """Against the matrix multiplied out, in float64; and each row alone has the same bits."""
     if kind in ("int8", "fp8") and dtype == torch.float16:
-        pytest.skip("no such weights beside activations in float16")
+        pytest.skip("no such weights with activations in float16")
     columns = 96 if kind == "mxfp4 of 96 columns" else 128  # half a chunk at the end
     weight = on(weights_of(kind, COUNT * 96, columns, dtype), triton_ops.device)
     matrix = weight if isinstance(weight, Tensor) else multiplied_out(weight, dtype)

@@ -9,7 +9,7 @@ import torch
 from draftwing.ops.reference.ngram_memory import NGramMemory
 
 CPU = torch.device("cpu")
-WINDOW, BRANCH, CONTEXT, LEAST = 6, 7, 400, 40
+WINDOW, BRANCH, CONTEXT, MIN_CELLS = 6, 7, 400, 40
 
 
 @dataclass
@@ -25,7 +25,7 @@ class World:
     def __init__(self, rows: int, capacity: int, vocab: int, seed: int, min_window: int = 2) -> None:
         self.rng = random.Random(seed)
         self.vocab, self.rows = vocab, rows
-        self.memory = NGramMemory(min_window, WINDOW, BRANCH, capacity, rows + 1, CPU, least=LEAST)
+        self.memory = NGramMemory(min_window, WINDOW, BRANCH, capacity, rows + 1, CPU, min_cells=MIN_CELLS)
         self.min_window = min_window
         self.tokens = torch.zeros(rows + 1, CONTEXT, dtype=torch.int64)
         self.kv_len = [0] * (rows + 1)

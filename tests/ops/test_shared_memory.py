@@ -63,5 +63,5 @@ def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit
     assert len(launches) == many, "a large tree takes two launches"
     assert max(int(shared) for shared, *_ in launches) <= limit, launches
     # Neighbours along a product that a lane holds. With 4 two instructions have 32 keys between them, and a row's bits
-    # would depend on what lies beside its own chunk of 16.
+    # would depend on what lies next to its own chunk of 16.
     assert all(widths == ["2"] for _, *widths in launches), launches

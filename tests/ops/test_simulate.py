@@ -68,7 +68,7 @@ def test_a_walk_goes_as_far_as_powers_of_the_chance_say(ops: TorchOps) -> None:
     rows, kv_len = torch.arange(batch), torch.randint(1000, (batch,))
     simulation = Simulation(2.5, depth, VOCAB)
     count = accepted(ops, draft, depth, simulation, rows, kv_len).count
-    # Where a node's children hold the first and the last id there is no token beside them.
+    # Where a node's children hold the first and the last id there is no token next to them.
     spoilt = []
     for tokens, parent, alive in zip(*(part.tolist() for part in draft[:3]), strict=True):
         children = [{tokens[i] for i in range(1, 9) if alive[i] and parent[i] == node} for node in range(9)]

@@ -297,9 +297,9 @@ def test_what_is_not_finite_ends_the_path_and_is_told_to_the_host_alone(ops: Tor
     draft = Draft(*(part.to(ops.device) for part in (tokens, parent, torch.ones(2, nodes, dtype=torch.bool))))
     tree, inputs = ops.tree_inputs(world.slots, at, draft, nodes - 1)
     done = ops.commit(world.slots, at, draft, tree, target.to(ops.device), inputs.prefix_len, 0, True)
-    told, count = unpack(done.packed.cpu().numpy(), TreeShape(nodes - 1, 1, nodes)), nodes // 2 + 1
-    assert told.count.tolist() == [count, nodes]
-    assert (told.tokens >= NOT_FINITE).nonzero()[1].tolist() == [count - 1]
+    reported, count = unpack(done.packed.cpu().numpy(), TreeShape(nodes - 1, 1, nodes)), nodes // 2 + 1
+    assert reported.count.tolist() == [count, nodes]
+    assert (reported.tokens >= NOT_FINITE).nonzero()[1].tolist() == [count - 1]
     assert done.tokens[0, count - 1] == world.slots.last[0] == 7 + count and done.path is not None
     for kept in (done.tokens, world.slots.tokens, world.slots.last, done.path.ids):
         assert kept.max() < NOT_FINITE

@@ -22,7 +22,7 @@ class World:
         self.calls = 0
 
     def signals(self, rank: int) -> Tensor:
-        """[P, BLOCKS]: who has told this rank of how many calls."""
+        """[P, BLOCKS]: how many calls each rank has signalled to this one."""
         return self.memory[rank][: len(self.memory) * BLOCKS].view(-1, BLOCKS)
 
     def slot(self, rank: int, call: int, like: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ class World:
             self.slot(rank, self.calls, parts[rank]).zero_()  # its own call writes it
             found.append(peer_sums.sum_rows(peers, parts[rank], bias, residual))
             assert torch.equal(self.slot(rank, self.calls, parts[rank]), parts[rank].view(-1))
-            told = [self.signals(other)[rank, :blocks] for other in range(len(parts)) if other != rank]
-            assert all(bool((one == self.calls).all()) for one in told)
+            received = [self.signals(other)[rank, :blocks] for other in range(len(parts)) if other != rank]
+            assert all(bool((one == self.calls).all()) for one in received)
         assert all(bool((peers.calls == self.calls).all()) for peers in self.peers)
         return found
 

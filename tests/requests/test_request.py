@@ -1,4 +1,4 @@
-"""What a request may ask beside sampling."""
+"""What a request may ask besides sampling."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_a_search_that_takes_too_long(tokenizer: Tokenizer, monkeypatch: pytest.
     scanner = StopStringScanner(IncrementalDetokenizer(tokenizer, stop_regex=RegexScanner(slow)))
     failed = [n for n, token in enumerate(ids) if scanner.push(token) is None and scanner.failed]
     assert failed and "takes too long" in str(scanner.failed)
-    # A stream that fails where the scheduler did not shows nothing more until it is told how the answer ended.
+    # A stream that fails where the scheduler did not shows nothing more until it gets how the answer ended.
     for matched, shown in (("end", "b " + "a" * 50 + " "), (None, "b " + "a" * 50 + " end"), ("x", None)):
         stream = IncrementalDetokenizer(tokenizer, stop_regex=RegexScanner(slow))
         out = stream.push(ids) + stream.push((), final=True)
@@ -236,7 +236,7 @@ def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyP
 
     def taken(count: int, seconds: float) -> tuple[float, bool]:
         """What the searches of so many answers take until they fail, at most 1,000 tokens; an answer of another
-        request beside them never does."""
+        request with them never does."""
         cost[0], now[0] = seconds, 0.0
         answers = [scanner(searches, ["a"], ("client", 1.0)) for _ in range(count)]
         other = scanner(searches, ["a"], ("client", 2.0))

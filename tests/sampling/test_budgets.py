@@ -90,7 +90,7 @@ def test_a_long_prompt_is_not_looked_at() -> None:
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (5, 4), (11, 3), (14, 13)])
 def test_every_node_is_told_what_its_path_is_told(nodes: int, depth: int) -> None:
-    told = {True: 0, False: 0}
+    reported = {True: 0, False: 0}
     for seed in range(120):
         case = Case(seed, nodes, depth)
         forced = case.forced(slack=seed % 3)
@@ -99,8 +99,8 @@ def test_every_node_is_told_what_its_path_is_told(nodes: int, depth: int) -> Non
                 if case.alive[b, n]:
                     want = machine(case.answer(b, n), case.budgets[row])
                     assert int(forced[b, n]) == want, (seed, b, n, case.answer(b, n), case.budgets[row])
-                    told[want >= 0] += 1
-    assert min(told.values()) > 40
+                    reported[want >= 0] += 1
+    assert min(reported.values()) > 40
 
 
 def test_a_marker_that_the_model_has_begun_is_finished() -> None:
@@ -133,10 +133,10 @@ def test_the_longest_markers_and_fake_tensors() -> None:
             assert forced.shape == (2, nodes)
     table, zero = BudgetTable(1, torch.device("cpu")), torch.zeros(1, 1, dtype=torch.int64)
     table.write(0, ThinkingBudget(3, long, long[::-1], False), 1)
-    told, text = [], [7, *long]
+    reported, text = [], [7, *long]
     for _ in range(40):
         history = torch.tensor([[*text, 0]])
         args = zero[0], history, torch.tensor([len(text) - 1]), len(text), zero, zero[..., None], zero + 1
-        told.append(int(table.forced([0], Nodes(*args))))
-        text.append(told[-1] if told[-1] >= 0 else 9)
-    assert told == [-1, -1, -1, *long[::-1], *[-1] * (40 - 3 - MAX_MARKER)]
+        reported.append(int(table.forced([0], Nodes(*args))))
+        text.append(reported[-1] if reported[-1] >= 0 else 9)
+    assert reported == [-1, -1, -1, *long[::-1], *[-1] * (40 - 3 - MAX_MARKER)]

@@ -54,7 +54,7 @@ def test_quick_grammars_stay_in_the_steps(clock):
     grammar = Grammar(clock, 0.0001)
     one = AsyncMask(grammar, Workers())
     until_ready(one)
-    assert one.mask is not None, "the first mask is always worked out beside the steps"
+    assert one.mask is not None, "the first mask is always worked out while steps run"
     for token in range(100):
         assert one.follow(token) and not one.slow and one.ready() and one.mask is None
         one.charge(0.0015)  # as the guidance of a step does
@@ -67,7 +67,7 @@ def test_slow_grammars_are_worked_out_beside_the_steps_until_they_are_quick(cloc
     until_ready(one)
     for token in range(5):
         assert one.slow and one.mask is not None and one.follow(token)
-        assert len(grammar.taken) == token, "the newest token is taken beside the steps, too"
+        assert len(grammar.taken) == token, "the newest token is taken during the steps, too"
         until_ready(one)
         assert len(grammar.taken) == token + 1
     grammar.cost = 0.0
@@ -89,12 +89,12 @@ def test_an_illegal_token_is_found_by_the_mask(clock):
 
 
 def test_a_grammar_has_a_limit_in_the_long_run(clock):
-    one = AsyncMask(Grammar(clock, 2 * async_mask.BESIDE), Workers())
+    one = AsyncMask(Grammar(clock, 2 * async_mask.ALLOWANCE), Workers())
     with pytest.raises(RequestError, match="takes too long"):
         for token in range(200):
             until_ready(one)
             one.follow(token)
-    assert 0.5 * async_mask.TOTAL / async_mask.BESIDE < token < 2 * async_mask.TOTAL / async_mask.BESIDE
+    assert 0.5 * async_mask.LIMIT / async_mask.ALLOWANCE < token < 2 * async_mask.LIMIT / async_mask.ALLOWANCE
 
 
 def test_others_do_not_wait_for_a_slow_grammar(clock):

@@ -1,4 +1,4 @@
-"""What a user is told of a choice."""
+"""What a user reads of a choice."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_drafts_that_would_make_others_wait() -> None:
     found = options(4, (20.0, 9.0), 2)
     found[0]["late"] = found[1]["late"] = True
     assert "right before this step" in summary(found, 4) and "prompts wait at every step" in summary(found, 4, True)
-    told = report(found, 4, 10, True)
-    assert told["suspended"] and "wait" in told["options"][0]["why"] and told["options"][2]["why"] == "chosen"
+    seen = report(found, 4, 10, True)
+    assert seen["suspended"] and "wait" in seen["options"][0]["why"] and seen["options"][2]["why"] == "chosen"
 
 
 def test_what_has_no_price() -> None:
@@ -64,8 +64,8 @@ def test_what_has_no_price() -> None:
     assert summary(fixed, 2) == "chains of 3 are drafted, whatever they cost"
     fixed[0]["chosen"], fixed[1]["chosen"] = False, True
     assert summary(fixed, 2).startswith("nothing is drafted")
-    told = report(fixed, 2, 10)["options"]
-    assert "nothing is known of its price" in told[0]["why"] and told[1]["why"] == "chosen"
+    seen = report(fixed, 2, 10)["options"]
+    assert "nothing is known of its cost" in seen[0]["why"] and seen[1]["why"] == "chosen"
 
 
 def test_a_report_is_plain_data() -> None:

@@ -1,4 +1,4 @@
-"""Slots and rows of requests, beside a count of what is left."""
+"""Slots and rows of requests, vs a count of what is left."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from draftwing.core import LAG, PLAIN, TEXT_LAG, Deferral, Deferred, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.lag import RESTED, ROWS, UNSEEN, CatchUps
+from draftwing.sched.lag import MAX_JOINING, RESTED, UNSEEN, CatchUps
 from draftwing.sched.req import Req
 
 TREE, LOOKUP = TreeShape(3, 2, 6), TreeShape(5, 1, 6)
@@ -35,16 +35,16 @@ def run(catch_ups: CatchUps, reqs: list[Req], shapes: list[TreeShape], first: in
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 4, ROWS])
+@pytest.mark.parametrize("rows", [1, 4, MAX_JOINING])
 def test_few_rows_catch_up_together_and_seldom(rows: int) -> None:
     found = run(CatchUps([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * LAG)
     assert set(found) == {0, rows} and sum(map(bool, found)) == 9
 
 
-@pytest.mark.parametrize("rows", [2 * ROWS, 5 * ROWS, 8 * ROWS])
+@pytest.mark.parametrize("rows", [2 * MAX_JOINING, 5 * MAX_JOINING, 8 * MAX_JOINING])
 def test_many_rows_take_turns(rows: int) -> None:
     found = run(CatchUps([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * LAG)
-    assert max(found) <= ROWS and sum(found) < 1.4 * rows * 10
+    assert max(found) <= MAX_JOINING and sum(found) < 1.4 * rows * 10
 
 
 def test_before_a_step_that_drafts_everybody_does() -> None:

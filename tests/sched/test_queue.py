@@ -6,7 +6,7 @@ import pytest
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.queue import LOOKED_AT, FairQueue, RowShares
+from draftwing.sched.queue import MAX_CANDIDATES, FairQueue, RowShares
 from draftwing.sched.req import Req
 
 
@@ -95,7 +95,7 @@ def test_the_order_is_that_of_a_sort() -> None:
         if i % 50 == 0:
             served = set(rng.sample("abc", 1))
             lines = {c: sorted((r for r in waiting if r.request.client == c), key=lambda r: r.rank) for c in "abc"}
-            seen = [r for line in lines.values() for r in line[:LOOKED_AT]]
+            seen = [r for line in lines.values() for r in line[:MAX_CANDIDATES]]
             expected = sorted(seen, key=lambda r: (r.rank[0], r.request.client in served, r.rank))
             assert list(queue.fair_order(served.__contains__)) == expected
             assert len(queue) == len(waiting) and set(queue) == set(waiting)

@@ -361,7 +361,7 @@ def test_prompts_with_a_common_beginning_prefilled_at_once_end_up_sharing_one_co
     turn(sched)
     owned = [int(r.owned[: r.covered].sum()) for r in sched.running]
     assert owned == [0, 0] and sched.kv.radix.size == 31
-    plan = sched.plan()  # b's row is told of the slots that it shares now
+    plan = sched.plan()  # b's row gets the slots that it shares now
     b = next(r for r in sched.running if r.uid == "b")
     assert any(row == b.row and start == 0 and len(slots) == 29 for row, start, slots in plan.new_slots)
     assert np.array_equal(sched.running[0].slots[:29], sched.running[1].slots[:29])

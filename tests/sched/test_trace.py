@@ -1,4 +1,4 @@
-"""What is told of a step, from a result that is written by hand."""
+"""What is reported of a step, from a result that is written by hand."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Attacked:
 
 @contextlib.contextmanager
 def attacked(**settings: Any) -> Iterator[Attacked]:
-    """Starts one; afterwards it is still there, or has ended because it was told to."""
+    """Starts one; afterwards it is still there, or has ended because it was asked to."""
     paths = [str(HERE), *(path or os.getcwd() for path in sys.path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "attacked", json.dumps(settings)],

@@ -92,7 +92,7 @@ class FakeEngine:
         self.crash: Exception | None = None
         self.steps, self.stepping = 0, False
         self.flushed = 0
-        self.traced: list[TracedStep] = []  # all steps that were told of, those of prompts left out
+        self.traced: list[TracedStep] = []  # all steps that were reported, those of prompts left out
         self.closed = False
         self._inbox: queue.SimpleQueue[GenerationRequest | str | None] = queue.SimpleQueue()
 
@@ -177,9 +177,9 @@ class FakeEngine:
                 return self._end(uid, new, {"type": "stop", "matched": found})
             if len(done) >= limit:
                 return self._end(uid, new, {"type": "length", "length": len(done)})
-        return self._told(Output(uid, new), request, len(done) == len(new))
+        return self._with_meta(Output(uid, new), request, len(done) == len(new))
 
-    def _told(self, output: Output, request: GenerationRequest, first: bool) -> Output:
+    def _with_meta(self, output: Output, request: GenerationRequest, first: bool) -> Output:
         wanted = request.logprobs
         if request.traced and output.token_ids:
             drafts = self._drafted(request)
@@ -188,8 +188,8 @@ class FakeEngine:
         if wanted is not None:
             output.logprobs = [logprob(token, wanted) for token in output.token_ids]
             if first and output.token_ids and wanted.start >= 0:
-                told = [None, *(logprob(token, wanted) for token in request.prompt_ids[1:])]
-                output.prompt_logprobs = told[wanted.start :]
+                reported = [None, *(logprob(token, wanted) for token in request.prompt_ids[1:])]
+                output.prompt_logprobs = reported[wanted.start :]
         return output
 
     def _drafted(self, request: GenerationRequest) -> bool:
@@ -204,7 +204,7 @@ class FakeEngine:
             "spec_verify_ct": 1, "spec_num_proposed_drafts": 7 * drafted, "spec_num_correct_drafts": 3 * drafted,
             "spec_accept_length": 1.0, "spec_accept_rate": 0.0, "spec_correct_drafts_histogram": [1],
         }  # fmt: skip
-        return self._told(Output(uid, new, reason, meta), request, len(done) == len(new))
+        return self._with_meta(Output(uid, new, reason, meta), request, len(done) == len(new))
 
 
 def traced(tokens: list[int], number: int, drafts: bool) -> TracedStep:

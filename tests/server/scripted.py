@@ -137,7 +137,7 @@ def keys_file(folder: Path, keys: str) -> str:
 
 
 def watched_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> list[int]:
-    """The sizes that the pools are told of from now on. method: of `WorkerPools`."""
+    """The sizes that the pools get from now on. method: of `WorkerPools`."""
     sizes: list[int] = []
     original = getattr(WorkerPools, method)
 

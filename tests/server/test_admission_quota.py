@@ -33,7 +33,7 @@ def asked(uid: str, client: str) -> GenerationRequest:
 
 
 def test_answers_of_a_client_and_of_all() -> None:
-    waiting = AdmissionQuota(most=10, most_of_a_key=4)
+    waiting = AdmissionQuota(max_answers=10, max_per_key=4)
     for client in "abc":
         for i in range(3):
             waiting.add([asked(client + str(i), client)])
@@ -176,7 +176,7 @@ def test_what_is_prepared_counts_as_waiting(path: str, tmp_path: Path, monkeypat
 def test_answers_that_were_left_count_for_a_while() -> None:
     """Among those of their key alone: nobody else has less room for that."""
     now = [0.0]
-    waiting = AdmissionQuota(most=10, most_of_a_key=4, clock=lambda: now[0])
+    waiting = AdmissionQuota(max_answers=10, max_per_key=4, clock=lambda: now[0])
     waiting.add([asked(f"a{i}", "a") for i in range(3)])
     waiting.started("a2")
     waiting.abandoned(["a0", "a1", "a2", "of another time"])

@@ -359,7 +359,7 @@ FIRST = (  # of each kind: bodies before and after an answer, endless heads, man
 @pytest.mark.parametrize("name", [*ATTACKS])
 def test_others_are_served_while_many_attack(guarded: Attacked, name: str) -> None:
     """64 connections without a key. `tools/attacks.py` measures what is felt of them on an idle machine; here others
-    may run beside it."""
+    may run with it."""
     with attacking(name, guarded.port, 20):
         time.sleep(0.3)
         felt = feel(guarded.port, 1.2, "right")
@@ -409,7 +409,7 @@ ENDLESS += "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% end
 
 
 def test_an_endless_template_holds_up_nobody() -> None:
-    """It ends as an error while other requests are answered, and the server ends when it is told to."""
+    """It ends as an error while other requests are answered, and the server ends when it is asked to."""
     with attacked(template=ENDLESS) as server:
         endless = {"messages": [{"role": "user", "content": "go"}]}
 

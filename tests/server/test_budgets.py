@@ -17,7 +17,7 @@ HARMONY = (  # with all markers, by which it is known
     "{% if documents %}<|channel|>{% endif %}<|start|>assistant"
 )
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-# Begins a block itself, unless it is told not to reason, and tells what it was told.
+# Begins a block itself, unless it is asked not to reason, and says what it was asked.
 OPENS = (
     "{% for m in messages %}{{ m.content }}{% endfor %}[{{ enable_thinking }} {{ reasoning_effort }}]"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"

@@ -157,8 +157,8 @@ async def turn(
     back, arguments = said(path, json.loads(response.text, parse_constant=pytest.fail))
     if draw.random() < 0.5:
         events = await post(path, body | {"stream": True})
-        told = streamed(path, events.text)
-        assert len(told) == len(arguments) and (path == "/v1/messages" or told == arguments), (engine.script, told)
+        seen = streamed(path, events.text)
+        assert len(seen) == len(arguments) and (path == "/v1/messages" or seen == arguments), (engine.script, seen)
     again = ASKED[path](random.Random(0), back)
     again = again | {key: [USER, *back] for key in ("messages", "input") if key in again}
     assert (await post(path, again)).status_code == 200, (engine.script, again)

@@ -89,15 +89,15 @@ def test_several_answers_and_streams(served: tuple[str, int]) -> None:
     answer = chat(url, **asked)
     assert answer["usage"]["reasoning_tokens"] == 3 * (9 + marker) and len(set(parts(answer))) == 3
     body = {"model": "m", "messages": HI, "seed": 3, "ignore_eos": True, "stream": True} | asked
-    told = [["", ""] for _ in range(3)]
+    reported = [["", ""] for _ in range(3)]
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
                     delta = choice["delta"]
-                    told[choice["index"]][0] += delta.get("reasoning_content") or ""
-                    told[choice["index"]][1] += delta.get("content") or ""
-    assert [tuple(one) for one in told] == [(thought or "", content) for thought, content in parts(answer)]
+                    reported[choice["index"]][0] += delta.get("reasoning_content") or ""
+                    reported[choice["index"]][1] += delta.get("content") or ""
+    assert [tuple(one) for one in reported] == [(thought or "", content) for thought, content in parts(answer)]
 
 
 def test_a_schema_and_calls_after_the_reasoning(served: tuple[str, int]) -> None:

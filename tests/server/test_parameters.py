@@ -1,4 +1,4 @@
-"""What requests may ask beside the plain sampling fields: that it reaches the engine, and what comes back."""
+"""What requests may ask besides the plain sampling fields: that it reaches the engine, and what comes back."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ LIMITS: list[tuple[Any, SpecLimits | None, tuple[Any, ...]]] = [
 def test_speculation_per_request(
     drafts: TestClient, drafting: FakeEngine, wish: Any, limits: SpecLimits | None, used: tuple[Any, ...]
 ) -> None:
-    told = dict(zip(("algorithm", "num_steps", "topk", "num_draft_tokens"), used, strict=True))
+    reported = dict(zip(("algorithm", "num_steps", "topk", "num_draft_tokens"), used, strict=True))
     for path in PATHS:
         data = ok(drafts, path, **base(path), speculative=wish)
-        assert data["speculative"] == told
+        assert data["speculative"] == reported
         counts = data["usage"]["completion_tokens_details"]
         off = limits == SpecLimits(0, 1, 1)
         assert counts == {
@@ -175,8 +175,8 @@ def test_speculation_per_request(
             "rejected_prediction_tokens": 0 if off else 4,
         }
         stream = streamed(drafts, path, **base(path), speculative=wish)
-        assert all(chunk["speculative"] == told for chunk in stream)
-    assert ok(drafts, "/generate", text="a", speculative=wish)["meta_info"]["speculative"] == told
+        assert all(chunk["speculative"] == reported for chunk in stream)
+    assert ok(drafts, "/generate", text="a", speculative=wish)["meta_info"]["speculative"] == reported
     assert {request.limits for request in drafting.requests} == {limits}
 
 

@@ -27,10 +27,10 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-@pytest.mark.parametrize("beside", [{}, {"tools": [{"a": [{}]}] * 100}], ids=["alone", "with tools"])
-def test_what_stands_in_texts_does_not_count(text: str, beside: dict[str, object]) -> None:
-    check_parts(json.dumps({"messages": [{"role": "user", "content": text}], **beside}).encode(), MAX_PARTS, LONGEST)
-    check_parts(json.dumps({"prompt": ["a", text, "b:"], **beside}, indent=1).encode(), MAX_PARTS, LONGEST)
+@pytest.mark.parametrize("others", [{}, {"tools": [{"a": [{}]}] * 100}], ids=["alone", "with tools"])
+def test_what_stands_in_texts_does_not_count(text: str, others: dict[str, object]) -> None:
+    check_parts(json.dumps({"messages": [{"role": "user", "content": text}], **others}).encode(), MAX_PARTS, LONGEST)
+    check_parts(json.dumps({"prompt": ["a", text, "b:"], **others}, indent=1).encode(), MAX_PARTS, LONGEST)
 
 
 @pytest.mark.parametrize("unit", ["[],", "{},", '{"a":1},', '"a",', '"[",[],', "[[]],"])

@@ -152,7 +152,7 @@ def test_words_are_tokenized_once_and_where_nobody_waits(
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
 def test_the_time_of_a_request_begins_when_it_arrives(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends while the grammar is compiled, and the engine is told when it began."""
+    """It ends while the grammar is compiled, and the engine gets when it began."""
     hold, begun = threading.Event(), threading.Event()
 
     def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None, text: str | None = None) -> None:

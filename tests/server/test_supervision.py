@@ -94,7 +94,7 @@ def test_a_request_that_was_alone_in_two_deaths_is_refused(caplog: pytest.LogCap
 
 
 class SilentLink:
-    """An engine that answers nothing and dies when told to."""
+    """An engine that answers nothing and dies when asked to."""
 
     process = SimpleNamespace(kill=lambda: None)
     listener: Listener | None = None

@@ -32,7 +32,7 @@ def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str
     return [json.loads(line) for line in lines]
 
 
-def told(path: str, usage: dict[str, Any]) -> tuple[int, int]:
+def counts(path: str, usage: dict[str, Any]) -> tuple[int, int]:
     """(prompt tokens, those of them that were cached)"""
     if path == MESSAGES:
         cached = usage["cache_read_input_tokens"]
@@ -57,11 +57,11 @@ def streamed_usage(client: TestClient, path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_cached_tokens_are_told_by_all(client: TestClient, engine: FakeEngine, path: str) -> None:
-    first = told(path, client.post(path, json=BODIES[path]).json()["usage"])
+    first = counts(path, client.post(path, json=BODIES[path]).json()["usage"])
     size = len(engine.requests[0].prompt_ids)
     assert first == (size, 0)
-    assert told(path, client.post(path, json=BODIES[path]).json()["usage"]) == (size, size - 1)
-    assert told(path, streamed_usage(client, path)) == (size, size - 1)
+    assert counts(path, client.post(path, json=BODIES[path]).json()["usage"]) == (size, size - 1)
+    assert counts(path, streamed_usage(client, path)) == (size, size - 1)
 
 
 def test_a_message_begins_with_what_is_known_then(client: TestClient, engine: FakeEngine) -> None:
@@ -78,7 +78,7 @@ def test_a_prompt_counts_once(client: TestClient) -> None:
     """Others of its answers take over its prefill, which was not cached before."""
     body = {"prompt": ["abcd", "xy"], "n": 3, "max_tokens": 2}
     usages = [client.post(COMPLETION, json=body).json()["usage"] for _ in range(2)]
-    assert [told(COMPLETION, usage) for usage in usages] == [(6, 0), (6, 4)]
+    assert [counts(COMPLETION, usage) for usage in usages] == [(6, 0), (6, 4)]
 
 
 def test_before_the_end_of_a_stream_nothing_is_said_of_the_cache(client: TestClient) -> None:

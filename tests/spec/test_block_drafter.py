@@ -32,7 +32,7 @@ from draftwing.spec.drafter import DraftStep, SeenTokens
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 12, 96
 CLOSE = 3e-4  # float32 against float64
-NOISY = [0, 2]  # rows with a temperature, where they draft beside others
+NOISY = [0, 2]  # rows with a temperature, where they draft with others
 TIE = 1e-3  # a tree that hangs on a smaller difference of scores may differ
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=VOCAB)
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}

@@ -95,7 +95,7 @@ def test_one_alone(pair: PairDrafter) -> None:
     assert tokens_of(pair, GROWN._replace(by=MODEL_ALONE)) == [9, 100, 101, 102] and not pair.lookup.asked  # type: ignore[attr-defined]
     pair.model.asked.clear()  # type: ignore[attr-defined]
     assert tokens_of(pair, DEEP._replace(by=LOOKUP_ALONE)) == [9, 100, *range(201, 208)]
-    assert pair.model.asked == [("unconstrain",)], "what the model was told of this step is over"  # type: ignore[attr-defined]
+    assert pair.model.asked == [("unconstrain",)], "what the model got for this step is over"  # type: ignore[attr-defined]
 
 
 def test_what_it_says_of_itself(pair: PairDrafter) -> None:

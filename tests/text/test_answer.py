@@ -1,4 +1,4 @@
-"""What JSON is told of a log probability."""
+"""What JSON has of a log probability."""
 
 from __future__ import annotations
 

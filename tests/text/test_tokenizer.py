@@ -194,8 +194,8 @@ def test_flags_that_differ_from_those_of_tokenizer_json(kind: Any, flags: dict[s
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
         unlike += ids != backend.encode(text).ids
     assert unlike or flags == {"special": True}, "the flags change what is compared"
-    told, known = (t.get_added_tokens_decoder() for t in (ours.backend, theirs.backend_tokenizer))
-    assert {i: repr(token) for i, token in told.items() if token.content != "</s>"} == {
+    reported, known = (t.get_added_tokens_decoder() for t in (ours.backend, theirs.backend_tokenizer))
+    assert {i: repr(token) for i, token in reported.items() if token.content != "</s>"} == {
         i: repr(token) for i, token in known.items() if token.content != "</s>"
     }
 

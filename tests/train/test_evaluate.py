@@ -20,7 +20,7 @@ from draftwing.core import TreeShape
 from draftwing.engine.benchmark import Sample
 from draftwing.errors import ConfigError
 from draftwing.train import evaluate as module
-from draftwing.train.evaluate import FEW, Trial, evaluate, fingerprint, positions, standard_error, summary
+from draftwing.train.evaluate import MIN_SET, Trial, evaluate, fingerprint, positions, standard_error, summary
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +183,7 @@ def test_the_standard_error_is_that_of_other_draws_of_prompts() -> None:
     assert standard_error(samples[:1]) is None
 
 
-@pytest.mark.parametrize("count", [FEW - 1, FEW])
+@pytest.mark.parametrize("count", [MIN_SET - 1, MIN_SET])
 def test_few_prompts_are_warned_of(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,7 +191,7 @@ def test_few_prompts_are_warned_of(
     options = {"speculative_algorithm": "EAGLE3"}
     with caplog.at_level(logging.WARNING):
         evaluate(options, {"one": [f"prompt {i}" for i in range(count)]}, TRIAL, tmp_path / "eval.json")
-    assert [str(count) in record.getMessage() for record in caplog.records] == [True] * (count < FEW)
+    assert [str(count) in record.getMessage() for record in caplog.records] == [True] * (count < MIN_SET)
 
 
 def test_a_fingerprint_is_of_what_is_loaded(options: dict[str, Any], tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_killed_at_any_byte_it_goes_on(llm: LLM, tmp_path: Path) -> None:
         file = tmp_path / f"cut{cut}.jsonl"
         file.write_bytes(text[:cut])
         kept = text[:cut].count(b"\n")
-        # The rest comes in another order and beside other prompts.
+        # The rest comes in another order and with other prompts.
         assert run(llm.engine, PROMPTS[::-1], file) == whole
         assert file.read_bytes().startswith(b"".join(text.splitlines(True)[:kept]))
         assert file.read_bytes().count(b"\n") == len(PROMPTS)

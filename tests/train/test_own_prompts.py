@@ -27,7 +27,7 @@ def llm(model: str) -> Iterator[LLM]:
 
 
 class Model:
-    """In place of a session: says what it is told, one after the other, a token at a time. None: it did not end."""
+    """In place of a session: says what it is given, one after the other, a token at a time. None: it did not end."""
 
     def __init__(self, tokenizer: Tokenizer, says: Sequence[str | None]) -> None:
         self.tokenizer, self.says, self.asked = tokenizer, says, list[GenerationRequest]()

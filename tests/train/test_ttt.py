@@ -320,7 +320,7 @@ def test_half_precision_is_close_and_gives_gradients_in_float32(tmp_path):
 
 
 def test_noise_is_uniform_and_falls_with_the_length_of_the_text():
-    batch = Batch(*[torch.zeros(2, 1000, dtype=torch.int64)] * 5, lengths=torch.tensor([1000, 256]), most=999)
+    batch = Batch(*[torch.zeros(2, 1000, dtype=torch.int64)] * 5, lengths=torch.tensor([1000, 256]), max_positions=999)
     noise = ttt._noise(torch.zeros(2000, 16), batch, 0.2, torch.Generator().manual_seed(0)).view(2, -1)
     for row, width in zip(noise, (0.2 * 512 / 1000, 0.2 * 512 / 256), strict=True):
         assert row.abs().max() <= width / 2

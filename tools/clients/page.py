@@ -60,19 +60,19 @@ def table(programs: Mapping[str, Program], record: Mapping[str, Any]) -> Iterato
         yield f"| {program.title} | {ENDPOINTS[program.dialect]} | {' | '.join(cells)} |"
 
 
-def cell(program: Program, told: Mapping[str, Any] | None) -> str:
+def cell(program: Program, run: Mapping[str, Any] | None) -> str:
     """What a run came to."""
-    if told is None:
+    if run is None:
         return "not run"
-    version = next(iter(told.get("versions", {}).values()), "")
-    if "install" in told["wrong"]:
+    version = next(iter(run.get("versions", {}).values()), "")
+    if "install" in run["wrong"]:
         return "does not install here"
-    where = f"Node.js {told['node'].split('.')[0]}" if "node" in told else f"Python {told['python'].rpartition('.')[0]}"
-    wrong = [f"{kind}: {' '.join(text.split())[:160]}" for kind, text in told["wrong"].items()]
+    where = f"Node.js {run['node'].split('.')[0]}" if "node" in run else f"Python {run['python'].rpartition('.')[0]}"
+    wrong = [f"{kind}: {' '.join(text.split())[:160]}" for kind, text in run["wrong"].items()]
     what = f"**fails**: {'; '.join(wrong)}".replace("|", "\\|") if wrong else "works"
-    what = f"is answered; {program.form}" if told.get("useless") and not wrong else what
-    what += ", its answer without end was cut off" if told.get("cut") else ""
-    return f"{version}: {what} ({where}, {told['date']})"
+    what = f"is answered; {program.form}" if run.get("useless") and not wrong else what
+    what += ", its answer without end was cut off" if run.get("cut") else ""
+    return f"{version}: {what} ({where}, {run['date']})"
 
 
 # ---- how to set it up ------------------------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ def set_ups(programs: Mapping[str, Program], record: Mapping[str, Any]) -> Itera
         first, *others = group
         yield from [""] * bool(index) + [f"### {first.title}", ""]
         yield from set_up(first)
-        told = [ways for one in (first, *others) for ways in record.get(one.name, {}).values()]
-        if fields := sorted({field for ways in told for field in ways.get("ignored", [])}):
+        run = [ways for one in (first, *others) for ways in record.get(one.name, {}).values()]
+        if fields := sorted({field for ways in run for field in ways.get("ignored", [])}):
             listed = ", ".join(f"`{field}`" for field in fields)
             yield from ["", *textwrap.wrap(f"Of what it sends, these have no effect: {listed}.", 120)]
 

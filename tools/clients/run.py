@@ -37,9 +37,9 @@ PROMPTS = {
 }
 LOOP_SECONDS, MODEL_SECONDS = 120, 200  # for one run of a program
 STALL_SECONDS = 20  # without a token of an answer, on a busy machine
-SIZES = {"context": "200000", "output": "4096"}  # bytes: what programs are told of the scripted model
+SIZES = {"context": "200000", "output": "4096"}  # bytes: the scripted model's limits for programs
 SMALL = {"context": "32768", "output": "400"}  # of the default model: more output says nothing more
-STOP_SECONDS = 15  # until the engine has been told that nobody waits for the answer
+STOP_SECONDS = 15  # until the engine knows that nobody waits for the answer
 CLOSED = "http://127.0.0.1:9"  # a proxy that is not there: nothing is fetched from elsewhere
 
 
@@ -138,7 +138,7 @@ def script_of(program: Program) -> list[str]:
 
 
 def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str, Any], str]:
-    """One run against the scripted engine: what is wrong, what is told of it, and its log."""
+    """One run against the scripted engine: what is wrong, what is reported of it, and its log."""
     import scene
 
     engine = scene.Player([], program.last or "{answer}", not program.replies)
@@ -154,8 +154,8 @@ def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str
     wrong += refusals(program, seen)
     if not any(one.stream and one.status == 200 for one in seen):
         wrong.append("no answer was streamed")
-    told = {"ignored": sorted({name for one in seen for name in one.ignored.split(", ") if name})}
-    return wrong, told, log + "\n" + "\n".join(map(str, seen))
+    facts = {"ignored": sorted({name for one in seen for name in one.ignored.split(", ") if name})}
+    return wrong, facts, log + "\n" + "\n".join(map(str, seen))
 
 
 def looped(engine: Any, process: subprocess.Popen[bytes], printed: Path) -> list[str]:
@@ -187,7 +187,7 @@ def cancelled(program: Program, engine: Any, process: subprocess.Popen[bytes]) -
 
 
 def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> tuple[list[str], dict[str, Any], str]:
-    """One question to a model: what is wrong, what is told of it, and the log."""
+    """One question to a model: what is wrong, what is reported of it, and the log."""
     import scene
 
     recorder.seen.clear()
@@ -200,16 +200,16 @@ def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> 
     answers = [one for one in seen if one.stream and one.status == 200]
     # A model that small may not find an end.
     cut = not ended and any(time.monotonic() - one.newest < STALL_SECONDS for one in answers)
-    told = {"answers": len(answers), "cut": cut}
+    facts = {"answers": len(answers), "cut": cut}
     if ended:
         if process.returncode and program.form:
-            told["useless"] = True
+            facts["useless"] = True
         elif process.returncode:
             wrong.append(f"exit code {process.returncode}")
         wrong += [] if any(one.done for one in answers) else ["no answer was completed"]
     elif not cut:
         wrong.append(f"it did not end within {MODEL_SECONDS} s")
-    return wrong, told, log + "\n".join(map(str, seen))
+    return wrong, facts, log + "\n".join(map(str, seen))
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -217,28 +217,28 @@ def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> 
 
 def result(program: Program, newest: bool, node: str, server: Any, model: str | None) -> dict[str, Any]:
     """Installs and runs one program; what the record has of it."""
-    told: dict[str, Any] = {"date": today()}
+    facts: dict[str, Any] = {"date": today()}
     try:
         folder = install(program, newest, node)
     except InstallError as error:
-        return {**told, "wrong": {"install": str(error)[-2000:]}}
+        return {**facts, "wrong": {"install": str(error)[-2000:]}}
     language = {"node": node} if program.npm else {"python": platform.python_version()}
-    told |= {"versions": versions(program, folder), **language, "wrong": {}}
+    facts |= {"versions": versions(program, folder), **language, "wrong": {}}
     for kind in ("ask",) if model else ("loop", "cancel"):
         wrong, more, log = ask(program, folder, model, *server) if model else play(program, folder, kind)
-        told |= more
+        facts |= more
         if wrong:
-            told["wrong"][kind] = "\n".join(wrong)[:2000]
+            facts["wrong"][kind] = "\n".join(wrong)[:2000]
         path = BUILD / "logs" / f"{program.name}-{'newest' if newest else 'pinned'}-{kind}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([*wrong, "", log]))
-    return told
+    return facts
 
 
-def keep(name: str, way: str, told: dict[str, Any]) -> None:
+def keep(name: str, way: str, facts: dict[str, Any]) -> None:
     """Puts a result into the record."""
     record = json.loads(page.RECORD.read_text()) if page.RECORD.exists() else {}
-    record.setdefault(name, {})[way] = told
+    record.setdefault(name, {})[way] = facts
     page.RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -259,10 +259,10 @@ def main() -> None:
         way = "model" if args.model else "newest" if args.newest else "pinned"
         with scene.real(args.model) if args.model else contextlib.nullcontext() as server:
             for name in args.names or programs:
-                told = result(programs[name], args.newest, node, server, args.model)
-                print(f"{name} {', '.join(told.get('versions', {}).values())}:", told["wrong"] or "works", flush=True)
-                failed += [name] if told["wrong"] else []
-                keep(name, way, told)
+                facts = result(programs[name], args.newest, node, server, args.model)
+                print(f"{name} {', '.join(facts.get('versions', {}).values())}:", facts["wrong"] or "works", flush=True)
+                failed += [name] if facts["wrong"] else []
+                keep(name, way, facts)
     page.write()
     sys.exit(f"not as they should: {', '.join(failed)}" if failed else None)
 

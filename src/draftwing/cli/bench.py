@@ -33,7 +33,7 @@ PROMPTS = (
 )
 
 
-LEAST_WARMUPS = 4  # prompts: some hundred steps, after which the choice of drafts has settled
+MIN_WARMUPS = 4  # prompts: some hundred steps, after which the choice of drafts is steady
 ROUNDS = 2  # with drafts and without, alternately
 
 
@@ -102,7 +102,7 @@ class Remote:
         found = self._info.get("weight_bytes")
         return found if isinstance(found, dict) else {}
 
-    def floor(self) -> float:
+    def min_step_seconds(self) -> float:
         found = self._info.get("floor")
         return float(found["read_ms"] or 0.0) / 1e3 if isinstance(found, dict) else 0.0
 
@@ -117,7 +117,7 @@ def compare(
     rounds with them, `without_drafts` that of the others, and `speedup` the ratio of throughputs."""
     drafter = target.drafter()
     sides, rounds = ((True,), 1) if drafter is None else ((False, True), ROUNDS)
-    warmup = [prompts[i % len(prompts)] for i in range(max(concurrency, LEAST_WARMUPS))]
+    warmup = [prompts[i % len(prompts)] for i in range(max(concurrency, MIN_WARMUPS))]
     samples: dict[bool, list[Sample]] = {drafts: [] for drafts in sides}
     seconds = dict.fromkeys(sides, 0.0)
     for number in range(1, rounds + 1):

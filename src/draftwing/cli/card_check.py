@@ -1,4 +1,4 @@
-"""Runs `draftwing bench --check-card`: tells whether a head accepts on this machine what was measured when it was
+"""Runs `draftwing bench --check-card`: says whether a head accepts on this machine what was measured when it was
 made."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Emit = Callable[[dict[str, Any]], None]
 def check_card(head: Path, options: Mapping[str, Any], prompts: str | None, emit: Emit) -> None:
     """Measures the greedy acceptance length again, in the first tree of the report, on the prompts of the report.
 
-    head: folder of a head, with the eval.json of its training in it or beside it.  options: of the engine.
+    head: folder of a head, with the eval.json of its training in it or next to it.  options: of the engine.
     prompts: the file of one of the report's sets.
 
     Raises CheckpointError for an acceptance length that is not within `TOLERANCE` of the report's, and ConfigError
@@ -52,10 +52,10 @@ def check_card(head: Path, options: Mapping[str, Any], prompts: str | None, emit
 
 def read_report(head: Path) -> dict[str, Any]:
     """Reads the report of `draftwing train eval` on this head: eval.json in its folder or, as training leaves it,
-    beside it. Raises ConfigError."""
+    next to it. Raises ConfigError."""
     file = next((path for path in (head / "eval.json", head.parent / "eval.json") if path.is_file()), None)
     if file is None:
-        raise ConfigError(f"{head} has no eval.json, in it or beside it: `draftwing train eval` writes one")
+        raise ConfigError(f"{head} has no eval.json, in it or next to it: `draftwing train eval` writes one")
     try:
         report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         keys = {"algorithm", "prompts", "max_tokens", "concurrency", "records"}

@@ -78,7 +78,7 @@ class Client:
 
 
 def _message(body: Any, otherwise: str) -> str:
-    """What an error body says, in either of the server's shapes."""
+    """Returns what an error body says, in either of the server's shapes."""
     if isinstance(body, bytes):
         try:
             body = json.loads(body)

@@ -1,4 +1,4 @@
-"""Adds the commands beside `serve`: their arguments, and what runs them."""
+"""Adds the commands other than `serve`: their arguments, and what runs them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     _add_source(chat)
     chat.add_argument("--system", metavar="STR", help="system prompt")
-    chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: the model's)")
+    chat.add_argument("--max-tokens", type=int, metavar="INT", help="maximum answer tokens (default: the model's)")
     chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: the model's)")
     _add_engine_options(chat)
     chat.add_argument(
@@ -63,7 +63,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     bench.add_argument("--prompts", metavar="FILE", help="JSON lines, each a string or an object with prompt or turns")
     bench.add_argument(
-        "--max-tokens", type=_count, default=128, metavar="INT", help="most tokens of an answer (default: 128)"
+        "--max-tokens", type=_count, default=128, metavar="INT", help="maximum tokens of an answer (default: 128)"
     )
     bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
     bench.add_argument("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")
@@ -81,7 +81,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     sweep.add_argument(
         "--sweep",
         action="store_true",
-        help="print the best flags, prices of steps, and what is chosen and why; needs a drafter",
+        help="print the best flags, costs of steps, and what is chosen and why; needs a drafter",
     )
     sweep.add_argument(
         "--save-shape",
@@ -226,10 +226,10 @@ def _log(arguments: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def _opened(
     url: str | None, arguments: dict[str, Any], remote: Callable[[Any], Any], local: Callable[[Any], Any],
-    log_level: str = "info", tells: bool = False,
+    log_level: str = "info", announces: bool = False,
 ) -> Iterator[Any]:  # fmt: skip
     """What `remote` makes of the client of a server, or `local` of an engine with the model that `arguments` name.
-    log_level: unless they name one.  tells: whether to say that it is being loaded."""
+    log_level: unless they name one.  announces: whether to say that it is being loaded."""
     from draftwing.cli.client import Client
 
     if url is not None:
@@ -241,7 +241,7 @@ def _opened(
         yield remote(client)
         return
     options = Options.from_kwargs(**{"log_level": log_level, **arguments}).resolve()
-    if tells:
+    if announces:
         print(f"loading {options.served_model_name or options.model} ...", file=sys.stderr)
     from draftwing.engine.engine import Engine
 

@@ -14,7 +14,7 @@ except ImportError:  # some builds of Python have none
     READLINE = None
 
 QUOTES = '"""'
-KEPT = 1000  # lines of the history
+MAX_LINES = 1000  # lines of the history
 
 
 class LineReader:
@@ -30,7 +30,7 @@ class LineReader:
         if READLINE is not None:
             with contextlib.suppress(OSError):  # there is none yet
                 READLINE.read_history_file(self._history)
-            READLINE.set_history_length(KEPT)
+            READLINE.set_history_length(MAX_LINES)
             READLINE.set_completer_delims("\n")
             READLINE.set_completer(self._complete)
             READLINE.parse_and_bind("tab: complete")

@@ -74,14 +74,14 @@ def _serve(arguments: dict[str, Any]) -> None:
 
 
 def _open_standard_files() -> None:
-    """Those that are closed: else the first sockets would have their numbers, and get what libraries complain about."""
+    """Opens standard files that are closed: else sockets would get their numbers, and what libraries complain about."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
 
 
 def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
-    """What the command line and, where it is silent, the environment ask for."""
+    """Returns what the command line and, where it is silent, the environment ask for."""
     asked = sglang_compat.from_environment(environ)
     if arguments.get("disable_overlap_schedule"):
         asked.pop("enable_overlap", None)

@@ -21,7 +21,7 @@ CELL, LABEL = 30, 66  # height of a heat map's row, width of its names
 
 
 class Box(NamedTuple):
-    """Where a chart stands: its corner and size."""
+    """The place of a chart: its corner and size."""
 
     x: float
     y: float
@@ -54,12 +54,12 @@ def plot(records: Sequence[Record], title: str) -> str:
 
 
 def _run(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
-    """Names of the groups, and the records of each series in their order."""
+    """Returns names of the groups, and the records of each series in their order."""
     return [_at_once(record["concurrency"]) for record in records], [("", list(records))]
 
 
 def _swept(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
-    """Of a sweep: no drafts, the best fixed tree of each batch size, and what the engine chose by itself."""
+    """Splits a sweep: no drafts, the best fixed tree of each batch size, and what the engine chose by itself."""
     sizes = list(dict.fromkeys(record["batch_size"] for record in records))
     found: dict[str, list[Record]] = {"no drafts": [], "best fixed tree": [], "chosen by the engine": []}
     for size in sizes:
@@ -116,7 +116,7 @@ Map = tuple[str, list[str], list[str], dict[tuple[int, int], float]]
 
 
 def _heat_maps(records: Sequence[Record]) -> list[Map]:
-    """For each batch size: throughput of fixed trees over that of no drafts, by depth and by breadth and size."""
+    """Maps, for each batch size, throughput of fixed trees over that of no drafts, by depth, breadth and size."""
     maps: list[Map] = []
     for size in dict.fromkeys(record["batch_size"] for record in records):
         there = [record for record in records if record["batch_size"] == size and record["fixed"]]
@@ -181,14 +181,14 @@ def heat_map(
     parts = [_card(box), _text(box.x + 16, box.y + 26, title, weight=600)]
     left, top = box.x + 16 + LABEL, box.y + 46
     width = min((box.width - LABEL - 32) / len(columns), 92)
-    most = max((abs(math.log(value)) for value in values.values()), default=0.0) or 1.0
+    largest = max((abs(math.log(value)) for value in values.values()), default=0.0) or 1.0
     best = max(values, key=lambda place: values[place])
     for r, row in enumerate(rows):
         parts.append(_text(left - 10, top + CELL * r + 19, row, SOFT, 11, "end"))
     for c, column in enumerate(columns):
         parts.append(_text(left + width * (c + 0.5), top + CELL * len(rows) + 16, column, SOFT, 11, "middle"))
     for (r, c), value in values.items():
-        share = abs(math.log(value)) / most
+        share = abs(math.log(value)) / largest
         colour = COLOURS[0] if value >= 1 else COLOURS[1]
         frame = f'stroke="{INK}" stroke-width="2"' if (r, c) == best else ""
         x, y = left + width * c, top + CELL * r

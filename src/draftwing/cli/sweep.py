@@ -1,7 +1,7 @@
 """`draftwing bench --sweep`: measures fixed shapes against each other, no drafts, and what the engine chooses.
 
 Every point has an engine of its own, one after the other, on the same prompts. The last one chooses by itself. Before
-it runs it measures prices of steps, longer than a start does, and keeps them for the next start.
+it runs it measures costs of steps, longer than a start does, and keeps them for the next start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from draftwing.sched.explain import table
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
-PRICE_SECONDS = 20.0  # to measure prices; a start has less time
+COST_SECONDS = 20.0  # to measure costs; a start has less time
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -47,7 +47,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Found:
-    """best: options by batch size.  choices: what the engine chose by itself, and its prices: lines of text by batch
+    """best: options by batch size.  choices: what the engine chose by itself, and its costs: lines of text by batch
     size.  tree: of those that draft, the one with the highest geometric mean of throughputs
     over the batch sizes.  device: "cpu" or "cuda"."""
 
@@ -96,7 +96,7 @@ def sweep(
         engine = Engine(point)
         chooses = engine.parts.prices is not None
         if chooses:
-            engine.measure_prices(grid.batch, PRICE_SECONDS)
+            engine.measure_prices(grid.batch, COST_SECONDS)
         target, device = Local(engine), engine.info.device
         ids = [target.encode(prompt) for prompt in prompts]
         target.run(ids[:1], params, 1)  # first use of everything

@@ -21,7 +21,7 @@ _OTHERS = 0o077  # permissions of everyone but a file's owner
 class ApiKey:
     """A client's key.
 
-    name: by which logs know the client, and by which its requests are served in turn.  admin: whether it may use the
+    name: by which logs know the client, and by which its requests take turns.  admin: whether it may use the
     endpoints that concern other clients' requests.  Limits are for each minute; None is no limit.  max_priority: the
     highest `priority` that its requests may have; None is no limit.
     """
@@ -76,9 +76,9 @@ def _from_table(where: str, name: str, table: Any) -> ApiKey:
         if setting not in known:
             raise ConfigError(f"{where} has an unknown setting {setting!r}; expected {', '.join(known)}")
         kind: Any = {"key": str, "admin": bool}.get(setting, int)
-        least = -math.inf if setting == "max_priority" else 1
-        if type(value) is not kind or (kind is int and value < least):
-            number = "a whole number" + (" of at least 1" if least == 1 else "")
+        minimum = -math.inf if setting == "max_priority" else 1
+        if type(value) is not kind or (kind is int and value < minimum):
+            number = "a whole number" + (" of at least 1" if minimum == 1 else "")
             expected = {str: "a text", bool: "true or false", int: number}[kind]
             found = "another type" if setting == "key" else repr(value)  # a key is in no message
             raise ConfigError(f"{where} {setting} must be {expected}; found {found}")

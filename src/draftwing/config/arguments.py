@@ -12,7 +12,7 @@ from draftwing.config import sglang_compat as compat
 from draftwing.config.fields import add_fields, flag
 from draftwing.config.options import Options
 
-POSITIONAL_MODEL = "positional_model"  # where argparse puts it, beside the option
+POSITIONAL_MODEL = "positional_model"  # where argparse puts it, besides the option
 PAGE = "docs/server_arguments.md"
 _WIDEST = 100  # characters of a list of values in --help; longer ones are in --help-all
 _DEFAULT = re.compile(r" \(default: [^()]{1,24}\)$")  # those that --help shows

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from draftwing.config.aliases import ALIASES, HubModel
-from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, most_nodes
+from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, max_nodes
 from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.plugins import check_class, import_attribute
@@ -79,7 +79,7 @@ class DrafterSpec:
 
     @property
     def own(self) -> bool:
-        """Whether it is a user's class."""
+        """Returns whether it is a user's class."""
         return callable(self.build)
 
     @property
@@ -236,7 +236,7 @@ def head_drafter(kind: str) -> DrafterSpec:
 
 
 def _own(cls: Any, name: str) -> DrafterSpec:
-    """What a user's class says of itself; see `draftwing.Drafter`, which this cannot import."""
+    """Returns what a user's class says of itself; see `draftwing.Drafter`, which this cannot import."""
     check_class(cls, "Drafter", ("build", "num_draft_tokens"), f"{_OPTION} {name}")
     signature = inspect.signature(cls.propose)
     try:
@@ -245,7 +245,7 @@ def _own(cls: Any, name: str) -> DrafterSpec:
         raise ConfigError(f"{_OPTION} {name}: expected propose(self, step), found propose{signature}") from None
     steps, topk, nodes = cls.num_steps, cls.topk, cls.num_draft_tokens
     if nodes is None and isinstance(steps, int) and isinstance(topk, int):
-        nodes = most_nodes(steps, topk)
+        nodes = max_nodes(steps, topk)
     return DrafterSpec(
         name,
         cls.build,
@@ -267,7 +267,7 @@ def shipped_head(model: str, drafter: DrafterSpec) -> Path | None:
 
 
 def published_head(model: str, drafter: DrafterSpec) -> HubModel | None:
-    """Where the hub has a head for `--model model`, an alias, that this drafter loads."""
+    """Returns where the hub has a head for `--model model`, an alias, that this drafter loads."""
     if model not in ALIASES or not drafter.heads:
         return None
     return ALIASES[model].heads.get(drafter.heads[0])

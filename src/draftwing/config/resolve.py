@@ -89,7 +89,7 @@ def _without_cuda(options: Options) -> dict[str, Any]:
 
 
 def _speculation(options: Options) -> Options:
-    """With an algorithm, the head that comes with the model where that drafts, and what follows from them."""
+    """Adds to an algorithm the head that comes with the model where that drafts, and what follows from them."""
     given, draft, tokens = options.speculative_algorithm, options.speculative_draft_model_path, None
     drafter = _default(options) if given is None else find_drafter(given)
     if draft is None:

@@ -83,7 +83,7 @@ FOREIGN = NO_EFFECT | REFUSED
 
 
 def take(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What remains when foreign options are taken out, logged or refused (ConfigError)."""
+    """Returns what remains when foreign options are taken out, logged or refused (ConfigError)."""
     for name, value in values.items():
         foreign = FOREIGN.get(name)
         # A flag that is off, like a None, was not asked for.

@@ -27,7 +27,7 @@ STEPS, TOPK, NODES = (1, 256), (1, 64), (2, 512)  # least and most steps, topk a
 Given = tuple[int | None, int | None, int | None]  # steps, topk and draft tokens, None where not given
 
 
-def most_nodes(steps: int, topk: int) -> int:
+def max_nodes(steps: int, topk: int) -> int:
     """Nodes that tree expansion offers, the root included: topk at level 1, then topk children of topk nodes."""
     return 1 + topk + (steps - 1) * topk**2
 
@@ -43,12 +43,12 @@ def grown_shape(given: Given, default: TreeShape) -> TreeShape:
         return _chain(steps, asked or steps + 1)
     if given[0] is None and asked is not None:
         steps = max(min(steps, asked - 1), 1)
-    most = most_nodes(steps, topk)
-    nodes = asked or min(max(default.nodes, steps + 1), most)
-    if not steps < nodes <= most:
+    largest = max_nodes(steps, topk)
+    nodes = asked or min(max(default.nodes, steps + 1), largest)
+    if not steps < nodes <= largest:
         raise ConfigError(
             "speculative_num_draft_tokens must be from speculative_num_steps + 1 to 1 + topk + (steps - 1) * "
-            f"topk^2, which is {steps + 1} to {most} for {steps} steps and topk {topk}; found {nodes}"
+            f"topk^2, which is {steps + 1} to {largest} for {steps} steps and topk {topk}; found {nodes}"
         )
     return TreeShape(steps, topk, nodes)
 
@@ -110,7 +110,7 @@ def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
     steps = min(tree.depth, rows if from_anchor(flat) else rows - 1)
     branches = flat.get("markov_rank") or flat.get("projector_type") == "domino"
     topk = tree.topk if branches else 1  # else what follows does not depend on the branch
-    fits = TreeShape(steps, topk, min(tree.nodes, most_nodes(steps, topk)))
+    fits = TreeShape(steps, topk, min(tree.nodes, max_nodes(steps, topk)))
     return None if fits == tree else fits
 
 
@@ -147,9 +147,9 @@ def checked_shape(value: Any, where: str) -> TreeShape:
     if not is_shape:
         raise ConfigError(f"{where}: expected [steps, topk, draft tokens] such as [3, 1, 4], found {show(value)}")
     steps, topk, nodes = value
-    if not steps < nodes <= most_nodes(steps, topk):
+    if not steps < nodes <= max_nodes(steps, topk):
         raise ConfigError(
-            f"{where}: expected {steps + 1} to {most_nodes(steps, topk)} draft tokens for {steps} steps and topk "
+            f"{where}: expected {steps + 1} to {max_nodes(steps, topk)} draft tokens for {steps} steps and topk "
             f"{topk}, found {nodes}"
         )
     return TreeShape(steps, topk, nodes)

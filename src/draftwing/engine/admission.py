@@ -182,14 +182,14 @@ class EngineInfo:
         limits = request.limits
         if limits is not None:
             _, shape = self.drafting(bool(request.prediction))
-            for name, value, most in (
+            for name, value, limit in (
                 ("num_steps", limits.depth, shape.depth),
                 ("topk", limits.topk, shape.topk),
                 ("num_draft_tokens", limits.nodes, shape.nodes),
             ):
-                if value > most:
+                if value > limit:
                     raise RequestError(
-                        f"speculative.{name} must be at most {most}, as the server was started; found {value}",
+                        f"speculative.{name} must be at most {limit}, as the server was started; found {value}",
                         f"speculative.{name}",
                     )
         if request.prediction:

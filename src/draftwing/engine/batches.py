@@ -1,4 +1,4 @@
-"""Makes the batches of steps: what a forward of the target, or a drafter that extends, is told of its queries.
+"""Makes the batches of steps: what a forward pass of the target, or a drafter that extends, gets for its queries.
 
 Works on the row table, on the device alone. What is the same in every step of one size is made once.
 """
@@ -82,7 +82,7 @@ class Batches:
 
     def accepted(self, rows: Tensor, before: Tensor, path: AcceptedPath | None, width: int, bound: int) -> Batch:
         """The accepted paths, chains of `width` tokens; before [B]: kv_len before the step; bound: of it now. Without
-        paths which rows went on, and from where, is all that the batch tells."""
+        paths which rows went on, and from where, is all that the batch has."""
         if path is None:
             nothing = rows[:0]
             return Batch(rows, nothing, nothing, nothing, self._table.page_table, before)

@@ -68,10 +68,10 @@ class Target(Protocol):
         """Forgets what earlier runs left in caches."""
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of weights that every step of the target reads, by type; empty where they are not known."""
+        """Returns bytes of weights that every step of the target reads, by type; empty where they are not known."""
 
-    def floor(self) -> float:
-        """Seconds that the target's device takes to read them; 0 where that is not known."""
+    def min_step_seconds(self) -> float:
+        """Returns seconds that the target's device takes to read its weights; 0 where that is not known."""
 
     def stages(self) -> dict[str, float]:
         """Mean milliseconds of each stage of a step since the last call; empty where they are not known."""
@@ -120,7 +120,7 @@ class Local:
     def weight_bytes(self) -> dict[str, int]:
         return dict(self._engine.info.weight_bytes)
 
-    def floor(self) -> float:
+    def min_step_seconds(self) -> float:
         return self._engine.info.floor
 
     def stages(self) -> dict[str, float]:
@@ -175,9 +175,9 @@ def record_of(target: Target, concurrency: int, samples: Sequence[Sample], secon
     record["accept_by_depth"] = _by_depth([sample.meta.get("spec_correct_drafts_histogram", ()) for sample in samples])
     weights = target.weight_bytes()
     record |= {"weight_bytes": weights} if weights else {}
-    floor, between = 1e3 * target.floor(), record["tbt_ms"].get("p50", 0.0)
-    if floor and between:
-        record |= {"floor_ms": floor, "share_of_floor": floor / (between * record["accept_length"])}
+    bound, between = 1e3 * target.min_step_seconds(), record["tbt_ms"].get("p50", 0.0)
+    if bound and between:
+        record |= {"floor_ms": bound, "share_of_floor": bound / (between * record["accept_length"])}
     simulated = next((sample.meta["simulated"] for sample in samples if "simulated" in sample.meta), None)
     record |= {"simulated": simulated} if simulated else {}
     stages = target.stages()

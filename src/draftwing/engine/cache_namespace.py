@@ -26,7 +26,7 @@ class CacheNamespaces:
         return self._hash([request.client, request.cache_salt])
 
     def of_drafts(self, request: GenerationRequest, show_texts: bool) -> int:
-        """Of what drafters remember. A request that is told its drafts would be told of whatever they come from, so
+        """Returns a namespace of drafters' memories. A request that gets drafts would see whatever they come from, so
         its own is a salt that no other request has, unless texts may be shown."""
         if request.traced and not show_texts:
             return self._hash(secrets.token_hex(16))

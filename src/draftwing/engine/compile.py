@@ -1,6 +1,6 @@
-"""--enable-torch-compile: torch.compile for the forwards of target and draft, attention left out.
+"""--enable-torch-compile: torch.compile for the forward passes of target and draft, attention left out.
 
-Large forwards are not worth the compiler's time: products and attention are all of their cost.
+Large forward passes are not worth the compiler's time: products and attention are all of their cost.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class Opaque(Attend):
 
 
 def compile_forwards(
-    model: DecoderModel, head: DraftHead | None, most: int, ops: TorchOps, backend: str = "inductor"
+    model: DecoderModel, head: DraftHead | None, max_tokens: int, ops: TorchOps, backend: str = "inductor"
 ) -> None:
-    """Forwards of up to `most` tokens run compiled from now on. Every layer is the same code to the compiler, and sizes
+    """Compiles forward passes of up to `max_tokens` tokens. Every layer is the same code to the compiler, and sizes
     are variables of it, so it works for a few times only, when graphs are captured."""
     for module in (model, head):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             torch._dynamo.mark_static(parameter)  # a kernel's tiles follow from the sizes of weights
     ops.before_tracing()
-    setattr(model, "forward", _limited(model.forward, most, backend))  # noqa: B010
+    setattr(model, "forward", _limited(model.forward, max_tokens, backend))  # noqa: B010
     if head is not None:
-        setattr(head, head.forward_name, _limited(getattr(head, head.forward_name), most, backend))
+        setattr(head, head.forward_name, _limited(getattr(head, head.forward_name), max_tokens, backend))
 
 
-def _limited(forward: Callable[..., Any], most: int, backend: str) -> Callable[..., Any]:
+def _limited(forward: Callable[..., Any], max_tokens: int, backend: str) -> Callable[..., Any]:
     compiled = torch.compile(forward, dynamic=True, backend=backend)
 
     def run(ids: Tensor, *args: Any) -> Any:
-        if ids.shape[0] > most:
+        if ids.shape[0] > max_tokens:
             return forward(ids, *args)
         with torch._dynamo.config.patch(suppress_errors=True):  # what it cannot compile runs as it is, with a warning
             return compiled(ids, *(Opaque(arg) if isinstance(arg, Attend) else arg for arg in args))

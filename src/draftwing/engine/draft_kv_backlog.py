@@ -38,7 +38,7 @@ WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are co
 MAX_QUERIES = 4096  # of one pass
 PROMPTS = 4  # of which parts may be deferred to a pass as long as any
 DEFERRED = 2048  # positions of a pass over a prompt through one layer, for which requests that decode wait
-LEAST = 1024  # the same through several: fewer are not worth what a pass takes at least
+MIN_PREFILL = 1024  # the same through several: fewer are not worth what a pass takes at least
 PARTS = (1, 2, 16)  # of a pass over texts: kernels are compiled for one, for a multiple of 16 and for others
 
 
@@ -72,12 +72,12 @@ class DraftKVBacklog:
         self._prompts = zeros_as_written((places, width), dtype, device) if width and places else None
 
     def lags(self, shape: TreeShape) -> bool:
-        """Whether the drafter does not see a step of this shape."""
+        """Returns whether the drafter does not see a step of this shape."""
         return self._drafter.lags(shape)
 
     @staticmethod
-    def deferral(drafter: Drafter | None, device: Device, most: int) -> Deferral:
-        """Returns how much of prompts a drafter sees later than the target. most: positions of a pass for which there
+    def deferral(drafter: Drafter | None, device: Device, max_pass: int) -> Deferral:
+        """Returns how much of prompts a drafter sees later than the target. max_pass: positions for which there
         is memory.
 
         A GPU reads the drafter's weights once for each pass, launches it, and has hardly more to do for a chunk than
@@ -86,11 +86,11 @@ class DraftKVBacklog:
         if drafter is None or not drafter.kv_layers:
             return AT_ONCE
         if not drafter.from_tokens:  # a small model is launched for longer than it needs for a thousand positions
-            most = min(most, max(DEFERRED // len(drafter.kv_layers), LEAST))
+            max_pass = min(max_pass, max(DEFERRED // len(drafter.kv_layers), MIN_PREFILL))
         if not device.has_own_memory:
             # With more layers than one to look ahead, what it knows of a text lies with the row, too.
-            return Deferral(0, most, by_slot=True) if drafter.aux_layers and drafter.lookahead <= 1 else AT_ONCE
-        return Deferral(PROMPTS * most, most, drafter.from_tokens)
+            return Deferral(0, max_pass, by_slot=True) if drafter.aux_layers and drafter.lookahead <= 1 else AT_ONCE
+        return Deferral(PROMPTS * max_pass, max_pass, drafter.from_tokens)
 
     @staticmethod
     def bytes_of(rows: int, width: int, dtype: torch.dtype, places: int) -> int:
@@ -104,7 +104,7 @@ class DraftKVBacklog:
             self._ops.put_rows(self._slots, slots, hidden)
 
     def clear(self, slots: Tensor) -> None:
-        """Zeroes what lies beside these slots [n]."""
+        """Zeroes the hidden states of these slots [n]."""
         if self._slots is not None:
             self._slots.index_fill_(0, slots, 0)
 
@@ -134,13 +134,13 @@ class DraftKVBacklog:
         if not len(who.rows):
             return
         width = who.behind if self._ops.records_calls else next(width for width in WIDTHS if width >= who.behind)
-        most, upload = min((MAX_QUERIES // width, *self._sizes[-1:])), self._table.device.upload
-        for first in range(0, len(who.rows), most):
-            rows = self._padded(who.rows[first : first + most])
+        count, upload = min((MAX_QUERIES // width, *self._sizes[-1:])), self._table.device.upload
+        for first in range(0, len(who.rows), count):
+            rows = self._padded(who.rows[first : first + count])
             self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len, drafts)
 
     def _padded(self, rows: IntArray) -> IntArray:
-        """With the dummy row up to the next of the sizes."""
+        """Fills the rows up to the next of the sizes with the dummy row."""
         at = bisect_left(self._sizes, len(rows))
         if at == len(self._sizes) or self._sizes[at] == len(rows):
             return rows
@@ -152,9 +152,9 @@ class DraftKVBacklog:
         """Runs everything that `catch_up` may run, on the dummy row: how kernels cut their work, and which of them a
         library takes, depends on the number of rows."""
         if self._deferral.places:
-            most = min(self._deferral.most, self._table.length - 1)
+            length = min(self._deferral.most, self._table.length - 1)
             for parts in PARTS if self._deferral.from_tokens else PARTS[:1]:
-                self.see([Deferred(self._table.rows, 0, max(most // parts, 1), 0)] * parts)
+                self.see([Deferred(self._table.rows, 0, max(length // parts, 1), 0)] * parts)
         for count, width in product(self._sizes, WIDTHS):
             self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
 

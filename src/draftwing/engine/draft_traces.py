@@ -31,5 +31,5 @@ class DraftTraces:
 
 
 def fetched(download: Download | None) -> DraftTokens | None:
-    """What `fetch` has started; waits for it."""
+    """Returns what `fetch` has started; waits for it."""
     return None if download is None else DraftTokens(*np.split(download.wait(), 2, axis=1))

@@ -40,7 +40,7 @@ class InputQueue:
             self._changed.notify()
 
     def forget(self, uids: Iterable[str]) -> None:
-        """These requests gave out their last output: their uids are free."""
+        """Frees the uids of requests that gave out their last output."""
         with self._changed:
             self._live.difference_update(uids)
 
@@ -66,14 +66,14 @@ class InputQueue:
         """New requests."""
         return len(self._new)
 
-    def take_new(self, most: int) -> list[Req]:
+    def take_new(self, count: int) -> list[Req]:
         with self._changed:
-            return [self._new.pop()[1] for _ in range(min(most, len(self._new)))]
+            return [self._new.pop()[1] for _ in range(min(count, len(self._new)))]
 
-    def take_ended(self, most: int) -> list[str | Req]:
+    def take_ended(self, count: int) -> list[str | Req]:
         """Uids of requests that may be the scheduler's, and requests that never will be."""
         with self._changed:
-            return [self._ended.popleft() for _ in range(min(most, len(self._ended)))]
+            return [self._ended.popleft() for _ in range(min(count, len(self._ended)))]
 
     @property
     def _empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""In which types an engine computes and stores: the one place that decides it, of target, drafts and KV pool."""
+"""Decides in which types an engine computes and stores: target, drafts and KV pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftwing.ops.groups import SCHEMES
 
 logger = logging.getLogger(__name__)
 _AS_BLOCKS = {"fp8": "Q8_0", "w4a16": "Q4_0"}  # on a CPU, by the name that they have on a GPU
-_OF_HEADS = "int8"  # the scheme of draft heads beside a quantised target
+_OF_HEADS = "int8"  # the scheme of draft heads with a quantised target
 # Types of activations that a GPU has kernels for.
 _TAKEN = {"fp8": (torch.bfloat16,), "w4a16": (torch.bfloat16, torch.float16), "int8": (torch.bfloat16,)}
 
@@ -92,7 +92,7 @@ def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFo
     scheme = options.quantization if options.quantization in SCHEMES else None
     if scheme is not None and dtype not in _TAKEN[scheme]:
         raise ConfigError(
-            f"--quantization {scheme} beside --dtype {str(dtype).removeprefix('torch.')}: expected "
+            f"--quantization {scheme} with --dtype {str(dtype).removeprefix('torch.')}: expected "
             f"{' or '.join(str(taken).removeprefix('torch.') for taken in _TAKEN[scheme])}"
         )
     return GroupFormat(scheme, device.ops)
@@ -113,6 +113,6 @@ def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: tor
         return asked
     found = str(dtype).removeprefix("torch.")
     raise ConfigError(
-        f"--kv-cache-dtype {options.kv_cache_dtype} beside a model in {found}: expected auto"
+        f"--kv-cache-dtype {options.kv_cache_dtype} with a model in {found}: expected auto"
         + (f" or {found}" if dtype != torch.float16 else "")
     )

@@ -1,6 +1,6 @@
-"""What rank 0 tells the other ranks of a step, and how they run it with the same executor.
+"""What rank 0 sends the other ranks of a step, and how they run it with the same executor.
 
-Rank 0 has the host's side: scheduler, grammars, prices. Whatever it has its executor do, it has all executors do: a
+Rank 0 has the host's side: scheduler, grammars, costs. Whatever it has its executor do, it has all executors do: a
 call goes out to everybody and is then made here. Of requests only numbers go out. Where the host takes part in a step
 (`Guidance`), its answers follow in the order in which the executor asks, which is the same on every rank.
 """
@@ -32,7 +32,7 @@ COMPARED_EVERY = 64  # steps whose results ranks have seen
 
 
 class RankBroadcast:
-    """Of an engine with one rank: nobody is told anything."""
+    """Stands for it in an engine with one rank: nothing is sent."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Every other rank calls the function of a module, or the method of a class, with its executor first."""
@@ -50,7 +50,7 @@ class RankBroadcast:
         """The engine is ready: from now on a rank that hangs is noticed."""
 
     def blame(self, error: BaseException) -> BaseException:
-        """What is to be raised in place of an error of this rank, which may be that another one is gone."""
+        """Returns what is to be raised in place of an error of this rank, which may be that another one is gone."""
         return error
 
     def compare(self) -> None:
@@ -62,7 +62,7 @@ class RankBroadcast:
 
 
 class Digest:
-    """Of all tokens that a rank's steps have committed, in their order."""
+    """A hash of all tokens that a rank's steps have committed, in their order."""
 
     def __init__(self) -> None:
         self.value = self.steps = 0
@@ -146,7 +146,7 @@ class SharedGuidance:
 
 
 class ReceivedGuidance:
-    """The same on another rank."""
+    """The guidance of a step on another rank, as rank 0 sent it."""
 
     def __init__(self, processed: list[int], receive: Receive) -> None:
         self.processed, self._receive = processed, receive
@@ -170,7 +170,7 @@ class Follower:
     """A rank from 1 on: runs what rank 0 sends."""
 
     def __init__(self, executor: Executor, receive: Receive, answer: Send | None = None) -> None:
-        """answer: tells rank 0 what was drawn, every `COMPARED_EVERY` steps, and when `RankBroadcast.compare` asks."""
+        """answer: sends rank 0 what was drawn, every `COMPARED_EVERY` steps, and when `RankBroadcast.compare` asks."""
         self.executor, self._receive, self._answer = executor, receive, answer
         self._flying: InFlight | None = None
         self._digest = Digest()

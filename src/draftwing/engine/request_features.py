@@ -1,7 +1,7 @@
 """The device side of what few requests ask for: edited logits, guidance by the host, thinking budgets, limits on
 drafts, predicted outputs, log probabilities. Steps without any of it never come here.
 
-All of it works on a sub-batch, the rows that ask, so that a row's result does not depend on what runs beside it.
+All of it works on a sub-batch, the rows that ask, so that a row's result does not depend on what runs with it.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ class RequestFeatures:
         return edited.masked_fill(logits == -torch.inf, -torch.inf)
 
     def _masks_of(self, which: IntArray, plan: Plan, masks: Masks | None) -> Tensor | None:
-        """Of the batch indices `which`, [b, N, W] int32 on the device; None where none of them has a mask. masks: of
-        `plan.guided`."""
+        """Returns masks of the batch indices `which`, [b, N, W] int32 on the device; None where none of them has a
+        mask. masks: of `plan.guided`."""
         guided = _places(plan.guided, which)
         if masks is None or not len(guided):
             return None
@@ -294,13 +294,13 @@ def _floats(download: Download) -> npt.NDArray[np.float64]:
 
 def _widest(params: Sequence[LogprobParams]) -> tuple[int, IntArray]:
     """The most top tokens that any of them wants, and the further tokens [b, T] of each, padded with token 0."""
-    most = max(len(one.token_ids) for one in params)
-    ids = np.zeros((len(params), most), np.int64)
+    longest = max(len(one.token_ids) for one in params)
+    ids = np.zeros((len(params), longest), np.int64)
     for row, one in enumerate(params):
         ids[row, : len(one.token_ids)] = one.token_ids
     return max(one.top for one in params), ids
 
 
 def _places(among: IntArray, some: IntArray) -> IntArray:
-    """Where in `among` the elements are that are in `some`, too."""
+    """Returns where in `among` the elements are that are in `some`, too."""
     return np.flatnonzero(np.isin(among, some))

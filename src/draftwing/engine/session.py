@@ -59,7 +59,7 @@ class Session:
         self._running: set[str] = set()
 
     def prepare(self, asked: Sequence[GenerationRequest], wish: Any = None) -> list[Answer]:
-        """As the function `prepare`."""
+        """Makes requests as the function `prepare` does."""
         return list(prepare(self.engine.info, self.engine.tokenizer, asked, wish, self._draw))
 
     def stream(self, answers: Sequence[Answer]) -> Generator[tuple[Answer, str], None, None]:

@@ -34,7 +34,7 @@ class StepTimes:
         arrived: Callable[[Any], bool] = lambda mark: True,
     ) -> None:
         """every: 1 measures each step, n every n-th.  mark: returns a point of time.  between: seconds between two.
-        arrived: tells whether a point of time is in the past."""
+        arrived: says whether a point of time is in the past."""
         self.steps = 0  # measured
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._every, self._mark, self._between, self._arrived = every, mark, between, arrived

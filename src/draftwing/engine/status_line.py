@@ -13,7 +13,7 @@ log = logging.getLogger("draftwing")
 
 @dataclass
 class _Sums:
-    """Of all steps since the last line."""
+    """Sums over all steps since the last line."""
 
     prompt: int = 0  # tokens that were computed
     cached: int = 0  # tokens of prompts that were not

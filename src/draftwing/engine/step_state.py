@@ -64,7 +64,7 @@ class InFlight(NamedTuple):
     seconds: Callable[[], tuple[float, float]]
     logprobs: Logprobs | None = None
     drafts: Download | None = None  # as `DraftTraces.fetch` gives them
-    on_result: Callable[[StepResult], None] | None = None  # is told the result
+    on_result: Callable[[StepResult], None] | None = None  # gets the result
 
     def wait(self) -> StepResult:
         packed = self.download.wait()

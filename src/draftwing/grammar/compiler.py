@@ -106,7 +106,7 @@ class GrammarCompiler:
         return cls(tokenizer, vocab_size, stop_ids, Translator.of(options, tokenizer))
 
     def knows(self, grammar: Grammar) -> bool:
-        """Whether it is compiled and kept, which counts as a use of it."""
+        """Returns whether it is compiled and kept, which counts as a use of it."""
         with self._lock:
             if grammar in self._cache:
                 self._cache.move_to_end(grammar)

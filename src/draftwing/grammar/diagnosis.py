@@ -22,14 +22,14 @@ _NOT_BUILT = {
     "dependentRequired": " for more than 3 properties that are not required",
     "dependentSchemas": " for more than 3 properties that are not required",
     "propertyNames": " but with one of enum, const and pattern, or with lengths",
-    "unevaluatedItems": " beside keywords like allOf and $ref",
-    "unevaluatedProperties": " beside keywords like allOf and $ref",
+    "unevaluatedItems": " with keywords like allOf and $ref",
+    "unevaluatedProperties": " with keywords like allOf and $ref",
 }
-# What the library says begins so, and is told so.
+# How messages of the library begin, and what is reported.
 _WORDS = [
     (r"Unknown format: (?P<it>.*)", "the format '{it}' is not supported"),
     (r"oneOf constraints are not supported", "'oneOf' is not supported where more than one alternative could hold"),
-    (r"min/maxProperties only", "'minProperties' and 'maxProperties' are not supported beside optional properties"),
+    (r"min/maxProperties only", "'minProperties' and 'maxProperties' are not supported with optional properties"),
     (r"Unsatisfiable schema: (?P<it>.*)", "no value fulfils it: {it}"),
     (r"Invalid type: (?P<it>.*)", "'{it}' is no type"),
     (r"Resource '(?P<it>[^']*)' is not present", "the reference '{it}' leads out of the schema"),
@@ -42,7 +42,7 @@ Path = tuple[str, ...]
 
 
 def explained(why: str, schemas: Sequence[tuple[Path, Any]], fails: Fails) -> str:
-    """Returns what to tell of a grammar that cannot be compiled.
+    """Returns what to say of a grammar that cannot be compiled.
 
     why: what the library says.  schemas: those in the grammar, and where.  fails: what it says of a schema in its own
     language; None for one that it takes.
@@ -76,7 +76,7 @@ def _shown(path: Path) -> str:
 
 
 def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -> Path:
-    """Where in the schema, which is `made` in the library's language, the smallest one is that fails as it does."""
+    """Finds where in the schema, which is `made` in the library's language, the smallest one is that fails alike."""
     root = moved(made, _ROOT)
 
     def why(pointers: Sequence[str]) -> str | None:
@@ -106,7 +106,7 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
 
 
 def _inside(schema: Any, made: Any, pointer: str, path: Path) -> Iterator[tuple[str, Path]]:
-    """The schemas that the one at `pointer` consists of, in both of its forms: where, and how that is told. Of a
+    """The schemas that the one at `pointer` consists of, in both of its forms: where, and how that is reported. Of a
     reference what it stands for."""
     given, here = pointed(schema, f"#{pointer}"), pointed(made, f"#{pointer}")
     if not isinstance(given, dict) or not isinstance(here, dict):

@@ -1,4 +1,4 @@
-"""Limits what a request may ask of the grammar library, beside the limits that the library has itself.
+"""Limits what a request may ask of the grammar library, besides the limits that the library has itself.
 
 Its own limits count steps of some phases; a long expression, or repetitions of repetitions, cost seconds before any of
 them is looked at, and long chains of references cost stack, whose end kills the process.

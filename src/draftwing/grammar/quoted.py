@@ -293,7 +293,7 @@ def _without(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def _folded(ranges: Ranges) -> Ranges:
-    """With the other case of ASCII's letters. Raises GrammarError for other letters, but in ranges."""
+    """Adds the other case of ASCII's letters. Raises GrammarError for other letters, but in ranges."""
     found = list(ranges)
     for low, high in ranges:
         if low == high > 127 and chr(low).swapcase() != chr(low):

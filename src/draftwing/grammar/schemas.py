@@ -40,7 +40,7 @@ _BUILT_FORMATS = frozenset({
 })  # fmt: skip
 _OLD_DRAFTS = frozenset(f"http://json-schema.org/draft-0{n}/schema" for n in (4, 6, 7))
 _DRAFTS = _OLD_DRAFTS | {f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12")}
-# Keywords beside which `unevaluatedProperties` and `unevaluatedItems` are more than "additional" ones.
+# Keywords next to which `unevaluatedProperties` and `unevaluatedItems` are more than "additional" ones.
 _APPLIED = frozenset({
     "$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependencies", "dependentSchemas",
     "else", "if", "not", "oneOf", "then",
@@ -191,13 +191,13 @@ class _Rewriter:
         if "contains" not in made:
             return
         low, high = made.get("minContains", 1), made.get("maxContains")
-        least, most = made.get("minItems", 0), made.get("maxItems", 0)
-        if not all(map(_is_count, (low, 0 if high is None else high, least, most))):
+        min_items, max_items = made.get("minItems", 0), made.get("maxItems", 0)
+        if not all(map(_is_count, (low, 0 if high is None else high, min_items, max_items))):
             return
         wanted = made["contains"]
         every = _allows_all(wanted) or (wanted == made.get("items") and "prefixItems" not in made)
         if every:
-            made["minItems"] = max(low, least)
+            made["minItems"] = max(low, min_items)
             if high is not None:
                 made["maxItems"] = min(high, made.get("maxItems", high))
         if every or (low == 0 and high is None):
@@ -289,17 +289,17 @@ def _unevaluated(made: dict[str, Any]) -> None:
 
 
 def _counted(made: dict[str, Any]) -> None:
-    most = made.get("maxItems")
-    if made.get("uniqueItems") is False or (type(most) is int and most < 2):
+    max_items = made.get("maxItems")
+    if made.get("uniqueItems") is False or (type(max_items) is int and max_items < 2):
         _drop(made, "uniqueItems")
-    most, names = made.get("maxProperties"), made.get("properties", {})
+    max_properties, names = made.get("maxProperties"), made.get("properties", {})
     closed = made.get("additionalProperties") is False and not made.get("patternProperties")
-    if type(most) is int and closed and isinstance(names, dict) and most >= len(names):
+    if type(max_properties) is int and closed and isinstance(names, dict) and max_properties >= len(names):
         _drop(made, "maxProperties")
 
 
 def _conditional(made: dict[str, Any]) -> list[Any]:
-    """What `if`, `then` and `else` ask for where that depends on nothing."""
+    """Returns what `if`, `then` and `else` ask for where that depends on nothing."""
     then, otherwise = made.get("then", True), made.get("else", True)
     condition = made.get("if")
     if "if" not in made or (_allows_all(then) and _allows_all(otherwise)):
@@ -313,7 +313,7 @@ def _conditional(made: dict[str, Any]) -> list[Any]:
 
 
 def _dependent(made: dict[str, Any]) -> list[Any]:
-    """What properties ask for where they are given, as alternatives with and without them."""
+    """Returns what properties ask for where they are given, as alternatives with and without them."""
     given: dict[str, list[Any]] = {}  # by property, what it asks for
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
         every = made.get(key, {})

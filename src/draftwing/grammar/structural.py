@@ -18,7 +18,7 @@ from draftwing.grammar.schemas import schema_text
 _ANY = "/(?s:.*)/"
 _MAX_DEPTH = 50
 
-# Fields of each format beside "type"; those with a value here may be left out, or must have that value where the value
+# Fields of each format besides "type"; those with a value here may be left out, or must have that value where the value
 # is in _FIXED.
 _FIELDS: dict[str, tuple[set[str], dict[str, Any]]] = {
     "const_string": ({"value"}, {}),

@@ -32,7 +32,7 @@ class Translator:
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer) -> Translator:
-        """As the server's options say; the processes of a server must agree. Raises ConfigError."""
+        """Makes one as the server's options say; the processes of a server must agree. Raises ConfigError."""
         pattern = options.constrained_json_whitespace_pattern
         if options.constrained_json_disable_any_whitespace:
             pattern = ""

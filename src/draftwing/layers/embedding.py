@@ -37,7 +37,7 @@ class Embedding(nn.Module):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def source(self, ids: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Where rows of tokens [M] are read from, as `LayerOps.fuse_inputs` is told: ids and a table [vocab, size], or
+        """Returns where rows of tokens [M] are read from, for `LayerOps.fuse_inputs`: ids and a table [vocab, size], or
         None and the rows [M, size] themselves where the table is not stored as such."""
         weight = self.table.op.stored
         return (None, self.table.rows(ids)) if weight is None else (ids, weight)

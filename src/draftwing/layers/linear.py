@@ -105,5 +105,5 @@ def vocab_parallel(linear: Linear, ranks: Ranks, whole: int) -> Linear:
 
 
 def operations(module: nn.Module) -> Iterator[LinearOp]:
-    """Those of all `Linear`s of the module, each once."""
+    """Returns the operations of all `Linear`s of the module, each once."""
     return (part.op for part in module.modules() if isinstance(part, Linear))

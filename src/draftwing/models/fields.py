@@ -19,7 +19,7 @@ MAX_EXPERTS_IN_ALL = 1 << 16  # of all layers
 
 
 def most_experts(layers: int) -> int:
-    """Of a layer, where each of `layers` has as many."""
+    """Returns the most of a layer, where each of `layers` has as many."""
     return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // layers)
 
 
@@ -37,7 +37,7 @@ class Fields:
         return self._values.get(self.prefix + key)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, if only with a null."""
+        """Returns whether the key is there, if only with a null."""
         return self.prefix + key in self._values
 
     def values(self) -> Iterable[Any]:

@@ -160,7 +160,7 @@ def _pickled(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]
 
 
 def _deflated(file: Path) -> bool:
-    """Whether it is an archive with compressed records, whose bytes would be mapped as if they were values."""
+    """Returns whether it is an archive with compressed records, whose bytes would be mapped as if they were values."""
     try:
         with zipfile.ZipFile(file) as archive:
             return any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist())

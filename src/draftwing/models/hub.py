@@ -40,7 +40,7 @@ def resolve_model(name: str, revision: str | None = None, option: str = "--model
     """Returns the folder or `.gguf` file that `name` means; fetches it when it is not on this machine.
 
     revision: branch, tag or commit of a hub id.  option: what the user calls it, for errors.
-    weights: False: of a hub id only what comes beside them is needed.
+    weights: False: of a hub id only what comes with them is needed.
     Raises CheckpointError when there is no such model or it cannot be fetched.
     """
     try:

@@ -31,7 +31,7 @@ _TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 _INDEX = ".index.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT_SECONDS = 10.0
-MOST_OVER_HTTP = 50 * 10**9  # bytes of a file; the hub gives out no larger ones that way
+MAX_HTTP_BYTES = 50 * 10**9  # bytes of a file; the hub gives out no larger ones that way
 THREADS = 8  # files that are downloaded at once
 
 
@@ -198,7 +198,7 @@ def _download(repo: str, commit: str | None, file: Any, folder: Path) -> None:
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
     name, size, digest = file.rfilename, file.size, file.lfs.sha256
-    if size is None or size >= MOST_OVER_HTTP:  # left to the client's own protocol
+    if size is None or size >= MAX_HTTP_BYTES:  # left to the client's own protocol
         return
     storage = folder.parents[1]
     blob, part = storage / "blobs" / digest, storage / "blobs" / f"{digest}.part"

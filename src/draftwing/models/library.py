@@ -167,7 +167,7 @@ def _main_type(file: GGUFFile) -> str:
 
 
 def _format(config: dict[str, Any]) -> str:
-    """How weights are stored: the method by which they are quantised, or their type."""
+    """Returns how weights are stored: the method by which they are quantised, or their type."""
     with contextlib.suppress(CheckpointError):
         config = dict(language_model(config))
     quantization = config.get("quantization_config")

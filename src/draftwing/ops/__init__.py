@@ -31,7 +31,7 @@ def _is_recent(device: pytorch.device) -> bool:
 
 @functools.cache
 def have_triton() -> bool:
-    """Whether Triton is installed and wanted."""
+    """Returns whether Triton is installed and wanted."""
     return os.environ.get("DRAFTWING_NATIVE") != "0" and importlib.util.find_spec("triton") is not None
 
 

@@ -1,4 +1,4 @@
-"""What operations give that only some devices have, and what they are told: GEMMs, whole layers, mixtures of experts.
+"""What operations give that only some devices have, and what they get: GEMMs, whole layers, mixtures of experts.
 
 A protocol says what whoever holds such an object may rely on. Who makes it, and where, is a matter of `ops`.
 """
@@ -50,7 +50,7 @@ class SmallMGemm(Protocol):
 
 class GroupGemm(Protocol):
     """GEMMs with weights quantised in groups, for few rows. The bits are those that a `SmallMGemm` gives for the matrix
-    multiplied out. Columns of x are in the order of the packed weight."""
+    dequantised. Columns of x are in the order of the packed weight."""
 
     def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
@@ -67,7 +67,7 @@ class GroupGemm(Protocol):
 
 
 class TallGemm(Protocol):
-    """The same for many rows, whose bits may depend on the batch. None: there is no kernel for so many."""
+    """A GEMM for many rows, whose bits may depend on the batch. None: there is no kernel for so many."""
 
     def linear(
         self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
@@ -99,7 +99,7 @@ class BlockGemm(FewRowsGemm, Protocol):
 
 
 class LayerWeights(NamedTuple):
-    """What `whole_layers` is told of a decoder layer."""
+    """What `whole_layers` gets of a decoder layer."""
 
     pool_layer: int  # counted from the model's first
     shape: HeadShape
@@ -127,14 +127,14 @@ class WholeLayers(Protocol):
         ...
 
     def joined(self, outs: Tensor) -> Tensor | None:
-        """What a call gave -> the kept outputs beside each other, [M, kept * hidden]; None where none are kept."""
+        """Returns what a call gave -> the kept outputs concatenated, [M, kept * hidden]; None where none are kept."""
         ...
 
 
 class HeadTopK(Protocol):
     """The end of a draft head in one call, for up to `FEW_ROWS` rows: norm, GEMM and the best of its outputs."""
 
-    most: int  # outputs of a row that it finds
+    max_topk: int  # outputs of a row that it finds
 
     def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
         """states [.., inputs] -> ids [.., K] int64 and their log probabilities [.., K] float32, best first.
@@ -240,7 +240,7 @@ class DeviceExpertGemm(ExpertGemm, Protocol):
 
 
 class SideWork(Protocol):
-    """What a device does beside the operations that follow."""
+    """What a device does besides the operations that follow."""
 
     def start(self, work: Callable[[], object]) -> Any | None:
         """Does this when all that was asked for before is done -> what `join` is given. None: it cannot now, and

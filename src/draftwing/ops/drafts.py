@@ -44,7 +44,7 @@ def forget(calibration: Calibration) -> None:
 
 
 def graded(draft: Draft) -> Draft:
-    """With grades; of a drafter that does not say, those of nobody."""
+    """Returns the draft with grades; of a drafter that does not say, those of nobody."""
     return draft if draft.grade is not None else draft._replace(grade=torch.zeros_like(draft.parent))
 
 

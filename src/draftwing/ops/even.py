@@ -22,6 +22,6 @@ def even(count: int) -> int:
     return SIZES[bisect_left(SIZES, count)] if count <= SIZES[-1] else -(-count // STEP) * STEP
 
 
-def evens(most: int) -> list[int]:
-    """Returns all up to `most`, ascending."""
-    return [*(size for size in SIZES if size <= most), *range(SIZES[-1] + STEP, most + 1, STEP)]
+def evens(largest: int) -> list[int]:
+    """Returns all up to `largest`, ascending."""
+    return [*(size for size in SIZES if size <= largest), *range(SIZES[-1] + STEP, largest + 1, STEP)]

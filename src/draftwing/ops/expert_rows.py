@@ -30,7 +30,7 @@ _PLACES = {
     FP8: [[(128, 8), (127, 4)], [(128, 4), (112, 8), (15, 0)]],
     MX: [[(8, 12), (7, 6)], [(8, 6), (7, 0)], [(8, 0), (7, 26)], [(8, 10), (4, 12), (3, 4)]],
 }
-_AT_ONCE = 1 << 26  # codes that are turned into words at a time
+_CODES_AT_ONCE = 1 << 26  # codes that are turned into words at a time
 
 
 class ExpertRows(NamedTuple):
@@ -74,12 +74,12 @@ class ExpertRows(NamedTuple):
 
 
 def fits(weight: MXRows) -> bool:
-    """Whether exponents are such that there are words for them: of weights below 12."""
+    """Returns whether exponents are such that there are words for them: of weights below 12."""
     return weight.codes.is_meta or int(weight.exponents.max()) <= 254 - MX_LESS
 
 
 def expert_rows(weight: PackedGroups | MXRows) -> ExpertRows:
-    """The same in this layout."""
+    """Returns the codes in this layout."""
     if isinstance(weight, MXRows):
         exponents = _padded(weight.exponents.int() + MX_LESS, STEP // MX_BLOCK).unflatten(1, (-1, 4))
         scales = exponents[..., 0]
@@ -106,8 +106,8 @@ def _parts(codes: Tensor, size: int) -> list[tuple[slice, Tensor]]:
     """Items of so many codes, some at a time, so that what is made of them on the way is small."""
     if codes.is_meta:
         return []
-    most = max(_AT_ONCE // size, 1)
-    return [(slice(at, min(at + most, len(codes))), codes[at : at + most]) for at in range(0, len(codes), most)]
+    step = max(_CODES_AT_ONCE // size, 1)
+    return [(slice(at, min(at + step, len(codes))), codes[at : at + step]) for at in range(0, len(codes), step)]
 
 
 def _steps(values: Tensor, groups: int) -> Tensor:

@@ -53,7 +53,7 @@ class PackedGroups(NamedTuple):
 
 
 def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
-    """What keeps these rows from being packed for activations of `dtype`, or None where they can be."""
+    """Returns what keeps these rows from being packed for activations of `dtype`, or None where they can be."""
     fp8, (height, width) = rows.codes.is_floating_point(), rows.codes.shape
     if dtype not in (torch.bfloat16, torch.float16) or (fp8 and dtype != torch.bfloat16):
         return f"activations in {str(dtype).removeprefix('torch.')}"

@@ -50,7 +50,7 @@ class MXRows(NamedTuple):
         return "mxfp4"
 
     def integers(self) -> QuantizedRows:
-        """The same as integers of 5 bits with a scale for each block."""
+        """Returns the codes as integers of 5 bits with a scale for each block."""
         doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=self.codes.device)
         values = torch.cat((doubled, -doubled))
         pairs = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
@@ -78,13 +78,13 @@ class QuantizedRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What these take where codes lie side by side, without bits between them."""
+        """Returns what these take where codes lie side by side, without bits between them."""
         zeros = 0 if self.zeros is None else self.zeros.numel() * self.bits // 8
         return self.codes.numel() * self.bits // 8 + self.scales.nbytes + zeros
 
     @property
     def label(self) -> str:
-        """For the log: `int4 with zeros in groups of 128`."""
+        """Returns a name for the log: `int4 with zeros in groups of 128`."""
         rows, columns = self.codes.shape
         kind = "fp8" if self.codes.is_floating_point() else f"int{self.bits}"
         zeros = "" if self.zeros is None else " with zeros"
@@ -140,7 +140,7 @@ class RowTensors(Protocol):
     steps: Tensor  # [L] 0, 1, ...
 
     def sampling(self, rows: Tensor) -> SamplingRows:
-        """What the sampler needs to know of rows [B]."""
+        """Returns what the sampler needs to know of rows [B]."""
         ...
 
 

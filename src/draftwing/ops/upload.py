@@ -63,7 +63,7 @@ class Uploader:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=error is not None)
         if error is None:
-            self._settle(0)
+            self._drain(0)
             for sender in self._senders:
                 sender.wait()
 
@@ -82,13 +82,13 @@ class Uploader:
             ready.record(torch.cuda.current_stream(self._device))
         step = self._chunk_bytes // source.itemsize
         for part, values in zip(target.split(step), source.split(step), strict=True):
-            self._settle(WAITING_BYTES - values.nbytes)
+            self._drain(WAITING_BYTES - values.nbytes)
             self._queue.append((self._pool.submit(self._send, part, values, ready), values.nbytes))
             self._waiting += values.nbytes
 
-    def _settle(self, most: int) -> None:
+    def _drain(self, limit: int) -> None:
         """Waits until fewer bytes are left to be sent, or none."""
-        while self._queue and self._waiting >= most:
+        while self._queue and self._waiting >= limit:
             sent, size = self._queue.popleft()
             self._waiting -= size
             sent.result()

@@ -177,7 +177,7 @@ class Group(Ranks):
                 self._peers.close()
 
     def _leave(self, how: Callable[[], None]) -> bool:
-        """Whether it did not take too long."""
+        """Returns whether it did not take too long."""
         thread = threading.Thread(target=how, name="draftwing-leave", daemon=True)
         thread.start()
         thread.join(LEAVING)

@@ -2,7 +2,7 @@
 
 Every rank runs the same steps on its share of each weight. Two things need all of them: sums of what each has computed
 of its share, and columns that each has some of. Both are made of one gather, and sums are taken in the order of the
-ranks, so all ranks hold the same bits and none of them has to be told what another one decided.
+ranks, so all ranks hold the same bits and none of them has to learn what another one decided.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Ranks(ABC):
         return ops.sum_parts(self.gather(partial), bias, residual)
 
     def sum_in_shares(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, ops: LayerOps) -> Tensor:
-        """As `sum_rows`, to the bit: every rank sums a share of the rows, and all gather these. That is two rounds, and
-        2 / size of the bytes."""
+        """Sums as `sum_rows` does, to the bit: every rank sums a share of the rows, and all gather these. That is two
+        rounds, and 2 / size of the bytes."""
         rows, width = partial.shape
-        most = -(-rows // self.size)
-        begin, more = self.rank * most, (0, 0, 0, most * self.size - rows)
+        share_rows = -(-rows // self.size)
+        begin, more = self.rank * share_rows, (0, 0, 0, share_rows * self.size - rows)
         if residual is not None:
-            residual = F.pad(residual, more)[begin : begin + most]
-        parts = self.swap(F.pad(partial, more).view(self.size, most, width))
+            residual = F.pad(residual, more)[begin : begin + share_rows]
+        parts = self.swap(F.pad(partial, more).view(self.size, share_rows, width))
         return self.gather(ops.sum_parts(parts, bias, residual)).view(-1, width)[:rows]
 
     def swap(self, x: Tensor) -> Tensor:
@@ -60,15 +60,15 @@ class Ranks(ABC):
 
     def gather_columns(self, x: Tensor, share: Share) -> Tensor:
         """x [M, share.size] of each rank -> [M, share.whole]"""
-        most = -(-share.whole // self.size)  # the last ranks may have fewer
-        every = self.gather(F.pad(x, (0, most - share.size)) if most > share.size else x)  # [size, M, most]
+        share_rows = -(-share.whole // self.size)  # the last ranks may have fewer
+        every = self.gather(F.pad(x, (0, share_rows - share.size)) if share_rows > share.size else x)  # [size, M, most]
         return every.transpose(0, 1).flatten(1)[:, : share.whole].contiguous()
 
     def share(self, whole: int) -> Share:
-        """This rank's of so many rows or columns, which need not be a multiple of the ranks."""
-        most = -(-whole // self.size)
-        start = min(self.rank * most, whole)
-        return Share(start, min(most, whole - start), whole)
+        """Returns this rank's share of so many rows or columns, which need not be a multiple of the ranks."""
+        share_rows = -(-whole // self.size)
+        start = min(self.rank * share_rows, whole)
+        return Share(start, min(share_rows, whole - start), whole)
 
     def least(self, value: int) -> int:
         """The least of all ranks' values, on the host. Not for the path of a step."""

@@ -96,7 +96,7 @@ def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
 
 
 def schema_place(response_format: Any) -> str:
-    """Where a response_format holds its schema: what comes behind the name of its field."""
+    """Returns where a response_format holds its schema: what comes behind the name of its field."""
     match response_format:
         case {"type": "json_schema"}:
             return ".json_schema.schema"

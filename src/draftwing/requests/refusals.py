@@ -101,28 +101,28 @@ def refusal(error: ValidationError, names: Names, schemas: Mapping[str, Mapping[
         case "string_too_short":
             return names.error(field, "must not hold an empty string")
         case "string_too_long":
-            most, size = context["max_length"], len(first["input"])
-            return names.error(field, f"takes texts of at most {most} characters; {show(first['input'])} has {size}")
+            longest, size = context["max_length"], len(first["input"])
+            return names.error(field, f"takes texts of at most {longest} characters; {show(first['input'])} has {size}")
         case "string_unicode":
             return names.error(field, "must be valid Unicode; found a lone surrogate")
     return names.error(field, f"must be {_expected(schemas[field])}; found {show(first['input'])}")
 
 
-def bounded(schema: Any, most: int | None = None) -> Any:
+def bounded(schema: Any, longest: int | None = None) -> Any:
     """pydantic's core schema, whose lists end at the first entry that is wrong: errors take a thousand times the bytes
-    that they come in. most: entries of a list or an object that has no limit of its own."""
+    that they come in. longest: entries of a list or an object that has no limit of its own."""
     if isinstance(schema, dict):
-        # What pydantic keeps beside a schema is no schema; a field of this name is.
-        beside = "metadata" if isinstance(schema.get("type"), str) else None
-        out = {key: value if key == beside else bounded(value, most) for key, value in schema.items()}
-        if out.get("type") in ("list", "dict") and most is not None:
-            out = {"max_length": most} | out
+        # What pydantic keeps next to a schema is no schema; a field of this name is.
+        kept = "metadata" if isinstance(schema.get("type"), str) else None
+        out = {key: value if key == kept else bounded(value, longest) for key, value in schema.items()}
+        if out.get("type") in ("list", "dict") and longest is not None:
+            out = {"max_length": longest} | out
         return out | {"fail_fast": True} if out.get("type") in ("list", "tuple") else out
-    return type(schema)(bounded(part, most) for part in schema) if type(schema) in (list, tuple) else schema
+    return type(schema)(bounded(part, longest) for part in schema) if type(schema) in (list, tuple) else schema
 
 
 def _expected(schema: Mapping[str, Any], one: bool = True) -> str:
-    """What a JSON schema takes, in words; one: of one such value, else of several."""
+    """Returns what a JSON schema takes, in words; one: of one such value, else of several."""
     if "anyOf" in schema:
         return " or ".join(_expected(kind, one) for kind in schema["anyOf"] if kind["type"] != "null")
     kind = schema["type"]

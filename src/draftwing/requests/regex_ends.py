@@ -66,7 +66,7 @@ def under_way(pattern: str) -> str | None:
 
 
 def _kinds(parts: Sequence[re.Match[str]]) -> list[str]:
-    """What each part is, "" where it needs no care."""
+    """Returns what each part is, "" where it needs no care."""
     kinds = list[str]()
     for part in parts:
         text, before = part[0], kinds[-1] if kinds else ""

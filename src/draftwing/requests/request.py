@@ -1,4 +1,4 @@
-"""What passes from whoever asks to the engine: a prompt, how its answer is sampled, and what is asked beside that: log
+"""What passes from whoever asks to the engine: a prompt, how its answer is sampled, and what is asked besides: log
 probabilities, drafts no larger than wanted, and a text that the answer is expected to resemble."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def logprob_params(
     token_ids_logprob: Sequence[int] | None = None,
     where: str = "",
 ) -> LogprobParams | None:
-    """From `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names."""
+    """Reads `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names."""
     values = dict(zip(LOGPROB_FIELDS, (logprob_start_len, top_logprobs_num, token_ids_logprob), strict=True))
     if not return_logprob:
         for name, value in values.items():
@@ -91,7 +91,7 @@ class GenerationRequest(NamedTuple):
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.
     bad_word_ids: the token sequences of its parameters' `bad_words`; None where they are yet to be found.
     thinking: of its parameters' `thinking_budget`, as the model's markers and its prompt make it.
-    traced: its outputs tell what was drafted for it.  client: the name of the API key that asked, where there are keys.
+    traced: outputs report what was drafted for it.  client: the name of the API key that asked, where there are keys.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.
     """
@@ -114,7 +114,7 @@ class GenerationRequest(NamedTuple):
 
     @property
     def together(self) -> tuple[str, float] | None:
-        """What all answers that a client asked for at once have in common; None where that is not known."""
+        """Returns what all answers that a client asked for at once have in common; None where that is not known."""
         return None if self.arrived is None else (self.client, self.arrived)
 
 
@@ -122,16 +122,16 @@ class Speculation(NamedTuple):
     """What a request gets of the wish in its field `speculative`. limits: None drafts as the engine does."""
 
     limits: SpecLimits | None
-    used: dict[str, Any]  # as responses tell it
+    used: dict[str, Any]  # as responses report it
 
 
-def speculation(wish: Any, algorithm: str, most: SpecLimits) -> Speculation:
+def speculation(wish: Any, algorithm: str, maximum: SpecLimits) -> Speculation:
     """wish: "off", or {"algorithm", "num_steps", "topk", "num_draft_tokens"} of which any may be left out; None is no
-    wish. algorithm, most: the engine's. Raises RequestError, naming the field and the limit, for more than it has."""
+    wish. algorithm, maximum: the engine's. Raises RequestError, naming field and limit, for more than it has."""
     if wish is None:
-        return Speculation(None, _used(algorithm, most))
+        return Speculation(None, _used(algorithm, maximum))
     if isinstance(wish, str) and wish.lower() == "off":
-        return _off(most)
+        return _off(maximum)
     if not isinstance(wish, Mapping):
         raise RequestError(f'speculative must be "off" or an object; found {show(wish)}', "speculative")
     for name in wish:
@@ -141,21 +141,21 @@ def speculation(wish: Any, algorithm: str, most: SpecLimits) -> Speculation:
     asked = wish.get("algorithm")
     if asked is not None:
         if isinstance(asked, str) and asked.lower() in ("off", "none"):
-            return _no_drafts(wish, most)
+            return _no_drafts(wish, maximum)
         if not isinstance(asked, str) or asked.upper() != algorithm.upper():
             raise RequestError(
                 f"speculative.algorithm must be {algorithm!r}, with which the server was started, or 'off'; found "
                 f"{show(asked)}",
                 "speculative.algorithm",
             )
-    depth = _bounded(wish, "num_steps", 0, most.depth)
-    topk = _bounded(wish, "topk", 1, most.topk)
-    nodes = _bounded(wish, "num_draft_tokens", 1, most.nodes)
+    depth = _bounded(wish, "num_steps", 0, maximum.depth)
+    topk = _bounded(wish, "topk", 1, maximum.topk)
+    nodes = _bounded(wish, "num_draft_tokens", 1, maximum.nodes)
     depth = min(depth, nodes - 1)
     if depth == 0:
-        return _off(most)
+        return _off(maximum)
     limits = SpecLimits(depth, topk, min(nodes, depth + 1) if topk == 1 else nodes)
-    return Speculation(None if limits == most else limits, _used(algorithm, limits))
+    return Speculation(None if limits == maximum else limits, _used(algorithm, limits))
 
 
 def prediction_text(value: Any, param: str = "prediction") -> str:
@@ -178,12 +178,12 @@ def _used(algorithm: str, limits: SpecLimits) -> dict[str, Any]:
     return dict(zip(_SPECULATIVE, (algorithm if limits.depth else "none", *limits), strict=True))
 
 
-def _off(most: SpecLimits) -> Speculation:
+def _off(maximum: SpecLimits) -> Speculation:
     none = SpecLimits(0, 1, 1)
-    return Speculation(none if most.depth else None, _used("none", none))
+    return Speculation(none if maximum.depth else None, _used("none", none))
 
 
-def _no_drafts(wish: Mapping[str, Any], most: SpecLimits) -> Speculation:
+def _no_drafts(wish: Mapping[str, Any], maximum: SpecLimits) -> Speculation:
     """Switched off by name: numbers that ask for drafts contradict it."""
     for name, nothing in (("num_steps", 0), ("topk", 1), ("num_draft_tokens", 1)):
         if wish.get(name) not in (None, 0, nothing) or isinstance(wish.get(name), bool):
@@ -191,7 +191,7 @@ def _no_drafts(wish: Mapping[str, Any], most: SpecLimits) -> Speculation:
                 f"speculative.{name} and speculative.algorithm {wish['algorithm']!r} exclude each other",
                 f"speculative.{name}",
             )
-    return _off(most)
+    return _off(maximum)
 
 
 def _bounded(wish: Mapping[str, Any], name: str, low: int, high: int) -> int:

@@ -110,7 +110,7 @@ class SamplingParams(BaseModel):
     """How to sample and when to stop: `SamplingParams(temperature=0, max_new_tokens=64)`.
 
     Names and ranges are those of `/generate`'s `sampling_params`. Of fields that are not set, or None, the model's own
-    defaults hold where it has some (`model_fields_set` tells which were set), else those below; None as
+    defaults hold where it has some (`model_fields_set` has which were set), else those below; None as
     `max_new_tokens` is no limit. The constructor also takes:
 
     - `seed` and `max_tokens`, other names of `sampling_seed` and `max_new_tokens`;
@@ -124,7 +124,7 @@ class SamplingParams(BaseModel):
 
     max_new_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = Field(
         128,
-        description="most tokens of the answer; null runs to the context limit, 0 tells of the prompt alone",
+        description="maximum tokens of the answer; null runs to the context limit, 0 computes the prompt alone",
     )
     temperature: Annotated[float, AfterValidator(lambda value: 0.0 if value < GREEDY_BELOW else value)] = Field(
         1.0, ge=0, le=100, description="0 takes the likeliest token"
@@ -141,7 +141,7 @@ class SamplingParams(BaseModel):
     stop_token_ids: TokenIds = Field((), max_length=MAX_STOPS, description="token ids that end the answer")
     min_new_tokens: int = Field(0, ge=0, le=_INT32, description="no token id ends the answer before this many tokens")
     thinking_budget: Budget | None = Field(
-        None, description="most tokens of reasoning, which the model's own marker then ends; -1 is no limit"
+        None, description="maximum tokens of reasoning, which the model's own marker then ends; -1 is no limit"
     )
     ignore_eos: bool = Field(False, description="go on past the model's end-of-text token")
     n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers per prompt")
@@ -212,7 +212,7 @@ class SamplingParams(BaseModel):
 
     @property
     def edited(self) -> bool:
-        """Whether logits are changed by something that the device knows: penalties, biases, bans."""
+        """Returns whether logits are changed by something that the device knows: penalties, biases, bans."""
         return bool(
             self.frequency_penalty
             or self.presence_penalty
@@ -224,12 +224,12 @@ class SamplingParams(BaseModel):
 
     @property
     def guided(self) -> bool:
-        """Whether what may come next is decided on the host, from the tokens so far."""
+        """Returns whether what may come next is decided on the host, from the tokens so far."""
         return self.grammar is not None or self.logits_processor is not None
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p removes any token."""
+        """Returns whether top-k, top-p or min-p removes any token."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     def answers(self, draw: random.Random) -> list[Self]:

@@ -65,7 +65,7 @@ def _compiled(pattern: str) -> Any:
         return regex.compile(pattern, cache_pattern=False)  # else hundreds would be kept, of 10 MB each
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    except Exception as error:  # beside regex.error, malformed flags and sets raise what they happen to meet
+    except Exception as error:  # besides regex.error, malformed flags and sets raise what they happen to meet
         raise ValueError(f"is not a regular expression: {str(error)[:200]}") from None
 
 
@@ -175,7 +175,7 @@ class RegexScanner:
 
     @property
     def hold(self) -> int:
-        """How many last characters may belong to a match that is still to come."""
+        """Returns how many last characters may belong to a match that is still to come."""
         return len(self._text) - min(self._start)
 
     def push(self, new: str) -> Match | None:
@@ -237,8 +237,8 @@ class Searches:
         self._allowances: weakref.WeakValueDictionary[Hashable, Allowance] = weakref.WeakValueDictionary()
 
     def scanner(self, patterns: Sequence[str], together: Hashable | None = None) -> RegexScanner | None:
-        """For one more answer; None without expressions. together: what its request's others have, too, and nobody
-        else's; None: it is alone. Raises ValueError as `compile_stop`."""
+        """Makes a scanner for one more answer; None without expressions. together: what its request's others have, too,
+        and nobody else's; None: it is alone. Raises ValueError as `compile_stop`."""
         if not patterns:
             return None
         return RegexScanner(self._compiled(patterns), self._allowance(together))

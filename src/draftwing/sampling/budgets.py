@@ -103,7 +103,7 @@ class BudgetTable:
 
 
 class _Markers(NamedTuple):
-    """Of b rows."""
+    """The markers of b rows."""
 
     begins: Tensor  # [b, 1, 1, K], padded on the left
     ends: Tensor
@@ -122,5 +122,5 @@ class _Markers(NamedTuple):
 
 
 def _equal(windows: Tensor, marker: Tensor) -> Tensor:
-    """Whether windows [..., K] end with the marker [..., K]."""
+    """Returns whether windows [..., K] end with the marker [..., K]."""
     return ((windows == marker) | (marker == _ANY)).all(-1)

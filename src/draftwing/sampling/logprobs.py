@@ -86,7 +86,7 @@ def prompt_logprobs(
     """Returns log probabilities of a prompt's tokens, of one request's chunk, `PROMPT_SLICE` positions at a time.
 
     hidden [M, H] after the final norm; logits: `model.logits`, [m, H] -> [m, V]; next_ids [M] int64: the token that
-    follows each query (position t's hidden state tells the log probability of token t + 1; position 0 has none);
+    follows each query (position t's hidden state gives the log probability of token t + 1; position 0 has none);
     token_ids [T] int64 or None; exact: `model.exact_logits` for half-precision logits, ([m, 1, H], [m, 1, K]) ->
     [m, 1, K] float32. Returns [M, width(top, T)] float64 as `path_logprobs` packs it.
     """

@@ -1,4 +1,4 @@
-"""What may come next in answers that have a grammar, worked out beside the steps where it takes long.
+"""What may come next in answers that have a grammar, worked out while steps run where it takes long.
 
 Most grammars are quick: their masks are made while the target runs, for whole draft trees. But a mask of an ambiguous
 grammar takes a tenth of a second and more, and all requests of a step would wait for it. Such a request is slowed
@@ -20,11 +20,11 @@ from draftwing.grammar.limits import give_way
 from draftwing.grammar.state import Mask
 
 # Seconds of a processor.
-TOKEN = 0.002  # of an answer's steps that its grammar may use for each token
-SLOW = 0.02  # beyond that: then it is worked out beside the steps
-MOST = 0.1  # that is remembered
-BESIDE = 0.05  # for each token, in the long run
-TOTAL = 2.0  # beyond that: then the answer ends
+STEP = 0.002  # of an answer's steps that its grammar may use for each token
+SLOW_FROM = 0.02  # beyond that: then it is worked out while steps run
+MAX_DEBT = 0.1  # that is remembered
+ALLOWANCE = 0.05  # for each token, in the long run
+LIMIT = 2.0  # beyond that: then the answer ends
 
 
 class ComputedMask(NamedTuple):
@@ -36,9 +36,9 @@ class Workers:
     """Threads for masks. The first mask of an answer has one of its own: it is not behind those that take long."""
 
     def __init__(self) -> None:
-        most = max((os.cpu_count() or 1) // 4, 1)
+        threads = max((os.cpu_count() or 1) // 4, 1)
         self.first = ThreadPoolExecutor(1, "draftwing-first-mask", initializer=give_way)
-        self.slow = ThreadPoolExecutor(min(most, 8), "draftwing-slow-masks", initializer=give_way)
+        self.slow = ThreadPoolExecutor(min(threads, 8), "draftwing-slow-masks", initializer=give_way)
 
 
 class AsyncMask:
@@ -46,19 +46,19 @@ class AsyncMask:
 
     def __init__(self, grammar: GrammarState, workers: Workers) -> None:
         """grammar: before the first token. Begins to work out what that may be."""
-        self.mask: Mask | None = None  # what may come next, if it was worked out beside the steps
+        self.mask: Mask | None = None  # what may come next, if it was worked out while steps ran
         self._grammar, self._workers = grammar, workers
-        self._debt, self._left = SLOW / 2, TOTAL
+        self._debt, self._left = SLOW_FROM / 2, LIMIT
         self._deferred: list[int] = []  # tokens that the grammar has not been given
         self._task: Future[ComputedMask] | None = workers.first.submit(self._work, ())
 
     @property
     def slow(self) -> bool:
-        return self._debt >= SLOW
+        return self._debt >= SLOW_FROM
 
     def charge(self, seconds: float) -> None:
-        """It took so much of a processor."""
-        self._debt = min(self._debt + seconds, MOST)
+        """Charges so many seconds of a processor."""
+        self._debt = min(self._debt + seconds, MAX_DEBT)
         self._left -= seconds
 
     def ready(self) -> bool:
@@ -72,7 +72,7 @@ class AsyncMask:
             self.charge(seconds)
         if self._left < 0:
             raise RequestError(
-                f"the grammar takes too long: more than {BESIDE:g} s of a processor for each token, and {TOTAL:g} s "
+                f"the grammar takes too long: more than {ALLOWANCE:g} s of a processor for each token, and {LIMIT:g} s "
                 "beyond that",
                 "grammar",
             )
@@ -85,8 +85,8 @@ class AsyncMask:
     def follow(self, token: int) -> bool:
         """Takes the newest token; False if it is illegal. Raises RequestError as `ready`."""
         mask, self.mask = self.mask, None
-        self._debt = max(self._debt - TOKEN, 0.0)
-        self._left = min(self._left + BESIDE, TOTAL)
+        self._debt = max(self._debt - STEP, 0.0)
+        self._left = min(self._left + ALLOWANCE, LIMIT)
         if mask is not None and self.slow and self._grammar.ends_by_stop_id:
             self._deferred.append(token)  # that takes long, too
             return bool(mask[token // 32] >> (token % 32) & 1)
@@ -96,7 +96,7 @@ class AsyncMask:
         return legal
 
     def pending(self) -> Future[ComputedMask] | None:
-        """What has to be done before it is ready."""
+        """Returns what has to be done before it is ready."""
         return self._task
 
     def _catch_up(self) -> bool:

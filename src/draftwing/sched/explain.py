@@ -43,14 +43,14 @@ def summary(entries: Sequence[Entry], requests: int, suspended: bool = False) ->
     plain = next((entry for entry in entries if entry["shape"] == PLAIN), None)
     drafts = [entry for entry in entries if entry["shape"] != PLAIN]
     chosen = next((entry for entry in entries if entry["chosen"]), None)
-    priced = [entry for entry in drafts if entry["rate"] is not None]
+    with_rate = [entry for entry in drafts if entry["rate"] is not None]
     if plain is None or chosen is None or not drafts:
         return "nothing is drafted: there is no drafter"
-    if plain["rate"] is None or not priced:
+    if plain["rate"] is None or not with_rate:
         if chosen["shape"] != PLAIN:
             return f"{described(chosen['shape'])} are drafted, whatever they cost"
         return "nothing is drafted: there is nothing to propose, or drafts are too large for so many requests"
-    best = chosen if chosen["shape"] != PLAIN else max(priced, key=lambda entry: entry["rate"])
+    best = chosen if chosen["shape"] != PLAIN else max(with_rate, key=lambda entry: entry["rate"])
     if not best["gain"]:
         return f"nothing is drafted: for none of {_count(requests)} is there anything to propose"
     cost, brings = best["price_ms"] / plain["price_ms"], (requests + best["gain"]) / requests
@@ -106,7 +106,7 @@ def _why(entry: Entry, chosen: Entry | None) -> str:
     if entry["late"]:
         return "longer than requests that have waited for a prompt may wait"
     if entry["rate"] is None:
-        return "too large for so many requests, or nothing is known of its price"
+        return "too large for so many requests, or nothing is known of its cost"
     if chosen is None or chosen["rate"] is None:
         return "not chosen"
     return f"{100 * (entry['rate'] / chosen['rate'] - 1):+.1f}% tokens per second"

@@ -1,7 +1,7 @@
 """Rows whose next tokens the host decides about: grammars and logits processors, on draft trees.
 
 A `Guidance` lives from the planning of a step to its commit. It fits the rows' trees to their grammars before the
-target runs and makes the masks of all nodes while it does. What fails on the way it tells the scheduler.
+target runs and makes the masks of all nodes while it does. What fails on the way it reports to the scheduler.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Guidance:
 
     @property
     def processed(self) -> list[int]:
-        """Which of the rows have a logits processor."""
+        """Returns which of the rows have a logits processor."""
         return [i for i, row in enumerate(self._rows) if row.processor is not None]
 
     def until_failure(self, batch: int, new: list[int]) -> tuple[list[int], str | None]:
@@ -105,7 +105,7 @@ class Guidance:
         return new[:length], why
 
     def roots(self) -> Masks | None:
-        """What may follow the newest token of each row, [g, W]; None where no row has a grammar."""
+        """Returns what may follow the newest token of each row, [g, W]; None where no row has a grammar."""
         if self._roots is not None or all(row.grammar is None for row in self._rows):
             return self._roots
         masks = np.full((len(self._rows), self._words), _ALL)
@@ -151,7 +151,7 @@ class Guidance:
         return self._drafted
 
     def masks(self) -> Masks | None:
-        """What may follow each node, [g, N, W]; None where no row has a grammar."""
+        """Returns what may follow each node, [g, N, W]; None where no row has a grammar."""
         roots = self.roots()
         if roots is None or self._drafted is None:
             return None if roots is None else roots[:, None]

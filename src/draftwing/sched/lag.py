@@ -11,7 +11,7 @@ host knows of a text as it sees prompts, many rows in one pass, and what steps i
 Of a prompt that is prefilled in chunks it sees all but the last in few passes, at the latest right before the last. A
 pass takes a GPU hardly longer for a thousand positions than for a hundred.
 
-Where hidden states lie beside the KV slots (`Deferral.by_slot`) a drafter that needs them can see any text at any time,
+Where each KV slot has a hidden state (`Deferral.by_slot`) a drafter that needs them can see any text at any time,
 too. While nothing is drafted it sees nothing, neither prompts nor answers.
 """
 
@@ -25,23 +25,23 @@ import numpy as np
 from draftwing.core import AT_ONCE, LAG, CatchUp, Deferral, Deferred, IntArray, TreeShape
 from draftwing.sched.req import Req
 
-ROWS = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
+MAX_JOINING = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
 RESTED = 8  # steps in a row without drafts after which a drafter sees no prompts either, if it can see them later
 UNSEEN = 512  # positions of a prompt that it may lack then: it sees them all before a step, which others wait for
 
 
 class CatchUps:
     def __init__(
-        self, lagging: Collection[TreeShape], most: int = LAG, deferral: Deferral = AT_ONCE, slots: int = 0
+        self, lagging: Collection[TreeShape], max_backlog: int = LAG, deferral: Deferral = AT_ONCE, slots: int = 0
     ) -> None:
-        """lagging: shapes whose steps the drafter does not see; most: positions of a row that it may see in a pass over
+        """lagging: shapes whose steps the drafter does not see; max_backlog: of a row, which it may see in a pass over
         rows, and lack if it needs more than tokens.  slots: of the pool."""
-        assert all(shape.max_commit + deferral.by_slot <= most for shape in lagging)
-        self._lagging, self._most, self._pass = frozenset(lagging), most, deferral.most
+        assert all(shape.max_commit + deferral.by_slot <= max_backlog for shape in lagging)
+        self._lagging, self._max_backlog, self._pass = frozenset(lagging), max_backlog, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
-        self._prompts: Prompts
+        self._prompts: PromptBacklog
         if deferral.by_slot:
-            self._prompts = FromSlots(deferral, slots, most)
+            self._prompts = FromSlots(deferral, slots, max_backlog)
         else:
             self._prompts = FromTokens(deferral, slots) if deferral.from_tokens else FromStates(deferral)
 
@@ -62,9 +62,9 @@ class CatchUps:
                 req.behind += shape.max_commit
 
     def passes(self, reqs: Sequence[Req]) -> tuple[int, int]:
-        """In how many the drafter would catch up with these requests now, but for one where only one is needed, and the
-        positions in all but that one."""
-        far = [req.behind for req in reqs if req.behind > self._most and not req.skipped]
+        """Returns in how many passes the drafter would catch up with these requests now, but for one where only one is
+        needed, and the positions in all but that one."""
+        far = [req.behind for req in reqs if req.behind > self._max_backlog and not req.skipped]
         return 1 + self._passes(far), sum(far)
 
     def prefill(self, req: Req, length: int, final: bool) -> int | None:
@@ -92,7 +92,7 @@ class CatchUps:
         return self._prompts.take()
 
     def take(self) -> CatchUp | None:
-        """Those of the next plan."""
+        """Returns the catch-up of the next plan."""
         texts = self._prompts.take_texts()
         if not self._next and not texts:
             return None
@@ -108,31 +108,31 @@ class CatchUps:
         self._prompts.take_texts()
 
     def _passes(self, lengths: Iterable[int]) -> int:
-        """In how many it sees texts of these lengths."""
+        """Returns in how many passes it sees texts of these lengths."""
         return -(-sum(lengths) // max(self._pass, 1))
 
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
         some begin early, so that they do not all have to at once."""
         if self._prompts.late:  # one step is in flight at most, and it can be shown all but what that commits
-            return [req for req in reqs if req.behind and commit >= self._most]
+            return [req for req in reqs if req.behind and commit >= self._max_backlog]
         if self._prompts.sees_later:
-            return [req for req in reqs if min(req.behind, req.bound - req.kv + 1) + commit > self._most]
-        near = max(commit, self._most // 4)
-        must = sum(req.behind + commit > self._most for req in reqs)
-        far = sorted((req for req in reqs if req.behind + near > self._most), key=lambda req: -req.behind)
-        return far[: max(must, ROWS)] if must or self._next or len(far) > ROWS else []
+            return [req for req in reqs if min(req.behind, req.bound - req.kv + 1) + commit > self._max_backlog]
+        near = max(commit, self._max_backlog // 4)
+        must = sum(req.behind + commit > self._max_backlog for req in reqs)
+        far = sorted((req for req in reqs if req.behind + near > self._max_backlog), key=lambda req: -req.behind)
+        return far[: max(must, MAX_JOINING)] if must or self._next or len(far) > MAX_JOINING else []
 
     def _add(self, req: Req) -> None:
-        if req.behind > self._most or (req.behind and self._prompts.late):
+        if req.behind > self._max_backlog or (req.behind and self._prompts.late):
             self._prompts.show(req)
         if req.behind:
-            assert req.behind <= self._most
+            assert req.behind <= self._max_backlog
             self._next.append((req.row, req.behind, req.bound))
             req.behind = 0
 
 
-class Prompts(Protocol):
+class PromptBacklog(Protocol):
     """Chunks that the drafter has not seen."""
 
     sees_later: bool = False  # whether it can be shown any text at any time
@@ -143,15 +143,15 @@ class Prompts(Protocol):
         return None
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
-        """As `CatchUps.prefill`."""
+        """Plans what `CatchUps.prefill` returns."""
         ...
 
     def share(self, req: Req) -> None:
-        """As `CatchUps.share`."""
+        """Does what `CatchUps.share` promises."""
         return None
 
     def release(self, req: Req, cached: bool) -> None:
-        """As `CatchUps.release`."""
+        """Does what `CatchUps.release` promises."""
         ...
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
@@ -164,7 +164,7 @@ class Prompts(Protocol):
         raise AssertionError("it needs hidden states, which only the device knows where to find")
 
     def take(self) -> tuple[Deferred, ...]:
-        """What the drafter sees of prompts with the next plan, of rows that run."""
+        """Returns what the drafter sees of prompts with the next plan, of rows that run."""
         ...
 
     def take_texts(self) -> tuple[Deferred, ...]:
@@ -172,12 +172,12 @@ class Prompts(Protocol):
         ...
 
 
-class FromStates(Prompts):
-    """Of a drafter that needs the target's hidden states, which are kept, each prompt's in places of its own. Where
+class FromStates(PromptBacklog):
+    """Keeps the target's hidden states for a drafter that needs them, each prompt's in places of its own. Where
     there are none for it, or no room for a chunk, the drafter sees the chunk at once."""
 
     def __init__(self, deferral: Deferral) -> None:
-        self._places, self._most = deferral.places, deferral.most
+        self._places, self._max_pass = deferral.places, deferral.most
         self._kept: dict[int, tuple[Deferred, int]] = {}  # by row: what is deferred, and its places
         self._due: list[Deferred] = []  # with the next plan
         self._released: list[Deferred] = []
@@ -214,9 +214,9 @@ class FromStates(Prompts):
             due.append(kept._replace(length=length))
 
     def _new(self, req: Req) -> tuple[Deferred, int]:
-        """Of a request of which nothing is deferred, in the first gap that is long enough; no places if there is none.
-        Places that became free with this plan are read before they are written."""
-        wanted, at = min(self._most, req.unsent), 0
+        """Places a request of which nothing is deferred, in the first gap that is long enough; no places if there is
+        none. Places that became free with this plan are read before they are written."""
+        wanted, at = min(self._max_pass, req.unsent), 0
         for kept, places in sorted(self._kept.values(), key=lambda one: one[0].at):
             if kept.at - at >= wanted:
                 break
@@ -224,8 +224,8 @@ class FromStates(Prompts):
         return Deferred(req.row, req.sent, 0, at), wanted if at + wanted <= self._places else 0
 
 
-class FromTokens(Prompts):
-    """Of a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
+class FromTokens(PromptBacklog):
+    """Serves a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
     prompts of `Req.skipped`, nor one that ends early, nor the end of an answer: which slots have its KV is noted, and a
     request that goes on from others has it see these first.
 
@@ -235,7 +235,7 @@ class FromTokens(Prompts):
     sees_later = True
 
     def __init__(self, deferral: Deferral, slots: int) -> None:
-        self._most, self._lag = deferral.most, deferral.lag
+        self._max_pass, self._lag = deferral.most, deferral.lag
         self._texts: list[Deferred] = []  # of answers, with the next plan
         self._seen = np.zeros(slots + 1, bool)  # by slot
         self._due: dict[int, tuple[IntArray, int]] = {}  # by row: slots of its first positions, and which are due
@@ -246,7 +246,7 @@ class FromTokens(Prompts):
         if req.skipped:
             return 0
         first = self._first(req, begin)
-        if final or end - first > self._most:
+        if final or end - first > self._max_pass:
             self._due[req.row] = req.slots[:begin], first
         return None if final else 0
 
@@ -265,11 +265,11 @@ class FromTokens(Prompts):
         self._seen[req.slots[req.sent : req.kv]] = np.arange(req.sent, req.kv) < seen
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """As many as fit into a pass, those first that are furthest behind."""
+        """Returns as many as fit into a pass, those first that are furthest behind."""
         if all(req.behind + commit <= self._lag for req in reqs):
             return []
         far = sorted((req for req in reqs if 2 * req.behind > self._lag), key=lambda req: -req.behind)
-        together = np.cumsum([req.behind for req in far]) <= self._most
+        together = np.cumsum([req.behind for req in far]) <= self._max_pass
         return far[: max(int(together.sum()), 1)]
 
     def show(self, req: Req) -> None:
@@ -292,21 +292,21 @@ class FromTokens(Prompts):
 
     def _parts(self, row: int, start: int, end: int) -> list[Deferred]:
         """Positions [start, end), as many at once as a pass has."""
-        return [Deferred(row, at, min(self._most, end - at), 0) for at in range(start, end, self._most)]
+        return [Deferred(row, at, min(self._max_pass, end - at), 0) for at in range(start, end, self._max_pass)]
 
 
 class FromSlots(FromTokens):
-    """Of a drafter that needs the target's hidden states, which lie beside the slots of the KV pool. While nothing is
+    """Serves a drafter that needs the target's hidden states, one for each slot of the KV pool. While nothing is
     drafted it sees nothing but what is longer than `UNSEEN` of a prompt, or twice that of a row: `Req.behind` counts
     all that it lacks, of the prompt, too. Before a step that drafts it sees what the host knows of that, as it sees
     prompts. While something is drafted it sees each chunk of a prompt at once, after whatever it lacks before it."""
 
     late = True
 
-    def __init__(self, deferral: Deferral, slots: int, most: int) -> None:
-        """most: as of `CatchUps`."""
+    def __init__(self, deferral: Deferral, slots: int, max_backlog: int) -> None:
+        """max_backlog: as of `CatchUps`."""
         super().__init__(deferral, slots)
-        self._row_pass, self._rested = most, 0
+        self._row_pass, self._rested = max_backlog, 0
 
     def stepped(self, lags: bool) -> None:
         self._rested = self._rested + 1 if lags else 0
@@ -338,8 +338,8 @@ class FromSlots(FromTokens):
         return [req for req in reqs if req.behind > 2 * UNSEEN][:1]
 
     def show(self, req: Req) -> None:
-        """Of what it lacks, all but what a pass over the row sees anyway: the newest position that the host knows, and
-        what steps in flight commit."""
+        """Shows it what it lacks, all but what a pass over the row sees anyway: the newest position that the host
+        knows, and what steps in flight commit."""
         end, first = max(req.kv, req.sent), self._first(req, req.sent)
         if first == req.sent and req.behind <= self._row_pass:
             return

@@ -8,14 +8,14 @@ from draftwing.sched.req import Req
 
 
 class PromptLogprobCache:
-    """Those of the requests that run, and of the newest one that was told, which may have ended with its first token
+    """Keeps those of the requests that run, and of the newest one reported, which may have ended with its first token
     while others wait."""
 
     def __init__(self) -> None:
         self._newest: Req | None = None
 
     def add(self, req: Req) -> None:
-        """Its prompt has been run."""
+        """Adds a request whose prompt has been run."""
         if _wants(req):
             self._newest = req
 

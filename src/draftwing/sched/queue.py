@@ -10,8 +10,8 @@ from itertools import chain
 
 from draftwing.sched.req import Req
 
-LOOKED_AT = 32  # requests of a client, each time rows are given: some may have to wait for another's prefill
-_KEPT = 256  # clients to remember beyond those that wait
+MAX_CANDIDATES = 32  # requests of a client, each time rows are given: some may have to wait for another's prefill
+_MAX_IDLE_CLIENTS = 256  # clients to remember beyond those that wait
 
 
 def _rank(req: Req) -> tuple[int, int, int]:
@@ -49,7 +49,7 @@ class FairQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Req]:
-        """In no order; from any thread."""
+        """Iterates in no order; from any thread."""
         return chain.from_iterable(list(self._lines.values()))
 
     @property
@@ -63,7 +63,7 @@ class FairQueue:
         req.arrival = self._arrivals
         self._arrivals += 1
         self._last[client] = req.turn
-        if len(self._last) > self._size + _KEPT:  # turns that are past say little
+        if len(self._last) > self._size + _MAX_IDLE_CLIENTS:  # turns that are past say little
             self._last = {one: turn for one, turn in self._last.items() if turn > self._turn}
         self.requeue(req)
 
@@ -79,12 +79,12 @@ class FairQueue:
         self._size += 1
 
     def admit(self, req: Req) -> None:
-        """It has a row now."""
+        """Removes a request that has a row now."""
         self._remove(req)
         self._turn = max(self._turn, req.turn)
 
     def leave(self, req: Req) -> None:
-        """It waits no more, and never will: its turn, if it was its client's last one, is the next one's."""
+        """Removes a request that never waits again: its turn, if it was its client's last one, is the next one's."""
         self._remove(req)
         priority, client = key = (req.request.priority, req.request.client)
         if self._last.get(key) == req.turn:
@@ -108,8 +108,8 @@ class FairQueue:
             del self._lines[req.request.client]
 
     def fair_order(self, served: Callable[[str], bool]) -> Iterator[Req]:
-        """Those who wait now, in the order in which they get rows; the first `LOOKED_AT` of each client. Who is taken
-        may be admitted meanwhile, and others may come back.
+        """Returns those who wait, in the order of getting rows; of each client the first `MAX_CANDIDATES`. Who is
+        taken may be admitted meanwhile, and others may come back.
 
         served: whether a client has its share of the rows. Then it comes after those of its priority who have less."""
         ready: list[tuple[int, bool, int, int, Req, Iterator[Req]]] = []
@@ -129,7 +129,7 @@ class FairQueue:
                     break
                 line = self._lines[heads[at].request.client]  # of which one that came back may be the first
                 first = _place(line, heads[at])
-                put(iter(line[first : first + LOOKED_AT]))
+                put(iter(line[first : first + MAX_CANDIDATES]))
                 at += 1
             *_, req, line_after = heapq.heappop(ready)
             yield req
@@ -146,7 +146,7 @@ class RowShares:
         self._each = max(rows // clients, 1)
 
     def served(self, client: str) -> bool:
-        """Whether it has its share."""
+        """Returns whether it has its share."""
         return self._held[client] >= self._each
 
     def give(self, req: Req) -> None:

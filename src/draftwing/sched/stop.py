@@ -1,4 +1,4 @@
-"""When a request ends, and what its last output tells of it."""
+"""When a request ends, and what its last output reports of it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def finish_meta(req: Req, credited: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def _by_drafter(req: Req, credited: Sequence[Sequence[str]]) -> dict[str, dict[str, int]]:
-    """What each drafter has proposed, and what of it was accepted; drafts of two drafters count for both."""
+    """Returns what each drafter has proposed, and what of it was accepted; drafts of two drafters count for both."""
     found: dict[str, dict[str, int]] = {}
     for source, names in enumerate(credited):
         for name in names if source or req.proposed_by[0] else ():

@@ -1,4 +1,4 @@
-"""What a step tells a request that asked to see its drafts."""
+"""What a step reports to a request that asked to see its drafts."""
 
 from __future__ import annotations
 

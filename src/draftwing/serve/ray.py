@@ -48,7 +48,7 @@ class Replica:
     """An engine in a process of its own, and its endpoints."""
 
     async def __init__(self, options: Options) -> None:  # type: ignore[misc]
-        """Loads everything. Raises CheckpointError or EngineDead, and ConfigError for what only the machine tells."""
+        """Loads everything. Raises CheckpointError or EngineDead, and ConfigError for what only the machine shows."""
         # Only where it runs: whoever builds the application needs neither.
         from draftwing.server.run import open_watchers, opened
 
@@ -59,7 +59,7 @@ class Replica:
         self._engine.lost = self._stack.close  # nobody starts it again: from now on `check_health` fails
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Ray serves; its lifespan starts the engine's supervision and ends the engine."""
+        """Returns what Ray serves; its lifespan starts the engine's supervision and ends the engine."""
         from draftwing.server.app import create_app, paced
 
         return paced(create_app(self._engine, self._tokenizer, watchers=self._watchers), self._engine.info.options)
@@ -132,5 +132,5 @@ def _resources(options: Options, scaling: Scaling) -> dict[str, float]:
 
 
 def _has_gpus() -> bool:
-    """Of all machines, not only of this one."""
+    """Returns whether any machine has a GPU, not only this one."""
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0

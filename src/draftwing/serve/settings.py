@@ -43,7 +43,7 @@ class Scaling:
 
     @property
     def count(self) -> dict[str, Any]:
-        """What a deployment is told of the number of replicas. Raises ConfigError."""
+        """Returns a deployment's settings for the number of replicas. Raises ConfigError."""
         if self.max_replicas is None:
             return {"num_replicas": self.num_replicas}
         if self.max_replicas < self.min_replicas:

@@ -27,9 +27,9 @@ class AdmissionQuota:
     made yet is one. Those whose client left count until the engine has let go of them, and for some time among those of
     its key, so that nobody can ask and leave faster than the server follows."""
 
-    def __init__(self, most: int, most_of_a_key: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """most: of all clients.  most_of_a_key: of one with a key; without keys all are one client."""
-        self._most, self._most_of_a_key = most, most_of_a_key
+    def __init__(self, max_answers: int, max_per_key: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """max_answers: of all clients.  max_per_key: of one with a key; without keys all are one client."""
+        self._max_answers, self._max_per_key = max_answers, max_per_key
         self._clients: dict[str, str] = {}  # by uid
         self._counts: Counter[str] = Counter()
         self._made = 0
@@ -56,11 +56,11 @@ class AdmissionQuota:
         while self._abandoned and self._abandoned[0][0] <= self._clock():
             _, name, past = self._abandoned.popleft()
             self._less(name, past)
-        if client and (there := self._counts[client] - held) + count > self._most_of_a_key:
-            limit = f"the most of a key (--max-queued-requests-per-key) are {self._most_of_a_key}"
+        if client and (there := self._counts[client] - held) + count > self._max_per_key:
+            limit = f"the most of a key (--max-queued-requests-per-key) are {self._max_per_key}"
             raise QueueFull(f"{there} answers of this key wait, {limit}; found {count} more", own=True)
-        if (there := len(self) + self._made - held) + count > self._most:
-            limit = f"the most (--max-queued-requests) are {self._most}"
+        if (there := len(self) + self._made - held) + count > self._max_answers:
+            limit = f"the most (--max-queued-requests) are {self._max_answers}"
             raise QueueFull(f"{there} answers wait, {limit}; found {count} more", own=False)
 
     def add(self, requests: Iterable[GenerationRequest]) -> None:

@@ -80,7 +80,7 @@ def create_app(
     if not service.options.disable_ui:
         add_ui_routes(app, service, chats)
     _add_heads(app)
-    app.add_middleware(BodyLimit, most=service.options.max_body_size)
+    app.add_middleware(BodyLimit, max_size=service.options.max_body_size)
     free = _free(service.options)
     if keys:
         app.add_middleware(KeyCheck, keys=keys, closed=service.options.has_key, allowances=allowances, free=free)
@@ -94,7 +94,7 @@ def paced(app: ASGIApp, options: Options) -> ASGIApp:
 
 
 def _free(options: Options) -> Callable[[str], bool]:
-    """Whether a path may be read without a key."""
+    """Returns whether a path may be read without a key."""
     groups = {"metrics": METRICS_PATHS, "docs": DOCS_PATHS}
     paths = FREE_PATHS.union(*(group for name, group in groups.items() if options.public_endpoints in (name, "all")))
     return lambda path: path in paths or is_file(path)

@@ -49,9 +49,9 @@ class Chat:
     """A conversation, and how it goes on, whatever the API.
 
     messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
-    with the last message.  prompted: the template begins the answer.  thinking: True and False tell the template
+    with the last message.  prompted: the template begins the answer.  thinking: True and False ask the template
     whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.  reasons: some is
-    asked for, if the template can switch it on.  ignored: fields of the request that have no effect, beside its hints:
+    asked for, if the template can switch it on.  ignored: fields of the request that have no effect, besides its hints:
     tools that a server would run, say.
     """
 
@@ -71,7 +71,7 @@ class Chat:
 
     @property
     def offers(self) -> bool:
-        """Whether the model is told of functions."""
+        """Returns whether the model sees functions."""
         return bool(self.functions) and self.choice.mode != "none"
 
 
@@ -206,18 +206,18 @@ class Chats:
 
     @property
     def knows_effort(self) -> bool:
-        """Whether the chat template can use how much to reason, or whether to."""
+        """Returns whether the chat template can use how much to reason, or whether to."""
         source = self._service.tokenizer.chat_template or ""
         return "reasoning_effort" in source or "thinking" in source
 
     @property
     def calls_tools(self) -> bool:
-        """Whether requests may offer functions."""
+        """Returns whether requests may offer functions."""
         return self._takes_tools and (self.harmony or self.tools is not None)
 
     @cached_property
     def _takes_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
+        """Returns whether the chat template shows tools to the model."""
         tools = [template_tool(Function(_PROBE), self.harmony)]
         try:
             return _PROBE in self._service.tokenizer.render_chat([{"role": "user", "content": "a"}], tools=tools)
@@ -313,7 +313,7 @@ class Chats:
         return dataclasses.replace(chat, functions=functions, ignored=ignored)
 
     def _hidden(self, style: MessageStyle) -> bool:
-        """Whether a marker is a special token, which is not shown unless it is asked for."""
+        """Returns whether a marker is a special token, which is not shown unless it is asked for."""
         if style.harmony:
             return True
         markers: list[str | None] = []
@@ -362,19 +362,19 @@ def checked_choice(choice: ToolChoice, functions: Sequence[Function], param: str
     return choice
 
 
-def _check_values(data: Any, most: int, field: str, called: str) -> None:
-    if _values(data, most) > most:
-        raise RequestError(f"{called} may have {most} values together; found more", field)
+def _check_values(data: Any, limit: int, field: str, called: str) -> None:
+    if _values(data, limit) > limit:
+        raise RequestError(f"{called} may have {limit} values together; found more", field)
 
 
-def _values(data: Any, most: int) -> int:
-    """Counts the values in lists and mappings, and stops where they are more than `most`."""
+def _values(data: Any, limit: int) -> int:
+    """Counts the values in lists and mappings, and stops where they are more than `limit`."""
     found, rest = 0, [data]
     while rest:
         part = rest.pop()
         inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
         found += len(inner)
-        if found > most:
+        if found > limit:
             break
         rest += inner
     return found

@@ -66,5 +66,5 @@ class ContentBlocks(ABC):
 
 
 def text_of(part: Part) -> str:
-    """What a part adds to its block: reasoning, text or arguments."""
+    """Returns what a part adds to its block: reasoning, text or arguments."""
     return part.text if isinstance(part, Thought) else part if isinstance(part, str) else part.arguments

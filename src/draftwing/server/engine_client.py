@@ -224,7 +224,7 @@ class AsyncEngine:
             raise RequestError(*refused)
 
     async def stats(self) -> dict[str, Any]:
-        """As `Engine.stats`, and `age`: seconds since the engine gave them. An engine that is slow to answer is not
+        """Returns `Engine.stats` and `age`: seconds since the engine gave them. An engine that is slow to answer is not
         waited for: then they are those of before."""
         self._check()
         with contextlib.suppress(TimeoutError):

@@ -56,7 +56,7 @@ _TYPES = {
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
-    """The documented shape: Anthropic's under /v1/messages; elsewhere under /v1 OpenAI's, nested, and beside it the
+    """The documented shape: Anthropic's under /v1/messages; elsewhere under /v1 OpenAI's, nested, and next to it the
     same flat, as SGLang has it; for native endpoints the nested message alone, for Ollama's the flat one."""
     kind = dialect(path)
     name, anthropic_name = _TYPES.get(status, ("InternalServerError", "api_error"))
@@ -73,7 +73,7 @@ def error_body(path: str, status: int, message: str, param: str | None = None, c
 
 
 def dialect(path: str) -> Literal["openai", "responses", "anthropic", "ollama", "native"]:
-    """Whose clients use a path. The paths of the dialects are there with and without /v1."""
+    """Returns whose clients use a path. The paths of the dialects are there with and without /v1."""
     short = path.removeprefix("/v1")
     if path.startswith("/api/"):
         return "ollama"

@@ -25,8 +25,8 @@ class LogprobQuotaFull(QueueFull):
     """Responses hold too many log probabilities (HTTP 429 where they are the client's own, else 503)."""
 
     def __init__(self, own: bool) -> None:
-        whose, most = ("of this key", MAX_HELD_LOGPROBS // SHARE) if own else ("to all requests", MAX_HELD_LOGPROBS)
-        full = f"the responses {whose} hold {most} log probabilities, the most they may"
+        whose, limit = ("of this key", MAX_HELD_LOGPROBS // SHARE) if own else ("to all requests", MAX_HELD_LOGPROBS)
+        full = f"the responses {whose} hold {limit} log probabilities, the most they may"
         super().__init__(full, own=own, when="later")
 
 

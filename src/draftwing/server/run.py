@@ -1,4 +1,4 @@
-"""From options to a running server: port, engine, application, in this order, so that what is cheap fails first."""
+"""Makes a running server of options: port, engine, application, in this order, so that what is cheap fails first."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def opened(options: Options) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
 
 
 def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher]:
-    """Who watches requests beside the metrics. keys: that no log shows. Raises ConfigError."""
+    """Who watches requests besides the metrics. keys: that no log shows. Raises ConfigError."""
     watchers: list[Watcher] = []
     if options.log_requests:
         from draftwing.server.telemetry.request_log import RequestLog

@@ -76,7 +76,7 @@ NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a value of a field that has no effect, or is not built, is as good as none."""
+    """Returns whether a value of a field that has no effect, or is not built, is as good as none."""
     # 0 == False in Python but not for a user: only numbers are equal across types.
     neutral = NEUTRAL.get(name, ())
     return value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
@@ -282,7 +282,7 @@ class GenerationBody(Body):
 
     @functools.cached_property
     def place(self) -> ExitStack:
-        """Its place among what waits; closed when the answers have places of their own."""
+        """Returns the request's place among what waits; closed when the answers have places of their own."""
         return ExitStack()
 
     @classmethod
@@ -326,7 +326,7 @@ class GenerationBody(Body):
 
     @property
     def prompt_alone(self) -> bool:
-        """Whether the response may tell of the prompt and have no answer."""
+        """Returns whether the response may report the prompt and have no answer."""
         return False
 
     @property
@@ -341,7 +341,7 @@ class GenerationBody(Body):
 
     @property
     def hints_at_budget(self) -> bool:
-        """Whether that is a field that asks for reasoning: a model that has none gives a right answer."""
+        """Returns whether that is a field that asks for reasoning: a model that has none gives a right answer."""
         return self._bound is None
 
     @property
@@ -381,7 +381,7 @@ class GenerationBody(Body):
 
     @property
     def traced(self) -> bool:
-        """Whether the response tells what was drafted."""
+        """Returns whether the response reports what was drafted."""
         return False
 
     def renamed(self, error: RequestError) -> RequestError:

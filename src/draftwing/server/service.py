@@ -38,7 +38,7 @@ MAX_ANSWERS = 2048  # prompts times n
 MAX_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MAX_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
-_AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
+_ANSWERS_AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
 # Until the next turn, where somebody is served: its processor is one of the engine's, whose threads wait for each
 # other.
 _PAUSE_SECONDS = 0.01
@@ -72,7 +72,7 @@ class Generation:
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
         self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if shows_drafts else {})
-        # Answers to a prompt, which is one list, hold what is told of it once.
+        # Answers to a prompt, which is one list, hold what is reported of it once.
         self._prompt_logprobs: dict[tuple[int, LogprobParams | None], list[TokenLogprobs | None]] = {}
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
@@ -134,18 +134,18 @@ class Service:
 
     @property
     def countable(self) -> int:
-        """Tokens of a text that is only counted, or of ids that are only decoded."""
+        """Returns tokens of a text that is only counted, or of ids that are only decoded."""
         return max(self.engine.info.context_length, MAX_COUNTED)
 
     async def tokenize(
-        self, texts: list[str], field: str, add_special_tokens: bool = True, most: int | None = None
+        self, texts: list[str], field: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than `most`
+        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than `max_tokens`
         tokens, None being the context; when cancelled it stops soon."""
         size = sum(map(len, texts))
         if size <= _INLINE_CHARACTERS:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
-        limit = self.engine.info.context_length if most is None else most
+        limit = self.engine.info.context_length if max_tokens is None else max_tokens
         return await self.pools.run(
             size, lambda gone: encode_bounded(self.tokenizer, texts, limit, field, add_special_tokens, gone)
         )
@@ -214,9 +214,9 @@ class Service:
     def check_room(self, count: int, held: int = 1) -> None:
         """Refuses so many answers, before anything is done for them that takes longer. Raises QueueFull where too many
         wait, and RequestError where it is too many for one request. held: see `preparing`."""
-        most = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
-        if count > most:
-            raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
+        max_tokens = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
+        if count > max_tokens:
+            raise RequestError(f"one request takes at most {max_tokens} answers; found {count}", "n")
         self.engine.quota.check(client_name(), count, held)
 
     async def submit(
@@ -224,7 +224,7 @@ class Service:
     ) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.
 
-        ignored: fields that have no effect here, beside the body's hints.
+        ignored: fields that have no effect here, besides the body's hints.
 
         Raises RequestError, naming fields as the body does, QueueFull where too many wait, or EngineDead.
         """
@@ -260,7 +260,7 @@ class Service:
                     self.engine.logprob_quota.check(client_name(), first, first)
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
-                    if len(answers) % _AT_ONCE == 0 and len(answers) < count:
+                    if len(answers) % _ANSWERS_AT_ONCE == 0 and len(answers) < count:
                         await asyncio.sleep(_PAUSE_SECONDS if self.engine.active else 0)
             except RequestError as error:
                 raise body.renamed(error) from None

@@ -1,4 +1,4 @@
-"""When an engine's process is taken for hung, when a dead one is replaced, and whose request may have killed it."""
+"""Decides when an engine process counts as hung, when a dead one is replaced, and whose request may have killed it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 DEATHS = 5  # of engines within WINDOW seconds; one more, and the server ends
 WINDOW = 600.0
 LONGEST_BACK_OFF = 30.0  # seconds; the first restart is at once, the next after one second, each after twice as long
-ALONE = 2  # deaths after which a request that was alone in the engine is refused
+MAX_CRASHES = 2  # deaths after which a request that was alone in the engine is refused
 SUSPECTS = 1024  # requests that are remembered
 SILENCE = 20.0  # seconds without any message, though one was due; a thread of its own answers while a step runs
 
@@ -33,7 +33,7 @@ class Watchdog:
         self._progress: int | None = None
 
     def look(self, heard: bool, progress: int | None) -> str | None:
-        """Why the engine is taken for hung, or None. heard: whether a message came since the last look.
+        """Returns why the engine counts as hung, or None. heard: whether a message came since the last look.
         progress: the newest of `Engine.stats`."""
         self._silent = 0 if heard else self._silent + 1
         self._stuck = self._stuck + 1 if progress is not None and progress == self._progress else 0
@@ -68,7 +68,7 @@ class CrashHistory:
         self._alone[key] = count = self._alone.pop(key, 0) + 1
         if len(self._alone) > SUSPECTS:
             del self._alone[next(iter(self._alone))]
-        if count == ALONE:
+        if count == MAX_CRASHES:
             name, about = _described(what)
             logger.error(
                 "%s was alone in the engine when it stopped, twice: it is refused from now on (%s)", name, about
@@ -76,14 +76,14 @@ class CrashHistory:
 
     def check(self, what: Suspect, param: str | None = None) -> None:
         """Raises RequestError for what was alone in too many deaths. param: the field that it came in."""
-        if ALONE in self._alone.values() and self._alone.get(_fingerprint(what), 0) >= ALONE:
+        if MAX_CRASHES in self._alone.values() and self._alone.get(_fingerprint(what), 0) >= MAX_CRASHES:
             logger.error("refused %s, which was alone in the engine when it stopped, twice", _described(what)[0])
             doing = "compiled this grammar" if isinstance(what, Grammar) else "ran this request"
-            raise RequestError(f"the engine stopped {ALONE} times while it {doing} alone; it is refused", param)
+            raise RequestError(f"the engine stopped {MAX_CRASHES} times while it {doing} alone; it is refused", param)
 
 
 def _described(what: Suspect) -> tuple[str, str]:
-    """What the log calls it, and more about it."""
+    """Returns what the log calls it, and more about it."""
     if isinstance(what, Grammar):
         return "a grammar", f"{what.kind}, {len(what.text)} characters"
     first, grammar = what[0], what[0].params.grammar
@@ -92,7 +92,7 @@ def _described(what: Suspect) -> tuple[str, str]:
 
 
 def _fingerprint(what: Suspect) -> bytes:
-    """The same for requests that ask for the same: by what they ask, not by their ids and seeds."""
+    """Returns the same for requests that ask for the same: by what they ask, not by their ids and seeds."""
     digest = blake2b(digest_size=16)
     for one in [what] if isinstance(what, Grammar) else what:
         if isinstance(one, GenerationRequest):

@@ -48,7 +48,7 @@ def make_server(
     app = paced(guarded(create_app(engine, tokenizer, stop_seconds, watchers), options), options)
     config = uvicorn.Config(
         _quiet(app, engine),
-        http=partial(LimitedConnection, most=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, limit=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
         ws="none",
         log_level=options.log_level,
         log_config=None,
@@ -62,7 +62,7 @@ def make_server(
 
 
 def _no_probe(record: logging.LogRecord) -> bool:
-    """Whether a line of the access log is of a request that nobody's machine makes again and again."""
+    """Returns whether a line of the access log is of a request that nobody's machine makes again and again."""
     _, _, path, *_ = cast(tuple[Any, ...], record.args)
     return path.partition("?")[0] not in FREE_PATHS | METRICS_PATHS
 
@@ -82,7 +82,7 @@ def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
 
 
 def url(host: str, port: int) -> str:
-    """Where a client on this machine finds the server."""
+    """Returns where a client on this machine finds the server."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
     """Says where to point a client once requests are answered, and ends in an orderly way.
 
     The first signal stops new requests; those that run have `drain` seconds, then they are aborted. The second signal
-    ends the process at once. It ends by itself when the engine is lost for good; `lost` tells.
+    ends the process at once. It ends by itself when the engine is lost for good; `lost` says so.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:

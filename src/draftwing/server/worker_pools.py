@@ -128,7 +128,7 @@ class WorkerPools:
             gone.set()
 
     async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """The result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is told.
+        """The result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is passed.
         size: token ids and log probabilities in it, and characters that are read as messages."""
         if size <= MAX_INLINE_SIZE:
             return work(False)

@@ -41,7 +41,7 @@ class BlockDrafter(Drafter):
         self._numbers = torch.arange(rows, device=device)
         width = head.config_of_block.rows
         self._before = torch.arange(1, width + 1, device=device).repeat(rows, 1)
-        # What `constrain` was told, for the next `propose`: rows, what is banned, which of them are noisy.
+        # What `constrain` got, for the next `propose`: rows, what is banned, which of them are noisy.
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
         self._attn: AttnBackend | None = None
         self._first_layer = 0
@@ -107,7 +107,7 @@ class BlockDrafter(Drafter):
         return self.head.block(everything.ids, everything.positions, *self._attends(everything))
 
     def _attends(self, everything: Batch) -> list[Attend]:
-        """Of each layer, as far as it sees. everything: the batch of a layer that sees all."""
+        """Returns each layer's attention, as far as it sees. everything: the batch of a layer that sees all."""
         assert self._attn is not None, "attach comes first"
         config, bound = self.head.config_of_block, {}
         kinds = list(zip(config.windows, config.causal, strict=True))

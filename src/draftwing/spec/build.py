@@ -92,12 +92,12 @@ def pair(context: DraftContext) -> PairDrafter:
     )
 
 
-def _check_vocabulary(context: DraftContext, most: int) -> None:
+def _check_vocabulary(context: DraftContext, size: int) -> None:
     """Raises ConfigError for a target with more tokens than a lookup packs into 22 bits each."""
     found = context.target.config.vocab_size
-    if found > most:
+    if found > size:
         drafter = context.options.drafter
-        raise ConfigError(f"{drafter} is for vocabularies of at most {most} tokens; the target has {found}")
+        raise ConfigError(f"{drafter} is for vocabularies of at most {size} tokens; the target has {found}")
 
 
 def _drafter(context: DraftContext, head: DraftHead | BlockHead) -> ModelDrafter | BlockDrafter:

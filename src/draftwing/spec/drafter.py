@@ -78,7 +78,7 @@ class SeenTokens(NamedTuple):
 
     table: as in `DraftStep`; it has advanced already.
     batch: a prefill chunk (`batch.chunks`) or the accepted path of each row; `batch.prefix_len` is kv_len before the
-    step. Drafters without auxiliary hidden states and without KV layers are told rows and prefix_len alone of a path.
+    step. Drafters without auxiliary hidden states and without KV layers get only rows and prefix_len of a path.
     aux_hidden [M, ...]: the target's hidden states of `Drafter.aux_layers`; None without such layers.
     next_ids [M]: the token that follows each query.
     count [B]: valid queries of each row's path, None for prefill. Queries past the count are garbage: what they write
@@ -121,8 +121,8 @@ class Drafter(ABC):
     from_tokens: bool = False  # whether its KV is made of tokens alone, and nobody else learns from `extend`
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
     in_parts: bool = True  # whether parts of its trees are verified for any row, see `Load.whole`
-    initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result tells it
-    calibration: Calibration  # of all drafts by grade and depth, kept by the executor, which tells it
+    initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result has it
+    calibration: Calibration  # of all drafts by grade and depth, kept by the executor, which sets it
     fixed_confidence: bool = True  # whether that is what it always is, so that `confidence` need not be called
 
     @classmethod

@@ -24,7 +24,7 @@ class LookupDrafter(Drafter):
         self.index.flush()
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
-        """How good what was found is: see the index."""
+        """Returns how good what was found is: see the index."""
         return self.index.confidence(table, rows, max_kv_len, out)
 
     def propose(self, step: DraftStep) -> Draft:

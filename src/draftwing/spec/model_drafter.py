@@ -234,7 +234,7 @@ class ModelDrafter(Drafter):
 
     def _readout(self, rows: int, noisy: Tensor) -> HeadTopK | None:
         native = self.head.top_k
-        if native is None or rows > FEW_ROWS or self.topk > native.most or noisy.shape[0]:
+        if native is None or rows > FEW_ROWS or self.topk > native.max_topk or noisy.shape[0]:
             return None
         return native
 

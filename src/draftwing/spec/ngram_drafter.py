@@ -25,7 +25,7 @@ class NGramDrafter(LookupDrafter):
         branch_length: int = 18,
         capacity: int = 10_000_000,
     ) -> None:
-        """As of `NGramIndex`. Raises ConfigError for numbers that cannot be."""
+        """Takes what `NGramIndex` does. Raises ConfigError for numbers that cannot be."""
         if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:
             found = f"{min_window} and {max_window}"
             raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_CONFIDENCE}, found {found}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from draftwing.config.trees import most_nodes
+from draftwing.config.trees import max_nodes
 from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.models.heads.base import DraftHead
 from draftwing.models.heads.block import BlockHead
@@ -59,7 +59,7 @@ class PairDrafter(Drafter):
         return super().lags(shape) or (shape.by == LOOKUP_ALONE and shape.max_commit < LAG)
 
     def propose(self, step: DraftStep) -> Draft:
-        """Where both propose, the lookup may do so for deeper trees than the model grows."""
+        """Returns a draft of both, where the lookup may propose deeper trees than the model grows."""
         shape = step.shape
         if shape.by == MODEL_ALONE:
             return self.model.propose(step)
@@ -73,11 +73,11 @@ class PairDrafter(Drafter):
     def _grown(self, shape: TreeShape) -> TreeShape:
         """The model's part in a tree."""
         depth, topk = min(shape.depth, self.grown.depth), min(shape.topk, self.grown.topk)
-        return TreeShape(depth, topk, min(shape.nodes, most_nodes(depth, topk)))
+        return TreeShape(depth, topk, min(shape.nodes, max_nodes(depth, topk)))
 
     def _copied(self, shape: TreeShape) -> TreeShape:
         """The lookup's."""
-        return TreeShape(*(min(one, most) for one, most in zip(shape.tree, self.copied.tree, strict=True)))
+        return TreeShape(*(min(one, largest) for one, largest in zip(shape.tree, self.copied.tree, strict=True)))
 
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         self.model.constrain(table, rows, banned, noisy)

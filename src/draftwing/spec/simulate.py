@@ -32,7 +32,7 @@ class Simulation:
 
     @cached_property
     def chance(self) -> int:
-        """Of a draft, out of 2^FRACTION_BITS: the largest with 1 + p + p^2 + ... + p^depth <= mean."""
+        """Returns a draft's chance, out of 2^FRACTION_BITS: the largest with 1 + p + p^2 + ... + p^depth <= mean."""
         low, high, one = 0, (1 << FRACTION_BITS) + 1, 1 << FRACTION_BITS
         while high - low > 1:
             middle = (low + high) // 2

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from draftwing.text.token_text import TokenTexts
     from draftwing.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # what stands for minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
 
 
 def finite(value: float) -> float:
-    return max(value, LEAST)
+    return max(value, MIN_LOGPROB)
 
 
 def _without_tokens(output: Output) -> Output:
@@ -121,23 +121,23 @@ class Answer:
 
     @property
     def starts(self) -> list[int]:
-        """Where the text of each token begins, in characters; of the tokens that text was made of."""
+        """Returns where the text of each token begins, in characters; of the tokens that text was made of."""
         assert self._detok.starts is not None, "no log probabilities were asked for"
         return self._detok.starts
 
     @property
     def entries(self) -> int:
-        """How much a response tells of it so far: token ids, and log probabilities with those of other tokens."""
+        """Returns how much a response has of it so far: token ids, and log probabilities with those of other tokens."""
         return self._width * len(self.token_ids) + self.prompt_entries
 
     @property
     def prompt_entries(self) -> int:
-        """Those of `entries` that are of the prompt."""
+        """Returns those of `entries` that are of the prompt."""
         return self._width * len(self.prompt_logprobs)
 
     @property
     def logprob_entries(self) -> int:
-        """Those of `entries` that are log probabilities of the answer."""
+        """Returns those of `entries` that are log probabilities of the answer."""
         return (self._width - 1) * len(self.logprobs)
 
     @property
@@ -151,7 +151,7 @@ class Answer:
     def meta_info(
         self, texts: TokenTexts | None = None, of_prompt: bool = True, of_answer: bool = True
     ) -> dict[str, Any]:
-        """As in `/generate`'s response; what the engine counts (`spec_*` and others) is there once it is finished.
+        """Returns that of `/generate`; what the engine counts (`spec_*` and others) is there once it is finished.
 
         texts: None leaves texts out of log probabilities.  of_prompt, of_answer: False leaves out the lists of the
         prompt or of the answer: an empty one would say that there are none.

@@ -89,7 +89,7 @@ class IncrementalDetokenizer:
     character, the longest. stop_regex: searches for expressions that end it, see `draftwing.requests.stop_regex`;
     against a string, what ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing
     after it. Which is found, and where, does not depend on how the tokens are split over calls.
-    track: keep `starts`, to tell which tokens a text is made of.
+    track: keep `starts`, to know which tokens a text is made of.
     """
 
     def __init__(

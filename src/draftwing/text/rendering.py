@@ -40,7 +40,7 @@ class _Process:
         self._conn = Connection(ours.detach())
 
     def ask(self, job: bytes) -> tuple[bytes, str]:
-        """As `Renderer.answer`. Raises EOFError or OSError when the process is gone, TimeoutError after `PATIENCE`."""
+        """Asks the process. Raises EOFError or OSError when it is gone, TimeoutError after `PATIENCE`."""
         self._conn.send_bytes(job)
         if not self._conn.poll(PATIENCE):
             raise TimeoutError
@@ -102,8 +102,8 @@ def _ask(job: sandbox.Job) -> tuple[bytes, str]:
 
 
 def _answer(data: bytes) -> tuple[bytes, str]:
-    """As `Renderer.answer`. A process that somebody else ended, as the system does for want of memory, says nothing of
-    the template, so a second one is asked."""
+    """Does what `Renderer.answer` does. A process that somebody else ended, as the system does for want of memory, says
+    nothing of the template, so a second one is asked."""
     for last in (False, True):
         process = _idle.pop() if _idle and not last else _Process()
         try:

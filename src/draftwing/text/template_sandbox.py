@@ -83,7 +83,7 @@ class Renderer:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def answer(self, data: bytes) -> tuple[bytes, str]:
-        """How the job ended, and the text or the error. data: a pickled `Job`."""
+        """Returns how the job ended, and the text or the error. data: a pickled `Job`."""
         try:
             job: Job = pickle.loads(data)
         except Exception as error:  # an object of a module that is not there

@@ -29,7 +29,7 @@ class TokenTexts:
         return self.raw(token).decode(errors="replace")
 
     def special(self, token: int) -> bool:
-        """Whether it is a special token, such as the end of a turn."""
+        """Returns whether it is a special token, such as the end of a turn."""
         return token in self._tokenizer.special_ids
 
     def key(self, token: int) -> str:

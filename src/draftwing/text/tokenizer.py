@@ -16,7 +16,7 @@ from draftwing.gguf_file import open_gguf
 from draftwing.text import gguf_tokenizer
 from draftwing.text.chat_template import ChatTemplate, Message, end_of_turn
 
-BUNDLED_TEMPLATE = "chatml_tools"  # a file beside this one: ChatML with tools
+BUNDLED_TEMPLATE = "chatml_tools"  # a file next to this one: ChatML with tools
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -26,7 +26,7 @@ class Tokenizer:
 
     backend: does the work.  special_tokens: text of `bos_token`, `eos_token`, ...
     chat_template: jinja2 source, or None.  tool_template: another source, used when a conversation has tools.
-    extra_stop_ids: tokens that end an answer beside eos, as the checkpoint names them.
+    extra_stop_ids: tokens that end an answer besides eos, as the checkpoint names them.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ def _apply_bos_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any], 
     """`add_bos_token` and `add_eos_token`, where they are stated, overrule what tokenizer.json does by itself.
 
     Files of models that were published for transformers 4 rely on it: its Llama tokenizers took BOS from the flag
-    only. transformers 5 ignores the flags beside a tokenizer.json.
+    only. transformers 5 ignores the flags next to a tokenizer.json.
     """
     if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
         return

@@ -111,7 +111,7 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
         return x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
 
     tensors = {name: move(x) for name, x in batch._asdict().items() if isinstance(x, Tensor)}
-    return Batch(**tensors, most=batch.most)
+    return Batch(**tensors, max_positions=batch.max_positions)
 
 
 def load(

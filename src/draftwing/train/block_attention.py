@@ -67,7 +67,7 @@ class BlockAttention(Attend):
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def attend_by_kernels(self, layer: int, qkv: Tensor) -> Tensor:
-        """The same of q, k and v beside each other, for what `takes_blocks`; all text is seen before the anchor."""
+        """Attends with q, k and v concatenated, for what `takes_blocks`; all text is seen before the anchor."""
         from draftwing.train.kernels.block_attention import reach
 
         if self._reach is None:
@@ -105,7 +105,7 @@ def takes_blocks(q: Tensor, window: int, causal: bool) -> bool:
 
 class ToTextAndBlocks(torch.autograd.Function):
     """Attention to the text up to each query's limit and to the query's own block, by `train.kernels.block_attention`.
-    What comes beside each other has its gradients beside each other."""
+    What comes concatenated has its gradients concatenated."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, text: Tensor, far: Any) -> Tensor:

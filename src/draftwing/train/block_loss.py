@@ -36,7 +36,7 @@ class BlockLoss:
     exp(-3 a), so that a row which hardly ever is right learns as with kl, and one that is mostly right the share itself
     (arXiv 2602.23881). d_pace: text, where a position weighs what is to be won from it on, sum over m >= j of the
     product of (q[t] + 1) / 2 of the block's positions up to m, without a gradient.
-    decay: weight of each position beside the one before.  confidence: of the confidence head's cross-entropy with a.
+    decay: weight of each position over the one before.  confidence: of the confidence head's cross-entropy with a.
     anchors: share of a text's tokens that open a block in each forward.  temperature: of the target's distribution.
     """
 
@@ -75,7 +75,7 @@ def block_loss(parts: Sequence[tuple[Tensor, Tensor]], probs: Tensor, rows: Rows
     device = probs.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parts[0][0].dtype
     flat = [tensor.to(product) for part in parts for tensor in part]
-    if not torch.is_grad_enabled():  # which the function's own forward pass is not told
+    if not torch.is_grad_enabled():  # which the function's own forward pass does not know
         flat = [tensor.detach() for tensor in flat]
     return Found(*_BlockLoss.apply(probs, rows, loss, *flat))
 
@@ -122,7 +122,7 @@ class _BlockLoss(torch.autograd.Function):
 
 
 class RowFacts(NamedTuple):
-    """What the logits of R rows tell beside the target's distributions; [R] each, of rows that do not count, too."""
+    """What the logits of R rows say with the target's distributions; [R] each, of rows that do not count, too."""
 
     best: Tensor  # int64: the most likely token
     cross: Tensor  # -sum p log q
@@ -151,7 +151,7 @@ def terms(
 
 
 def _implementation(logits: Tensor) -> tuple[Callable[..., RowFacts], Callable[..., Tensor]]:
-    """Returns what tells the facts of rows, and what makes their slopes; it may overwrite the logits."""
+    """Returns what gives the facts of rows, and what makes their slopes; it may overwrite the logits."""
     if not kernels_take(logits):
         return _facts_in_torch, _slopes_in_torch
     from draftwing.train.kernels.block_terms import row_facts, slopes

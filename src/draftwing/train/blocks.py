@@ -113,7 +113,7 @@ class BlockObjective(nn.Module):
         place = F.pad(place.view(count, length), (0, steps), value=-1)  # [B, T + S]
         learnt = place[:, :length] >= 0
         able = learnt & F.pad(learnt, (1, 0))[:, :length]  # a token that is to be learnt, after one that was
-        anchors, open_ = self._anchors(able, batch.most, generator)
+        anchors, open_ = self._anchors(able, batch.max_positions, generator)
         scale = able.sum() / open_.sum().clamp(min=1)
         at = anchors.unsqueeze(2) + torch.arange(steps, device=ids.device)  # [B, A, S]
         where = place.gather(1, at.flatten(1)).view(-1, steps)  # [N, S]
@@ -124,11 +124,11 @@ class BlockObjective(nn.Module):
         said = token if self._ids is None else self._ids[token]
         return Blocks(anchors, scale, above, Rows(where, said, counts, teacher.known[where]))
 
-    def _anchors(self, able: Tensor, most: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    def _anchors(self, able: Tensor, max_positions: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """able [B, T] bool: what may be one, at most so many of a text -> anchors [B, A], ascending, and which of them
         are blocks [B, A]: a text may have fewer."""
         count, length = able.shape
-        size = max(1, min(most, round(self.loss.anchors * length)))
+        size = max(1, min(max_positions, round(self.loss.anchors * length)))
         if generator is None:
             order = (torch.arange(length, device=able.device) * _GOLDEN).frac().expand(count, -1)
         else:
@@ -207,7 +207,7 @@ def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> T
 
 
 def mixed(head: BlockHead, hidden: Tensor, above: Tensor) -> Tensor:
-    """What the Markov head multiplies, [N, S, rank]: hidden [N, S, H], above [N, S] the text's own tokens."""
+    """Returns what the Markov head multiplies, [N, S, rank]: hidden [N, S, H], above [N, S] the text's own tokens."""
     markov = head.markov
     assert markov is not None
     if not markov.width:

@@ -1,4 +1,4 @@
-"""Writes the card of a trained head, README.md beside its weights: what it is, how it was made, how good it is."""
+"""Writes the card of a trained head, README.md next to its weights: what it is, how it was made, how good it is."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _own_scores(q: Tensor, k: Tensor) -> Tensor:
     return (q.to(wide(q)) * k.to(wide(q))).sum(-1) * default_scale(q.shape[-1])
 
 
-# ---- causal attention that tells its log-sum-exp ---------------------------------------------------------------------
+# ---- causal attention that returns its log-sum-exp -------------------------------------------------------------------
 # torch's public attention keeps it to itself, so its kernels are called by their own names.
 
 

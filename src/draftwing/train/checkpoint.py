@@ -29,7 +29,7 @@ from draftwing.models.heads.mtp import MTPHead
 _EAGLE_CLASSES = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
 
 _HEADER = 256  # bytes of a safetensors header that a tensor takes at most, its name included
-_ALIGNMENT = 64  # bytes of a header beside that
+_ALIGNMENT = 64  # bytes of a header besides that
 
 
 def save_head(

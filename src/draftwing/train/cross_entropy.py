@@ -31,7 +31,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, probs: Tensor, counts: 
     """
     device = hidden.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    if not torch.is_grad_enabled():  # which the function's own forward pass is not told
+    if not torch.is_grad_enabled():  # which the function's own forward pass does not know
         hidden, weight = hidden.detach(), weight.detach()
     loss, best = _LinearCrossEntropy.apply(hidden.to(product), weight.to(product), probs, counts)
     return loss, best
@@ -84,8 +84,8 @@ def _in_torch(logits: Tensor, probs: Tensor, counts: Tensor, sloped: bool) -> tu
     """`train.kernels.cross_entropy.cross_entropy` of any device and floating dtype."""
     exact, counted = wide(logits), counts.unsqueeze(1)
     z = logits.to(exact)
-    most, best = z.max(-1)
-    z.sub_(most.unsqueeze(1))
+    row_max, best = z.max(-1)
+    z.sub_(row_max.unsqueeze(1))
     likely = z.exp()
     norm, mass = likely.sum(-1, keepdim=True), probs.sum(-1, keepdim=True, dtype=exact)
     # -sum p log q = log(sum exp z) sum p - sum p z

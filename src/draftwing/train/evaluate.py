@@ -25,7 +25,7 @@ from draftwing.files import write_json
 
 logger = logging.getLogger(__name__)
 
-FEW = 20  # prompts of a set, below which its acceptance length says little
+MIN_SET = 20  # prompts of a set, below which its acceptance length says little
 # Options of the model and of speculation change what is accepted, and so do these of other groups. Apart are those that
 # a report or a record has under another name; of the head it has what it is, wherever it lies.
 _MORE = ("kv_cache_dtype", "enable_deterministic_inference")
@@ -63,9 +63,9 @@ def evaluate(
         "options": _deciding(options),
     }
     for name, prompts in sets.items():
-        if 0 < len(prompts) < FEW:
+        if 0 < len(prompts) < MIN_SET:
             logger.warning("%s: number of prompts %d; the acceptance length of fewer than %d says little: give "
-                           "more with --eval-prompts or a larger --held-out", name, len(prompts), FEW)  # fmt: skip
+                           "more by --eval-prompts or a larger --held-out", name, len(prompts), MIN_SET)  # fmt: skip
     records = _known(report, same)
     runs = [(temperature, name) for temperature in trial.temperatures for name in sets if sets[name]]
     for shape in trial.shapes:

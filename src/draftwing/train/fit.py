@@ -252,7 +252,7 @@ class Fit:
         return norm
 
     def _generator(self, turn: int) -> torch.Generator:
-        """Returns the generator of what a forward draws: the same whether or not the run was interrupted before it."""
+        """Returns the generator of a forward pass's draws: the same whether or not the run was interrupted before."""
         number = (self.step * self.config.accumulate + turn) * self.world + self.rank
         return torch.Generator(self.device).manual_seed((self.config.seed << 32) + number)
 

@@ -20,7 +20,7 @@ class FitConfig:
 
     steps: of the optimizer; 0: as many as `epochs` over the samples take.  minutes: of training, in place of both; what
     is trained then depends on the machine's speed.  tokens: of one forward, padding included.
-    accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
+    accumulate: forward passes per step and process.  max_length: tokens of a sequence, beyond which it is cut.
     optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: the loss's own.
     warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.
     clip: largest norm of a gradient.

@@ -163,7 +163,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.2)
 
 
 def _products(size: int, times: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of so many products, after one that does not count."""
+    """Returns seconds of so many products, after one that does not count."""
     a = torch.ones(size, size, device=device, dtype=dtype)
     (a @ a)[0, 0].item()
     start = time.perf_counter()

@@ -1,7 +1,7 @@
 """On-policy data: the engine that will serve the head answers the prompts.
 
 What is drawn for a prompt follows from the seed and the prompt alone, so it does not matter in which order prompts run,
-beside what, and in how many attempts: a run that was killed goes on with the prompts that have no line yet.
+with what, and in how many attempts: a run that was killed goes on with the prompts that have no line yet.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sampling:
         return SamplingParams(max_new_tokens=self.max_tokens, temperature=temperature, sampling_seed=seed)
 
     def _uniform(self, text: str) -> float:
-        """In [0, 1)."""
+        """Returns a number in [0, 1)."""
         digest = blake2b(f"{self.seed} {text}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) / 2**53
 
@@ -83,7 +83,7 @@ def usable(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, sampling: Sampling, skipped: Skipped
 ) -> list[tuple[Prompt, list[int]]]:
     """Prompts that leave room for an answer, with their token ids."""
-    found, most = [], sampling.max_length - MIN_ANSWER
+    found, longest = [], sampling.max_length - MIN_ANSWER
     known: dict[str, list[int]] = {}  # copies have the same
     for prompt in progress_bar(iterable=prompts, desc="tokenizing", unit=" prompts"):
         try:
@@ -91,8 +91,8 @@ def usable(
             if name not in known:
                 known[name] = first_ids(prompt, tokenizer)
             ids = known[name]
-            if len(ids) > most:
-                raise BadData(f"longer than {most} tokens")
+            if len(ids) > longest:
+                raise BadData(f"longer than {longest} tokens")
             if not ids:
                 raise BadData("empty")
         except BadData as error:

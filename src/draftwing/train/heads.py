@@ -204,7 +204,7 @@ def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
 
 
 def _traits(head: FeatureHead) -> dict[str, Any]:
-    """Returns how a head computes, beside its weights and draft tokens."""
+    """Returns how a head computes, apart from its weights and draft tokens."""
     # Of its config not what it was published as, for which length, and names in its file.
     unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm", "ranks"}
     config = asdict(head.config)
@@ -283,12 +283,12 @@ class TargetHead:
         if not len(rest):
             return kept, torch.ones_like(best, dtype=torch.bool), torch.ones_like(best)
         other = (hidden.to(rest.dtype) @ rest.t()).float() if slow else PLAIN.wide_gemm(hidden, rest)
-        most = other.amax(-1)
+        row_max = other.amax(-1)
         if temperature is None:
             share = torch.ones_like(best)
         else:
             share = torch.sigmoid((kept / temperature).logsumexp(-1) - (other / temperature).logsumexp(-1))
-        return kept, best >= most - most.abs() * (2**-8 if slow else 0.0), share
+        return kept, best >= row_max - row_max.abs() * (2**-8 if slow else 0.0), share
 
 
 def _head_weight(target: DecoderModel) -> Tensor:

@@ -25,7 +25,7 @@ from draftwing.train.data import BadData, Skipped
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
-LONGEST, SHORTEST, MOST = 240, 12, 1500  # tokens; characters
+LONGEST, SHORTEST, MAX_CHARACTERS = 240, 12, 1500  # tokens; characters
 _TOP_P = 0.97
 _MARK = "\x00"
 _BEGINNINGS = (
@@ -90,7 +90,7 @@ def write_prompts(engine: Engine, count: int, file: Path, seed: int = 0) -> int:
 
 
 def checked(file: Path) -> Path:
-    """Where it is written before all of it is there. Raises ConfigError."""
+    """Returns the file that is written before all of it is there. Raises ConfigError."""
     if file.exists():
         raise ConfigError(f"--out {file} is there already: name another file")
     partial = file.with_name(f"{file.name}.partial")
@@ -112,7 +112,7 @@ class _Stops(NamedTuple):
 
 
 def _turn(tokenizer: Tokenizer) -> tuple[str, _Stops]:
-    """What stands before the words of a user who speaks first, and what ends them."""
+    """Returns what stands before the words of a user who speaks first, and what ends them."""
     if tokenizer.chat_template is None:
         raise ConfigError("prompts need a chat template, and the model has none: give one with --chat-template")
     try:
@@ -145,8 +145,8 @@ def _text(tokenizer: Tokenizer, ids: list[int], stops: _Stops, ended: bool) -> s
     text = text.strip()
     if not ended:
         raise BadData(f"did not end within {LONGEST} tokens")
-    if not SHORTEST <= len(text) <= MOST:
-        raise BadData(f"shorter than {SHORTEST} or longer than {MOST} characters")
+    if not SHORTEST <= len(text) <= MAX_CHARACTERS:
+        raise BadData(f"shorter than {SHORTEST} or longer than {MAX_CHARACTERS} characters")
     if "\ufffd" in text or stops.marks.intersection(said):
         raise BadData("special tokens or broken characters")
     return text

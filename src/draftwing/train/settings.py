@@ -141,7 +141,7 @@ class Settings:
     )
     warmup: float = option(0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1)
     batch_tokens: int = option(8192, FIT, "tokens of one forward", minimum=1)
-    accumulate: int = option(1, FIT, "forwards per step and GPU", minimum=1)
+    accumulate: int = option(1, FIT, "forward passes per step and GPU", minimum=1)
     ttt_steps: int | None = option(
         None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", minimum=1
     )

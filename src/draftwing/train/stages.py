@@ -318,7 +318,7 @@ class Stages:
     def _source(
         self, tokens: Sequence[Tokens], device: torch.device
     ) -> tuple[DecoderModel, FeatureStore | OnlineSource]:
-        """Returns the target, of which only embedding and head are needed beside stored features, and the features."""
+        """Returns the target, of which only embedding and head are needed with stored features, and the features."""
         if self.settings.online:
             features = self._target()
             meta = features.meta(self.engine_options.model, self.settings.algorithm)

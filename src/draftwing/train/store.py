@@ -196,7 +196,7 @@ Features = Callable[[Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
 
 
 class OnlineSource:
-    """Features computed when samples are read, by the model itself: no disk, but a forward of the target each time.
+    """Features computed when samples are read, by the model: no disk, but a forward pass of the target each time.
 
     features: sequences of ids [T] int32 -> (aux_hidden [T, len(aux_layers) * hidden], final [T, hidden]) of each, on
     the target's device (`capture.FeatureModel.batch`).

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     position: Tensor  # [n] int64: index into the flat [B * T]
     depth: Tensor  # [n] int64: index within the sequence
     lengths: Tensor  # [B] int64
-    most: int  # loss positions of the sequence that has the most
+    max_positions: int  # loss positions of the sequence that has the most
 
 
 class Teacher(NamedTuple):

@@ -34,7 +34,7 @@ ChainHead = EagleHead | Eagle3Head | MTPHead
 class Loss:
     """Weights of steps and terms.
 
-    steps: drafts per chain.  decay: weight of each step beside the one before.  tokens: of the cross-entropy with the
+    steps: drafts per chain.  decay: weight of each step over the one before.  tokens: of the cross-entropy with the
     target's distribution.  features: of the smooth L1 distance between the head's output and the target's next
     feature.  noise: width of the uniform noise on the features it is fed, for a text of 512 tokens; it falls with the
     length of the text.  temperature: of the target's distribution that is learnt; the lower, the more its most likely

@@ -95,7 +95,7 @@ def test_rows_with_a_temperature_run_without_where_the_host_names_them(harness, 
 
 
 def test_special_rows_run_without(harness, case):
-    """With whoever runs beside them, as long as they are there."""
+    """With whoever runs with them, as long as they are there."""
     model, prompts, params, expected, book = case
     rig = harness.Rig(model, drafter="oracle", shapes=(CHAIN,), book=book, graph_size=8)
     calls = count_calls(rig.executor)

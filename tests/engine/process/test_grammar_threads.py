@@ -1,4 +1,4 @@
-"""Grammars are compiled beside all else that an engine's process does, and one client's are not before another's."""
+"""Grammars are compiled during all else that an engine's process does, and one client's are not before another's."""
 
 from __future__ import annotations
 

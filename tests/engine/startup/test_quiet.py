@@ -15,11 +15,11 @@ import pytest
 from draftwing.core import PLAIN
 from draftwing.engine.startup import prices, quiet
 
-told = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
+linux_only = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
 
 
 @pytest.mark.timing
-@told
+@linux_only
 def test_two_programs_on_one_processor_wait_for_each_other() -> None:
     """Of the time that passes, what is waited and what is computed are all there is."""
     here = os.sched_getaffinity(0)
@@ -42,7 +42,7 @@ def test_two_programs_on_one_processor_wait_for_each_other() -> None:
     assert waited > 0.05 and waited + computed == pytest.approx(passed, abs=0.05)
 
 
-@told
+@linux_only
 def test_a_thread_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the others have waited since they began would else seem to be of the step that is measured."""
     listed = os.listdir
@@ -54,7 +54,7 @@ def test_a_thread_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("before", "after", "left"),
     [
-        ({}, {}, 0.8),  # nothing is told
+        ({}, {}, 0.8),  # nothing is reported
         ({"1": 5.0}, {"1": 5.0}, 0.8),
         ({"1": 5.0, "2": 1.0}, {"1": 5.1, "2": 1.5}, 0.3),  # who works together waits for the slowest
         ({"1": 5.0}, {"1": 5.1, "3": 0.2}, 0.6),  # a thread that is new
@@ -64,9 +64,9 @@ def test_a_thread_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_others_took_is_no_price(
     monkeypatch: pytest.MonkeyPatch, before: dict[str, float], after: dict[str, float], left: float
 ) -> None:
-    told = iter([before, after])
-    monkeypatch.setattr(prices, "delays", lambda: next(told))
-    monkeypatch.setattr(quiet, "delays", lambda: next(told))
+    linux_only = iter([before, after])
+    monkeypatch.setattr(prices, "delays", lambda: next(linux_only))
+    monkeypatch.setattr(quiet, "delays", lambda: next(linux_only))
     result = SimpleNamespace(seconds=0.8)
     executor: Any = SimpleNamespace(
         table=SimpleNamespace(rows=2),

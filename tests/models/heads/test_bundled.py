@@ -23,7 +23,7 @@ MAX_FILE, MAX_ALL = 16_000_000, 45_000_000  # bytes
 # Greedy tokens a step that (3, 1, 4) has to reach on the questions below: far from none, and no more than is sure.
 MIN_ACCEPTED = {"EAGLE3": 1.5, "EAGLE": 1.4, "NEXTN": 1.4}
 MT_BENCH = Path(__file__).parents[3] / "benchmarks/data/mt_bench.jsonl"
-# On a GPU batches of other sizes round in other ways, unless they are told not to.
+# On a GPU batches of other sizes round in other ways, unless they are asked not to.
 ENGINE: dict[str, Any] = {
     "max_total_tokens": 4096, "max_running_requests": 8, "enable_deterministic_inference": torch.cuda.is_available(),
 }  # fmt: skip

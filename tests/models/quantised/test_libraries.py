@@ -62,7 +62,7 @@ def test_packed_by_compressed_tensors(bits: int, symmetric: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_model_saved_by_compressed_tensors(tmp_path: Path, scheme: str) -> None:
-    """Compressed, saved and loaded here, beside what the library makes of it again; in float32."""
+    """Compressed, saved and loaded here, vs what the library makes of it again; in float32."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor  # type: ignore[import-not-found]
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config  # type: ignore

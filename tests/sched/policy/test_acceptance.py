@@ -59,12 +59,12 @@ def test_what_is_well_known_is_looked_at_in_every_second_step() -> None:
     menu = chain_menu(TreeShape(4, 1, 5))
     acceptance, world = Acceptance(menu), World(menu, 1.0, 0.0, 0.0)
 
-    def told(steps: range, alone: bool) -> int:
+    def observed(steps: range, alone: bool) -> int:
         for number in steps:
             acceptance.observe(0, [MAX_CONFIDENCE], world.step(menu[0], [0.5]), number, alone)
             numbers.add(acceptance.last_observed(0, {MAX_CONFIDENCE}))
         return len(numbers & {*steps})
 
     numbers: set[int] = set()
-    assert told(range(2, 32), False) == 30 and told(range(201, 221), True) == 20
-    assert 50 <= told(range(301, 401), False) <= 51
+    assert observed(range(2, 32), False) == 30 and observed(range(201, 221), True) == 20
+    assert 50 <= observed(range(301, 401), False) <= 51

@@ -1,4 +1,4 @@
-"""What the policy is told of requests, and which steps' seconds are a price."""
+"""What the policy gets for requests, and which steps' seconds are a cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def requests(count: int, **more: Any) -> list[Req]:
 
 
 class Watched(FixedShape):
-    """Notes what it is asked and told."""
+    """Notes what it is asked and given."""
 
     adapts = True
 
@@ -38,14 +38,14 @@ class Watched(FixedShape):
         super().__init__(TREE)
         self.sees_predictions = sees_predictions
         self.asked: list[StepContext] = []
-        self.priced: list[bool] = []
+        self.is_cost: list[bool] = []
 
     def choose(self, context: StepContext) -> TreeShape:
         self.asked.append(context)
         return PLAIN
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
-        self.priced.append(priced)
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
+        self.is_cost.append(is_cost)
 
 
 def tree_step(number: int, rows: int = 2, guided: int = 0) -> Plan:
@@ -80,7 +80,7 @@ def test_which_steps_are_a_price() -> None:
     policy, reqs = Watched(), requests(2)
     choice, number = ShapeChoice(policy, PrefillBudget(), draws_alike=False), 0
 
-    def priced(behind: bool, guided: int = 0) -> bool:
+    def is_cost(behind: bool, guided: int = 0) -> bool:
         nonlocal number
         number += 1
         choice.planned(number, reqs, behind)
@@ -88,10 +88,10 @@ def test_which_steps_are_a_price() -> None:
         choice.record(
             tree_step(number, 2, guided), reqs, StepResult(empty, empty[:, 0] + 1, empty, empty, empty[:, 0], 0.01)
         )
-        return policy.priced[-1]
+        return policy.is_cost[-1]
 
-    assert [priced(behind) for behind in (False, True, False)] == [True, False, True] and not priced(False, guided=1)
-    found = [priced(True) for _ in range(6 * RECENT)]
+    assert [is_cost(behind) for behind in (False, True, False)] == [True, False, True] and not is_cost(False, guided=1)
+    found = [is_cost(True) for _ in range(6 * RECENT)]
     assert 3 <= sum(found) <= 7, "where all steps are behind prefills some are taken"
 
 
@@ -100,7 +100,7 @@ def test_what_is_expected_of_matches_comes(lag: int) -> None:
     """Matches begin and end between the plan of a step and its result, and the newest confidences are of the last."""
     menu, rng = match_menu(TreeShape(6, 1, 7)), random.Random(3)
     world = World(menu, 4.0, 0.001, 0.0)
-    policy = TreePolicy(menu, world.cost((8,)), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost((8,)), sees_predictions=True, base=0)
     choice, reqs = ShapeChoice(policy, PrefillBudget(), draws_alike=False), requests(8)
     rows, flying = np.arange(8), deque[tuple[Plan, StepResult]]()
     matches = [[False] * 8]  # of each step
@@ -126,7 +126,7 @@ def test_what_is_expected_of_matches_comes(lag: int) -> None:
 def test_a_price_is_learnt_where_nothing_can_be_proposed() -> None:
     menu = match_menu(TreeShape(6, 1, 7))
     world, reqs = World(menu, 4.0, 0.1, 0.0), requests(8)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=0)
     choice, slower = ShapeChoice(policy, PrefillBudget(), draws_alike=False), 1.5 * world.seconds(PLAIN, 8)
     for number in range(200):
         assert choice.choose(reqs, (), False) == PLAIN

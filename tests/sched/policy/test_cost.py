@@ -23,12 +23,12 @@ def true_seconds(shape: TreeShape, batch: int, context: int) -> float:
 
 def measured(stepwise: bool, sizes=(1, 4, 16), contexts=(0, 1000, 4000), menu=MENU) -> StepCost:
     """contexts: of one row."""
-    prices = StepCost(MENU, stepwise)
+    cost = StepCost(MENU, stepwise)
     for shape in menu:
         for size in sizes:
             for context in contexts:
-                prices.measured(shape, size, size * context, true_seconds(shape, size, size * context))
-    return prices
+                cost.measured(shape, size, size * context, true_seconds(shape, size, size * context))
+    return cost
 
 
 @pytest.mark.parametrize("shape", MENU)
@@ -40,196 +40,196 @@ def test_a_line_is_found_between_and_beyond_sizes(shape: TreeShape, batch: int, 
 
 @pytest.mark.parametrize(("batch", "size"), [(1, 1), (2, 4), (4, 4), (5, 16), (16, 16)])
 def test_a_padded_batch_costs_what_its_graph_does(batch: int, size: int) -> None:
-    prices = measured(True)
+    cost = measured(True)
     for shape in MENU:
-        assert prices.seconds(shape, batch, 0) == pytest.approx(true_seconds(shape, size, 0))
-        longer = prices.seconds(shape, batch, 3000) - prices.seconds(shape, batch, 0)
+        assert cost.seconds(shape, batch, 0) == pytest.approx(true_seconds(shape, size, 0))
+        longer = cost.seconds(shape, batch, 3000) - cost.seconds(shape, batch, 0)
         assert longer == pytest.approx(true_seconds(shape, batch, 3000) - true_seconds(shape, batch, 0))
-    assert prices.seconds(TREE, 40, 0) == pytest.approx(true_seconds(TREE, 40, 0))
+    assert cost.seconds(TREE, 40, 0) == pytest.approx(true_seconds(TREE, 40, 0))
 
 
 def test_nothing_is_known_of_nothing() -> None:
-    prices = StepCost(MENU, False)
-    assert prices.seconds(PLAIN, 1, 0) is None and not prices.complete and not prices.known(PLAIN, 1)
+    cost = StepCost(MENU, False)
+    assert cost.seconds(PLAIN, 1, 0) is None and not cost.complete and not cost.known(PLAIN, 1)
 
 
 def test_a_shape_without_contexts_has_the_slope_of_plain_steps() -> None:
-    prices = measured(False, menu=(PLAIN,))
-    prices.measured(TREE, 4, 0, 5e-3)
+    cost = measured(False, menu=(PLAIN,))
+    cost.measured(TREE, 4, 0, 5e-3)
     expected = 5e-3 + true_seconds(PLAIN, 4, 8000) - true_seconds(PLAIN, 4, 0)
-    assert prices.seconds(TREE, 4, 8000) == pytest.approx(expected)
+    assert cost.seconds(TREE, 4, 8000) == pytest.approx(expected)
 
 
 def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> None:
-    prices = measured(False, menu=(PLAIN,))
+    cost = measured(False, menu=(PLAIN,))
     for batch in (1, 16, 64):
-        plain, short, chain, tree = (prices.seconds(shape, batch, 0) for shape in (PLAIN, SHORT, CHAIN, TREE))
+        plain, short, chain, tree = (cost.seconds(shape, batch, 0) for shape in (PLAIN, SHORT, CHAIN, TREE))
         assert plain < short < chain < tree
         assert tree >= true_seconds(TREE, batch, 0), "pessimistic"
-    prices.measured(TREE, 4, 0, 2 * true_seconds(PLAIN, 4, 0))
-    assert prices.seconds(CHAIN, 4, 0) <= prices.seconds(TREE, 4, 0), "it is not dearer than what is larger"
-    prices.measured(SHORT, 4, 0, 1.9 * true_seconds(PLAIN, 4, 0))
-    assert prices.seconds(CHAIN, 4, 0) >= prices.seconds(SHORT, 4, 0), "nor cheaper than what is smaller"
+    cost.measured(TREE, 4, 0, 2 * true_seconds(PLAIN, 4, 0))
+    assert cost.seconds(CHAIN, 4, 0) <= cost.seconds(TREE, 4, 0), "it is not dearer than what is larger"
+    cost.measured(SHORT, 4, 0, 1.9 * true_seconds(PLAIN, 4, 0))
+    assert cost.seconds(CHAIN, 4, 0) >= cost.seconds(SHORT, 4, 0), "nor cheaper than what is smaller"
 
 
 def test_plain_is_estimated_from_trees() -> None:
-    prices = StepCost(MENU, False)
-    prices.measured(TREE, 1, 0, 8e-3)
-    assert 1e-3 < prices.seconds(PLAIN, 1, 0) < 8e-3
+    cost = StepCost(MENU, False)
+    cost.measured(TREE, 1, 0, 8e-3)
+    assert 1e-3 < cost.seconds(PLAIN, 1, 0) < 8e-3
 
 
 def test_one_size_is_no_price_for_many_requests() -> None:
-    prices = StepCost(MENU, False)
-    prices.measured(PLAIN, 1, 0, 1e-3)
-    prices.measured(TREE, 1, 0, 2e-3)
-    assert prices.seconds(TREE, 16, 0) / prices.seconds(PLAIN, 16, 0) > 2
-    assert not prices.known(TREE, 16) and prices.known(TREE, 2)
+    cost = StepCost(MENU, False)
+    cost.measured(PLAIN, 1, 0, 1e-3)
+    cost.measured(TREE, 1, 0, 2e-3)
+    assert cost.seconds(TREE, 16, 0) / cost.seconds(PLAIN, 16, 0) > 2
+    assert not cost.known(TREE, 16) and cost.known(TREE, 2)
 
 
 def test_prices_follow_a_machine_that_became_slower() -> None:
-    prices, rng = measured(False), random.Random(1)
+    cost, rng = measured(False), random.Random(1)
     for _ in range(300):
-        prices.record(TREE, 4, 0, 1.5 * true_seconds(TREE, 4, 0) * rng.uniform(0.9, 1.1))
-    assert prices.seconds(TREE, 4, 0) == pytest.approx(1.5 * true_seconds(TREE, 4, 0), rel=0.05)
+        cost.record(TREE, 4, 0, 1.5 * true_seconds(TREE, 4, 0) * rng.uniform(0.9, 1.1))
+    assert cost.seconds(TREE, 4, 0) == pytest.approx(1.5 * true_seconds(TREE, 4, 0), rel=0.05)
     # Others are a part of it, as long as they were not run; other numbers of requests are not.
-    assert 1.1 < prices.seconds(PLAIN, 4, 0) / true_seconds(PLAIN, 4, 0) < 1.5
-    assert prices.seconds(PLAIN, 16, 0) == pytest.approx(true_seconds(PLAIN, 16, 0))
+    assert 1.1 < cost.seconds(PLAIN, 4, 0) / true_seconds(PLAIN, 4, 0) < 1.5
+    assert cost.seconds(PLAIN, 16, 0) == pytest.approx(true_seconds(PLAIN, 16, 0))
     for _ in range(300):
-        prices.record(PLAIN, 4, 0, true_seconds(PLAIN, 4, 0))
-        prices.record(TREE, 4, 0, 1.5 * true_seconds(TREE, 4, 0))
-    assert prices.seconds(PLAIN, 4, 0) == pytest.approx(true_seconds(PLAIN, 4, 0), rel=0.02)
-    assert prices.seconds(TREE, 4, 0) == pytest.approx(1.5 * true_seconds(TREE, 4, 0), rel=0.02)
+        cost.record(PLAIN, 4, 0, true_seconds(PLAIN, 4, 0))
+        cost.record(TREE, 4, 0, 1.5 * true_seconds(TREE, 4, 0))
+    assert cost.seconds(PLAIN, 4, 0) == pytest.approx(true_seconds(PLAIN, 4, 0), rel=0.02)
+    assert cost.seconds(TREE, 4, 0) == pytest.approx(1.5 * true_seconds(TREE, 4, 0), rel=0.02)
 
 
 def test_the_first_samples_count_for_more() -> None:
-    prices = measured(False)
+    cost = measured(False)
     true = true_seconds(TREE, 1, 0)
     for _ in range(5):
-        prices.record(TREE, 1, 0, 1.4 * true)
-    assert prices.seconds(TREE, 1, 0) > 1.2 * true
+        cost.record(TREE, 1, 0, 1.4 * true)
+    assert cost.seconds(TREE, 1, 0) > 1.2 * true
 
 
 def test_a_stall_says_little() -> None:
-    prices = measured(False)
+    cost = measured(False)
     true = true_seconds(TREE, 1, 0)
     for _ in range(100):
-        prices.record(TREE, 1, 0, true)
-    prices.record(TREE, 1, 0, 1000 * true)
-    assert prices.seconds(TREE, 1, 0) < 1.03 * true
-    before = prices.seconds(TREE, 1, 0)
-    prices.record(TREE, 1, 0, 0.0)
-    assert prices.seconds(TREE, 1, 0) == before
+        cost.record(TREE, 1, 0, true)
+    cost.record(TREE, 1, 0, 1000 * true)
+    assert cost.seconds(TREE, 1, 0) < 1.03 * true
+    before = cost.seconds(TREE, 1, 0)
+    cost.record(TREE, 1, 0, 0.0)
+    assert cost.seconds(TREE, 1, 0) == before
 
 
 @pytest.mark.parametrize("slower", [0.5, 2.0, 3.0])
 def test_one_shape_is_told_from_the_machine(slower: float) -> None:
     """Which of them became slower shows once the other one has run."""
-    prices = measured(False)
+    cost = measured(False)
     for _ in range(40):
         for _ in range(20):
-            prices.record(PLAIN, 4, 0, slower * true_seconds(PLAIN, 4, 0))
-        prices.record(TREE, 4, 0, true_seconds(TREE, 4, 0))
-    assert prices.seconds(PLAIN, 4, 0) == pytest.approx(slower * true_seconds(PLAIN, 4, 0), rel=0.1)
-    assert prices.seconds(TREE, 4, 0) == pytest.approx(true_seconds(TREE, 4, 0), rel=0.1)
+            cost.record(PLAIN, 4, 0, slower * true_seconds(PLAIN, 4, 0))
+        cost.record(TREE, 4, 0, true_seconds(TREE, 4, 0))
+    assert cost.seconds(PLAIN, 4, 0) == pytest.approx(slower * true_seconds(PLAIN, 4, 0), rel=0.1)
+    assert cost.seconds(TREE, 4, 0) == pytest.approx(true_seconds(TREE, 4, 0), rel=0.1)
 
 
 def test_a_backlog_costs_launches_or_positions() -> None:
     """A large draft model computes for longer than it is launched: what a short pass took is not what a long one will,
     nor what a position took in a short one. Many rows take longer than few."""
-    prices = StepCost(MENU, False)
-    assert prices.backlog(8, 1, 0) == 0
+    cost = StepCost(MENU, False)
+    assert cost.backlog(8, 1, 0) == 0
     for positions in (40, 8192):
-        prices.record_backlog(8, 1, positions, 0.01 + 0.2 * positions / 8192)
-    assert prices.backlog(8, 1, 60) == pytest.approx(0.011, rel=0.1)
+        cost.record_backlog(8, 1, positions, 0.01 + 0.2 * positions / 8192)
+    assert cost.backlog(8, 1, 60) == pytest.approx(0.011, rel=0.1)
     for passes in (1, 4, 8):
-        assert prices.backlog(8, passes, passes * 8192) == pytest.approx(passes * 0.21, rel=0.05)
-    prices.record_backlog(1, 1, 0, 0.001)
-    assert prices.backlog(1, 1, 0) == prices.backlog(64, 1, 0) == 0.001 < prices.backlog(8, 1, 0)
+        assert cost.backlog(8, passes, passes * 8192) == pytest.approx(passes * 0.21, rel=0.05)
+    cost.record_backlog(1, 1, 0, 0.001)
+    assert cost.backlog(1, 1, 0) == cost.backlog(64, 1, 0) == 0.001 < cost.backlog(8, 1, 0)
 
 
 def test_what_a_backlog_costs_may_grow() -> None:
     """The least that was seen is no bound for good: a machine may become slower."""
-    prices = StepCost(MENU, False)
+    cost = StepCost(MENU, False)
     for seconds, times in ((0.001, 1), (0.002, 100)):
         for _ in range(times):
-            prices.record_backlog(8, 1, 0, seconds)
-    assert prices.backlog(8, 1, 0) == 0.002
+            cost.record_backlog(8, 1, 0, seconds)
+    assert cost.backlog(8, 1, 0) == 0.002
 
 
 def test_a_machine_that_was_busy_when_it_was_measured() -> None:
-    prices = StepCost(MENU, False)
+    cost = StepCost(MENU, False)
     for shape in MENU:
-        prices.measured(shape, 1, 0, 9 * true_seconds(shape, 1, 0))
+        cost.measured(shape, 1, 0, 9 * true_seconds(shape, 1, 0))
     for _ in range(2000):
         for shape in MENU:
-            prices.record(shape, 1, 0, true_seconds(shape, 1, 0))
+            cost.record(shape, 1, 0, true_seconds(shape, 1, 0))
     for shape in MENU:
-        assert prices.seconds(shape, 1, 0) == pytest.approx(true_seconds(shape, 1, 0), rel=0.02)
+        assert cost.seconds(shape, 1, 0) == pytest.approx(true_seconds(shape, 1, 0), rel=0.02)
 
 
 def test_steps_in_operation_are_measurements_where_there_are_none() -> None:
-    prices = StepCost(MENU, False)
+    cost = StepCost(MENU, False)
     for seconds in (0.5, *[3e-3] * (DOUBT - 1)):  # the first one pays for what is made once
-        prices.record(PLAIN, 8, 100, seconds)
-    assert prices.seconds(PLAIN, 8, 100) == pytest.approx(3e-3) and prices.known(PLAIN, 8)
-    prices.record(PLAIN, 8, 100, 1e-4)  # from now on it is a correction
-    assert prices.seconds(PLAIN, 8, 100) > 2e-3
-    assert not prices.known(PLAIN, 64)
-    prices.record(PLAIN, 64, 100, 9e-3)
-    assert prices.seconds(PLAIN, 64, 100) == pytest.approx(9e-3) and prices.known(PLAIN, 64)
+        cost.record(PLAIN, 8, 100, seconds)
+    assert cost.seconds(PLAIN, 8, 100) == pytest.approx(3e-3) and cost.known(PLAIN, 8)
+    cost.record(PLAIN, 8, 100, 1e-4)  # from now on it is a correction
+    assert cost.seconds(PLAIN, 8, 100) > 2e-3
+    assert not cost.known(PLAIN, 64)
+    cost.record(PLAIN, 64, 100, 9e-3)
+    assert cost.seconds(PLAIN, 64, 100) == pytest.approx(9e-3) and cost.known(PLAIN, 64)
 
 
 def test_measurements_that_have_to_be_wrong_are_forgotten() -> None:
-    prices = StepCost(MENU, False)
-    prices.measured(TREE, 1, 0, 0.9)  # of all shapes that one, and while the machine did something else
+    cost = StepCost(MENU, False)
+    cost.measured(TREE, 1, 0, 0.9)  # of all shapes that one, and while the machine did something else
     for _ in range(5):
-        prices.record(PLAIN, 1, 0, true_seconds(PLAIN, 1, 0))
-    assert prices.seconds(PLAIN, 1, 0) == pytest.approx(true_seconds(PLAIN, 1, 0))
-    assert prices.seconds(TREE, 1, 0) < 3 * true_seconds(TREE, 1, 0) and not prices.known(TREE, 1)
-    prices = measured(False)
+        cost.record(PLAIN, 1, 0, true_seconds(PLAIN, 1, 0))
+    assert cost.seconds(PLAIN, 1, 0) == pytest.approx(true_seconds(PLAIN, 1, 0))
+    assert cost.seconds(TREE, 1, 0) < 3 * true_seconds(TREE, 1, 0) and not cost.known(TREE, 1)
+    cost = measured(False)
     for slower in (1.0, 0.5, 3.0, 0.9, 20.0):  # as much faster no machine becomes, and slower it may be
         for _ in range(50):
-            prices.record(PLAIN, 1, 0, slower * true_seconds(PLAIN, 1, 0))
-    assert prices.complete
+            cost.record(PLAIN, 1, 0, slower * true_seconds(PLAIN, 1, 0))
+    assert cost.complete
 
 
 @pytest.mark.parametrize("by", [2.5, 4, 20])
 def test_what_one_shape_was_measured_at_wrong_is_found_out_by_its_own_steps(by: float) -> None:
     """They are few, between others that take what they should."""
-    prices = measured(False)
-    right, plain = prices.seconds(TREE, 4, 0), prices.seconds(PLAIN, 4, 0)
+    cost = measured(False)
+    right, plain = cost.seconds(TREE, 4, 0), cost.seconds(PLAIN, 4, 0)
     assert right is not None
     for size in (1, 4, 16, 64):
-        prices.measured(TREE, size, 0, by * true_seconds(TREE, size, 0))
+        cost.measured(TREE, size, 0, by * true_seconds(TREE, size, 0))
     for _ in range(60):
         for _ in range(20):
-            prices.record(PLAIN, 4, 0, true_seconds(PLAIN, 4, 0))
-        prices.record(TREE, 4, 0, true_seconds(TREE, 4, 0))
-    assert prices.seconds(TREE, 4, 0) == pytest.approx(right, rel=0.1)
-    assert prices.seconds(PLAIN, 4, 0) == pytest.approx(plain, rel=0.05)
+            cost.record(PLAIN, 4, 0, true_seconds(PLAIN, 4, 0))
+        cost.record(TREE, 4, 0, true_seconds(TREE, 4, 0))
+    assert cost.seconds(TREE, 4, 0) == pytest.approx(right, rel=0.1)
+    assert cost.seconds(PLAIN, 4, 0) == pytest.approx(plain, rel=0.05)
 
 
 def test_a_new_shape_is_not_corrected_for_what_it_has_seen_itself() -> None:
-    prices = measured(False, menu=(PLAIN,))
+    cost = measured(False, menu=(PLAIN,))
     for _ in range(300):
-        prices.record(PLAIN, 1, 0, 2 * true_seconds(PLAIN, 1, 0))
-    prices.record(TREE, 1, 0, 5e-3)
-    assert prices.seconds(TREE, 1, 0) == pytest.approx(5e-3)
+        cost.record(PLAIN, 1, 0, 2 * true_seconds(PLAIN, 1, 0))
+    cost.record(TREE, 1, 0, 5e-3)
+    assert cost.seconds(TREE, 1, 0) == pytest.approx(5e-3)
 
 
 def test_they_are_kept() -> None:
-    prices = measured(True)
+    cost = measured(True)
     for shape in MENU:
         for _ in range(50):
-            prices.record(shape, 3, 100, 1.3 * true_seconds(shape, 4, 100))
-    content = json.loads(json.dumps(prices.to_json()))
+            cost.record(shape, 3, 100, 1.3 * true_seconds(shape, 4, 100))
+    content = json.loads(json.dumps(cost.to_json()))
     again = StepCost.from_json(content, MENU, True)
     assert again.complete and again.to_json()["measured"] == content["measured"]
     for shape in MENU:
         for batch, context in ((1, 0), (3, 700), (16, 9000)):
-            assert again.seconds(shape, batch, context) == pytest.approx(prices.seconds(shape, batch, context))
+            assert again.seconds(shape, batch, context) == pytest.approx(cost.seconds(shape, batch, context))
     fewer = StepCost.from_json(content, (CHAIN, PLAIN), True)
-    assert fewer.complete and fewer.seconds(CHAIN, 1, 0) == prices.seconds(CHAIN, 1, 0)
+    assert fewer.complete and fewer.seconds(CHAIN, 1, 0) == cost.seconds(CHAIN, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +250,12 @@ def test_what_is_no_file_of_prices_is_refused(broken: object) -> None:
 
 @pytest.mark.timing
 def test_it_is_cheap_enough_for_every_step() -> None:
-    prices = measured(True, sizes=tuple(range(1, 129, 8)))
+    cost = measured(True, sizes=tuple(range(1, 129, 8)))
 
     def steps() -> None:
         for context in range(2000):
-            prices.seconds(TREE, 100, context)
-            prices.record(TREE, 100, context, 1e-3)
+            cost.seconds(TREE, 100, context)
+            cost.record(TREE, 100, context, 1e-3)
 
     assert least_seconds(steps, 5) / 2000 < 15e-6, "some 2 us of this thread, whatever else runs"
 
@@ -267,11 +267,11 @@ def test_of_two_looks_the_lesser_counts_and_they_agree_or_not() -> None:
     for trial in range(50):
         looks, noises = [], []
         for _ in range(2):
-            prices, noise = StepCost(MENU, False), {}
+            cost, noise = StepCost(MENU, False), {}
             for (shape, batch), seconds in truth.items():
                 noise[shape, batch] = 1 + random_.random() * (0.1 if trial % 2 else 2)
-                prices.measured(shape, batch, 0, seconds * noise[shape, batch])
-            looks.append(prices)
+                cost.measured(shape, batch, 0, seconds * noise[shape, batch])
+            looks.append(cost)
             noises.append(noise)
         kept, fresh = looks
         agreed = kept.look_again(fresh)

@@ -1,4 +1,4 @@
-"""How long prefills take, and how long they may be beside requests that decode."""
+"""How long prefills take, and how long they may be while requests decode."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
 
 
 def test_tokens_that_attend_to_many_others_take_longer() -> None:
-    """As on a CPU, where prompts of 6,000 tokens go on beside short ones."""
+    """As on a CPU, where prompts of 6,000 tokens go on with short ones."""
     budget, rng, start = PrefillBudget(), random.Random(0), 0
     for step in range(400):
         length, at = (rng.randrange(5, 20), 0) if step % 8 == 0 else (16, start)
@@ -80,7 +80,7 @@ def test_a_pause_of_the_machine_is_no_price() -> None:
 
 
 @pytest.mark.parametrize(("base", "step"), [(0.01, 0.01), (0.008, 0.002), (0.002, 0.002)])
-def test_beside_those_who_decode_it_is_a_part(base: float, step: float) -> None:
+def test_while_requests_decode_it_is_a_part(base: float, step: float) -> None:
     """A step reads few of a mixture's experts, a prefill all of them; and of short steps a part is not too short."""
     budget = learnt(base, 2e-5, step=step)
     longest = max(PART * base, UNNOTICED_GAP)
@@ -98,7 +98,7 @@ def test_of_long_prompts_it_is_shorter() -> None:
     budget, base = learnt(0.01, 2e-5), 0.01
     assert budget.max_seconds([1.1 * LONG * base], 1) == pytest.approx(base, rel=0.1)
     assert budget.max_seconds([9.0] * 4, 1) == budget.max_seconds([9.0], 1)
-    assert budget.max_seconds([9.0, 1.5 * base], 1) == pytest.approx(1.5 * base, rel=0.1), "a short one beside it"
+    assert budget.max_seconds([9.0, 1.5 * base], 1) == pytest.approx(1.5 * base, rel=0.1), "a short one with it"
     for _ in range(RECENT):
         budget.record_step(0.04)  # usual steps of many requests
     assert budget.max_seconds([9.0], 1) == pytest.approx(0.04 - base, rel=0.15)
@@ -151,8 +151,8 @@ def test_there_is_no_slack_while_prompts_wait_all_the_time() -> None:
     assert not budget.crowded_out
 
 
-def test_gaps_beside_long_prompts_are_those_of_one_request_more() -> None:
-    """Small requests that decode beside one prompt of 6,000 tokens, on a CPU, against the same beside one more."""
+def test_gaps_with_long_prompts_are_those_of_one_request_more() -> None:
+    """Small requests that decode with one prompt of 6,000 tokens, on a CPU, against the same with one more."""
     from served import LongPrompts  # a simulation: `benchmarks/sim`
 
     late = []

@@ -83,9 +83,9 @@ def test_one_row_on_a_small_machine_is_followed_whenever_it_changes(lag: int) ->
 def test_what_was_not_measured_is_tried_for_little() -> None:
     menu = tree_menu(TREE)
     world = MACHINES["gpu"](menu)
-    prices = StepCost(menu, False)
-    prices.measured(PLAIN, 1, 0, world.seconds(PLAIN, 1))
-    policy = TreePolicy(menu, prices)
+    cost = StepCost(menu, False)
+    cost.measured(PLAIN, 1, 0, world.seconds(PLAIN, 1))
+    policy = TreePolicy(menu, cost)
     hits = [0.9] * 2
     world.run(policy, hits, 400)
     rate, _ = world.run(policy, hits, 200)
@@ -96,12 +96,12 @@ def test_what_no_drafts_cost_is_found_out() -> None:
     """Although drafting is chosen, because a guess from what levels cost here says that they cost much more."""
     menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.95] * 2
     world = World(menu, 2.0, 0.01, 4.0)
-    prices = StepCost(menu, False)
-    prices.measured(menu[0], 2, 0, world.seconds(menu[0], 2))
-    guess = prices.seconds(PLAIN, 2, 0)
+    cost = StepCost(menu, False)
+    cost.measured(menu[0], 2, 0, world.seconds(menu[0], 2))
+    guess = cost.seconds(PLAIN, 2, 0)
     assert guess is not None and guess > 1.8 * world.seconds(PLAIN, 2)
     assert world.rate(menu[0], hits) > MARGIN * 2 / guess
-    policy = TreePolicy(menu, prices)
+    policy = TreePolicy(menu, cost)
     world.run(policy, hits, 200)
     _, chosen = world.run(policy, hits, 200)
     assert chosen.count(PLAIN) > 190
@@ -114,9 +114,9 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     world, hits = MACHINES[machine](menu), [hit] * 8
     best = max(menu, key=lambda shape: world.rate(shape, hits))
     assert (best == PLAIN) == (machine == "small machine")
-    prices = world.cost((8,))
-    prices.measured(best, 8, 0, by * world.seconds(best, 8))
-    policy = TreePolicy(menu, prices)
+    cost = world.cost((8,))
+    cost.measured(best, 8, 0, by * world.seconds(best, 8))
+    policy = TreePolicy(menu, cost)
     world.run(policy, hits, 2000)
     rate, _ = world.run(policy, hits, 300)
     assert rate > 0.97 * world.rate(best, hits)
@@ -128,11 +128,11 @@ def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: s
     """By tries that are so rare that they would not matter, were it true."""
     menu, hits = tree_menu(TREE), [0.8] * 4
     world = MACHINES["gpu"](menu)
-    best, prices = max(menu, key=lambda shape: world.rate(shape, hits)), world.cost()
+    best, cost = max(menu, key=lambda shape: world.rate(shape, hits)), world.cost()
     for shape in (best,) if which == "the best" else menu[:-1]:
         for size in (1, 4, 16, 64):
-            prices.measured(shape, size, 0, by * world.seconds(shape, size))
-    policy = TreePolicy(menu, prices)
+            cost.measured(shape, size, 0, by * world.seconds(shape, size))
+    policy = TreePolicy(menu, cost)
     world.run(policy, hits, round(8000 * by))
     rate, _ = world.run(policy, hits, 1000)
     assert rate > 0.97 * world.rate(best, hits)
@@ -193,7 +193,7 @@ def test_a_promise_of_more_ends_a_rest() -> None:
     """Rows of a lookup that found nothing, and then something long."""
     menu = match_menu(TreeShape(11, 10, 12))
     world = World(menu, 4.0, 0.3, 0.0)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=0)
     for _ in range(100):
         for confidence, hit in ((20, 0.99), (1, 0.02)):
             load = StepContext([confidence])
@@ -295,7 +295,7 @@ def test_requests_that_cannot_be_drafted_for() -> None:
 def test_confidences_tell_steps_apart() -> None:
     menu = match_menu(TreeShape(11, 10, 12))
     world = World(menu, 4.0, 0.3, 0.0)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=0)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=0)
     for turn in range(300):
         good = turn % 2 == 0
         load = StepContext([20 if good else 3])
@@ -316,7 +316,7 @@ def test_what_a_lookup_finds_says_nothing_of_the_model() -> None:
     both, alone = TreeShape(4, 1, 5), TreeShape(8, 1, 9, by=LOOKUP_ALONE)
     menu = (both, alone, PLAIN)
     world = World(menu, 4.0, 0.1, 0.2)
-    policy = TreePolicy(menu, world.cost(), sees_predictions=True, least=1)
+    policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=1)
     load = StepContext([3])
     for _ in range(40):
         policy.record(alone, load, world.step(alone, [0.0]))
@@ -329,7 +329,7 @@ def test_promises_that_are_not_kept_count_less() -> None:
     """Estimates of single nodes that are too high, as those of a lookup were on text that it does not know."""
     menu = match_menu(TREE)
     world = World(menu, 4.0, 0.02, 0.0)
-    policy = TreePolicy(menu, world.cost(), least=1)
+    policy = TreePolicy(menu, world.cost(), base=1)
     load = StepContext([MAX_CONFIDENCE] * 8)
     for _ in range(60):
         step = world.step(menu[0], [0.9] * 8)
@@ -370,11 +370,11 @@ def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: in
     result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows), 0.005)
     whole, looked_up = drafts_by_row(result, [both, alone])
     assert whole == pytest.approx([6.0] * rows, abs=0.01) and looked_up == pytest.approx([4.0] * rows, abs=0.01)
-    policy = TreePolicy((both, alone, PLAIN), StepCost((both, alone, PLAIN), True), least=1)
+    policy = TreePolicy((both, alone, PLAIN), StepCost((both, alone, PLAIN), True), base=1)
     for _ in range(200):
         policy.record(both, StepContext([3] * rows), result)
-    told = {one["shape"]: one["gain"] for one in policy.explain(StepContext([3] * rows))}
-    assert told[alone] == pytest.approx(4.0 * rows, rel=0.02)
+    reported = {one["shape"]: one["gain"] for one in policy.explain(StepContext([3] * rows))}
+    assert reported[alone] == pytest.approx(4.0 * rows, rel=0.02)
 
 
 def settled(machine: str, hit: float, rows: int = 8) -> tuple[World, TreePolicy, StepContext]:

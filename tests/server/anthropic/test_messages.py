@@ -275,7 +275,7 @@ def test_anthropics_own_tools_are_left_out_beside_functions(url: str, scripted: 
     assert set(response.headers["draftwing-ignored"].split(", ")) == {"mcp_servers", *(f"tools.{n}" for n in names)}
     shown = scripted.prompt
     httpx.post(f"{url}/v1/messages", json=body | {"tools": own})
-    assert scripted.prompt == shown, "the model is not told of them"
+    assert scripted.prompt == shown, "the model does not see them"
     counted = httpx.post(f"{url}/v1/messages/count_tokens", json={"model": "m", "messages": HI} | more)
     assert counted.json() == {"input_tokens": len(scripted.requests[-1].prompt_ids)}
     assert counted.headers["draftwing-ignored"] == response.headers["draftwing-ignored"]
@@ -329,8 +329,8 @@ def test_edits_of_the_context_are_never_applied(
     assert counted.status_code == 200
     assert counted.headers["draftwing-ignored"] == ("speed, context_management" if named else "speed")
     with client.beta.messages.stream(**body, context_management={"edits": edits}) as stream:
-        told = [event.context_management for event in stream if event.type == "message_delta"]
-    assert [one is not None and one.applied_edits for one in told] == [[]]
+        reported = [event.context_management for event in stream if event.type == "message_delta"]
+    assert [one is not None and one.applied_edits for one in reported] == [[]]
 
 
 def test_a_length_beside_a_prompt_is_refused_in_words_that_clients_act_on(

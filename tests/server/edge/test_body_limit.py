@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from draftwing.server.edge import body_limit
 from draftwing.server.edge.body_limit import ALL_BODIES, LARGE, SMALL, BodyLimit
 
-MOST = 2**20
+MAX_SIZE = 2**20
 
 
 async def read(limit: BodyLimit, body: bytes) -> int:
@@ -36,13 +36,13 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def test_small_bodies_are_taken_however_much_is_held() -> None:
-    limit = BodyLimit(app, MOST)
-    limit.held = ALL_BODIES * MOST
+    limit = BodyLimit(app, MAX_SIZE)
+    limit.held = ALL_BODIES * MAX_SIZE
     assert asyncio.run(read(limit, b" " * SMALL)) == SMALL
     with pytest.raises(HTTPException) as refused:
         asyncio.run(read(limit, b" " * (SMALL + 1)))
     assert refused.value.status_code == 503
-    assert limit.held == ALL_BODIES * MOST  # nothing of both is held any more
+    assert limit.held == ALL_BODIES * MAX_SIZE  # nothing of both is held any more
     limit.held = 0
     assert asyncio.run(read(limit, b" " * (SMALL + 1))) == SMALL + 1
 
@@ -64,7 +64,7 @@ def test_what_a_large_response_took_is_given_back(bytes_sent: int, times: int, m
         async def send(message: Message) -> None:
             pass
 
-        await BodyLimit(answer, MOST)({"type": "http", "method": "GET", "headers": []}, receive, send)
+        await BodyLimit(answer, MAX_SIZE)({"type": "http", "method": "GET", "headers": []}, receive, send)
 
     asyncio.run(ask())
     assert len(given) == times

@@ -25,7 +25,7 @@ def test_the_time_outs_of_a_server_are_those_of_the_docs() -> None:
     config = make_server(local(engine), engine.tokenizer, [], 5.0, 30000).config
     connection = config.http
     assert isinstance(connection, partial) and connection.func is LimitedConnection
-    assert connection.keywords["most"] == 1024 and config.timeout_keep_alive == 75
+    assert connection.keywords["limit"] == 1024 and config.timeout_keep_alive == 75
     limits = LimitedConnection.header_seconds, LimitedConnection.body_seconds, LimitedConnection.write_seconds
     assert limits == (10, 60, 60)
 
@@ -85,7 +85,7 @@ class Sender(asyncio.Transport):
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_a_client_that_leaves_has_left_all_its_requests(count: int) -> None:
-    """The one that runs is told, however many came after it, and these are not begun."""
+    """The one that runs hears of it, however many came after it, and these are not begun."""
     begun: list[str] = []
     heard: list[str] = []
 

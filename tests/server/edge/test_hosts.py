@@ -95,8 +95,8 @@ def test_pages_of_the_allowed_sites_may_ask_and_read(allowed: str, options: dict
     for path in PATHS:
         answer = preflight(own, path, access_control_request_headers=asked)
         assert answer.status_code == 200, answer.text
-        told = answer.headers["access-control-allow-headers"]
-        assert told == "*" or set(asked.split(",")) <= set(told.split(","))
+        reported = answer.headers["access-control-allow-headers"]
+        assert reported == "*" or set(asked.split(",")) <= set(reported.split(","))
         assert "POST" in answer.headers["access-control-allow-methods"]
         assert int(answer.headers["access-control-max-age"]) > 0 and "Origin" in answer.headers["vary"]
         read = own.post(path, json={"wrong": 1}, headers={"host": HOST, "origin": ORIGIN})

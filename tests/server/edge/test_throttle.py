@@ -156,7 +156,7 @@ def test_what_does_not_wait(path: str, status: int, size: int, waits: bool, clos
 def test_what_needs_no_key_is_begun_one_after_the_other(
     method: str, path: str, free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many come together: each has its turn, so that what runs beside never waits for all of them."""
+    """However many come together: each has its turn, so that what runs with them never waits for all of them."""
     monkeypatch.setattr(throttle, "FREE_A_SECOND", 64)
     monkeypatch.setattr(throttle, "FREE_AT_ONCE", 4)
     monkeypatch.setattr(throttle, "FREE_SECONDS", 1.0)

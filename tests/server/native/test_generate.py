@@ -70,18 +70,18 @@ def test_streamed_batch_has_indices(client: TestClient) -> None:
 def test_streams_tell_of_the_prompt_first_and_last(
     client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each time else it would be as much as the prompt and all that is told of it, for one token."""
+    """Each time else it would be as much as the prompt and all that is reported of it, for one token."""
     sizes = watched_sizes(monkeypatch, "render")
     engine.burst, engine.pause = 1, 0.05  # news that come before earlier ones are taken would be joined with them
     wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [1]}
     news = streamed(client, "/generate", text=["abcdefgh", "stuvw"], **wanted)
     for index in (0, 1):
-        told = [chunk["meta_info"] for chunk in news if chunk["index"] == index]
-        assert len(told) > 2
+        reported = [chunk["meta_info"] for chunk in news if chunk["index"] == index]
+        assert len(reported) > 2
         for name in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
-            assert not any(name in one for one in told[1:-1]), "an empty list would say that there are none"
-            assert len(told[0][name]) == told[0]["prompt_tokens"] and told[0][name] == told[-1][name]
-        assert [len(one["output_token_logprobs"]) for one in told] == [one["completion_tokens"] for one in told]
+            assert not any(name in one for one in reported[1:-1]), "an empty list would say that there are none"
+            assert len(reported[0][name]) == reported[0]["prompt_tokens"] and reported[0][name] == reported[-1][name]
+        assert [len(one["output_token_logprobs"]) for one in reported] == [one["completion_tokens"] for one in reported]
     of_output = [6 * chunk["meta_info"]["completion_tokens"] for chunk in news]
     of_prompt = [6 * len(chunk["meta_info"].get("input_token_logprobs", [])) for chunk in news]
     assert sizes == [a + b for a, b in zip(of_output, of_prompt, strict=True)]
@@ -94,15 +94,15 @@ def test_many_log_probabilities_are_not_repeated_by_each_event(
     monkeypatch.setattr(rendering, "REPEATED", 40)
     engine.burst, engine.pause = 1, 0.01
     wanted = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1]}
-    told = [one["meta_info"] for one in streamed(client, "/generate", text="abcd" * 20, **wanted)]
+    reported = [one["meta_info"] for one in streamed(client, "/generate", text="abcd" * 20, **wanted)]
     names = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-    for one in told:
+    for one in reported:
         counts = {len(one[name]) if name in one else None for name in names}
         assert counts in ({None}, {one["completion_tokens"]})
         assert one["output_token_logprobs_length"] == one["completion_tokens"]
         assert counts != {None} or one["completion_tokens"] > 8, "few are in each event"
-    assert len(told[-1][names[0]]) == 81
-    assert len(told) < 20 or sum(len(one.get(names[0], [])) for one in told) < 6 * 81 + 8**2
+    assert len(reported[-1][names[0]]) == 81
+    assert len(reported) < 20 or sum(len(one.get(names[0], [])) for one in reported) < 6 * 81 + 8**2
 
 
 @pytest.mark.parametrize("answers", [1, 16])

@@ -65,15 +65,15 @@ def test_a_chat_is_the_same_in_lines_and_whole(
     assert "".join(part["message"].get("thinking", "") for part in parts) == (thinking or "")
     assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1]["eval_count"] == once["eval_count"]
-    for told in (once, parts[-1]):  # clients divide counts by them
-        assert told["prompt_eval_duration"] > 0 and told["eval_duration"] > 0
-        assert told["total_duration"] >= told["prompt_eval_duration"] + told["eval_duration"] - 2
+    for reported in (once, parts[-1]):  # clients divide counts by them
+        assert reported["prompt_eval_duration"] > 0 and reported["eval_duration"] > 0
+        assert reported["total_duration"] >= reported["prompt_eval_duration"] + reported["eval_duration"] - 2
 
 
 def test_the_answer_s_time_is_told_without_a_stream(scripted: ScriptedEngine, url: str) -> None:
     scripted.script = "a" * 60  # twenty steps
-    told = whole(url, "/api/chat", {"messages": HI})
-    assert told["eval_duration"] > 19e9 * scripted.pause
+    reported = whole(url, "/api/chat", {"messages": HI})
+    assert reported["eval_duration"] > 19e9 * scripted.pause
 
 
 def test_calls_are_whole_and_come_back(scripted: ScriptedEngine, url: str) -> None:
@@ -247,8 +247,8 @@ def test_hints_to_show_are_named(url: str, more: dict[str, Any], named: str | No
 
 
 def test_errors_of_a_format_name_it(url: str) -> None:
-    told = refused(url, "/api/chat", {"messages": HI, "format": {"type": "object", "not": {}}})
-    assert "format" in told and "format.schema" not in told
+    reported = refused(url, "/api/chat", {"messages": HI, "format": {"type": "object", "not": {}}})
+    assert "format" in reported and "format.schema" not in reported
 
 
 def test_models_are_loaded_and_freed_without_a_prompt(url: str) -> None:

@@ -245,21 +245,21 @@ def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
         return answer.headers
 
     efforts = ("none", "minimal", "low", "medium", "high", "xhigh")
-    told = "{{ reasoning_effort }} {{ enable_thinking }}"
-    for template, ignored in ((WITHOUT_TOOLS, True), (told, False), ("a{{ thinking }}", False)):
+    template_text = "{{ reasoning_effort }} {{ enable_thinking }}"
+    for template, ignored in ((WITHOUT_TOOLS, True), (template_text, False), ("a{{ thinking }}", False)):
         scripted = ScriptedEngine("x", template=template)
         with serving(scripted) as url:
             for effort in efforts:
                 says = "reasoning_effort" if ignored and effort not in ("none", "medium") else None
                 assert ask(url, effort).get("draftwing-ignored") == says
-                if template == told:
+                if template == template_text:
                     assert scripted.prompt == f"{effort} {({'none': False, 'medium': ''}).get(effort, True)}"
             named = ask(url, "high", "responses").get("draftwing-ignored")
             assert named == ("reasoning.effort" if ignored else None)
             for effort, word in (("low", "low"), ("high", "high"), ("max", "xhigh")):
                 named = ask(url, effort, "messages").get("draftwing-ignored")
                 assert named == ("output_config.effort" if ignored else None)
-                assert template != told or scripted.prompt == f"{word} True"
+                assert template != template_text or scripted.prompt == f"{word} True"
 
 
 def test_servers_that_cannot() -> None:

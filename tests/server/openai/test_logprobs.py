@@ -34,15 +34,15 @@ def test_chat(client: TestClient, engine: FakeEngine) -> None:
 def test_chat_stream_gives_each_token_with_its_text(client: TestClient) -> None:
     whole = ok(client, CHAT, messages=MESSAGES, logprobs=True)["choices"][0]
     chunks = [chunk["choices"][0] for chunk in streamed(client, CHAT, messages=MESSAGES, logprobs=True)]
-    told: list[Any] = []
+    reported: list[Any] = []
     text = ""
     for chunk in chunks:
         content = chunk["delta"].get("content") or ""
         entries = (chunk["logprobs"] or {"content": []})["content"]
         assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == content
-        told += entries
+        reported += entries
         text += content
-    assert told == whole["logprobs"]["content"] and text == ECHO
+    assert reported == whole["logprobs"]["content"] and text == ECHO
     assert whole["logprobs"]["content"][0]["top_logprobs"] == []
 
 

@@ -74,8 +74,8 @@ def test_allowed_tools(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
         allowed = {"mode": mode, "tools": [SAY, {"type": "function", "function": {"name": "now"}}]}
         choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
         api.chat.completions.create(model="m", messages=ASKED, tools=[EDIT, NOW, SAY], tool_choice=choice)
-        told = json.loads(scripted.prompt.split("<tools>")[1].split("</tools>")[0])
-        assert [tool["function"]["name"] for tool in told] == ["now", "say"]
+        reported = json.loads(scripted.prompt.split("<tools>")[1].split("</tools>")[0])
+        assert [tool["function"]["name"] for tool in reported] == ["now", "say"]
         assert scripted.grammar and ("triggered_tags" in scripted.grammar) == (mode == "auto")
 
 

@@ -147,8 +147,8 @@ def test_results_find_their_calls_at_once(order: int, turns: int) -> None:
         given += [{"role": "tool", "tool_call_id": Id(name), "content": name} for name in names[::order]]
         # The first call is written before anything has a result.
         rest = [name for name in names[::order] if name != names[0]]
-        told = {name: [f"call {name}", name] for name in rest} | {names[0]: [names[0]]}
-        expected += [f"call {names[0]}", *(text for name in names[::order] for text in told[name])]
+        reported = {name: [f"call {name}", name] for name in rest} | {names[0]: [names[0]]}
+        expected += [f"call {names[0]}", *(text for name in names[::order] for text in reported[name])]
     Id.compared = 0
     found = harmony_messages(given)
     assert Id.compared <= 4 * count

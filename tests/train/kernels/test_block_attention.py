@@ -18,7 +18,7 @@ LENGTH = 71
 
 
 def tensors(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """q, k and v of the blocks beside each other, and keys and values of the text, as the layers give them."""
+    """q, k and v of the blocks next to each other, and keys and values of the text, as the layers give them."""
     generator = torch.Generator().manual_seed(0)
     shapes = (len(ANCHORS[0]) * ROWS, HEADS + 2 * KV_HEADS), (LENGTH, 2 * KV_HEADS)
     return [torch.randn(len(ANCHORS), *shape, DIM, generator=generator).to(device, dtype).requires_grad_()

@@ -58,8 +58,8 @@ def test_facts_and_slopes(vocab: int, dtype: torch.dtype, device: torch.device) 
     atol = 1e-6 * given.abs().max().item()
     torch.testing.assert_close(facts.cross.double(), cross, rtol=1e-5, atol=atol)
     torch.testing.assert_close(facts.accepted.double(), accepted, rtol=1e-5, atol=atol)
-    told = token >= 0
-    torch.testing.assert_close(facts.text.double()[told], text[told], rtol=1e-5, atol=atol)
+    known = token >= 0
+    torch.testing.assert_close(facts.text.double()[known], text[known], rtol=1e-5, atol=atol)
     assert torch.equal(facts.best, torch.stack([(row == row.max()).nonzero()[0, 0] for row in given]))
     out = kernel.slopes(logits, probs, place, token, facts, tuple(shares))
     assert out is logits and not out[5].any()

@@ -36,7 +36,7 @@ class Device(ABC):
     kind: ClassVar[str]  # what torch calls such devices
     has_own_memory: bool = False  # whether it has memory of its own, which this process may fill and torch counts
     collectives: Collectives = "gloo"
-    read_bytes = 256 << 20  # that tell how fast memory is read: more than most caches hold
+    read_bytes = 256 << 20  # that show how fast memory is read: more than most caches hold
     out_of_memory: type[Exception] = torch.OutOfMemoryError  # what torch raises where there is no room
 
     def __init__(self, rank: int = 0, ops: TorchOps | None = None) -> None:
@@ -55,13 +55,13 @@ class Device(ABC):
 
     @property
     def name(self) -> str:
-        """Returns what its maker calls it. Prices of steps are kept by this name."""
+        """Returns what its maker calls it. Costs of steps are kept by this name."""
         return type(self).__qualname__
 
     @property
     @abstractmethod
     def defaults(self) -> Defaults:
-        """What options have here where they are not given."""
+        """Returns what options have here where they are not given."""
 
     def default_dtype(self, checkpoint: torch.dtype | None) -> torch.dtype:
         """Returns the type that `--dtype auto` computes in. checkpoint: what the weights were saved in."""
@@ -150,7 +150,7 @@ class Device(ABC):
 
     @property
     def count(self) -> int:
-        """How many devices of this kind there are for ranks."""
+        """Returns how many devices of this kind there are for ranks."""
         return 1
 
     def names(self, count: int) -> list[str]:
@@ -163,7 +163,7 @@ class Device(ABC):
 
     @property
     def threads(self) -> int:
-        """How many threads compute, where the host does."""
+        """Returns how many threads compute, where the host does."""
         return torch.get_num_threads()
 
     def set_threads(self, count: int) -> None:  # noqa: B027

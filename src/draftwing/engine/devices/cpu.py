@@ -82,6 +82,6 @@ class CpuDevice(Device):
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX or Arm BF16)."""
+    """Returns whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX or Arm BF16)."""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
     return any(getattr(torch.cpu, probe)() for probe in probes if hasattr(torch.cpu, probe))

@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 def foreign_steps(drafter: Drafter | None) -> Literal["", "drafts", "all"]:
-    """In which steps a user's drafter runs code of its own. That may read tensors in Python, by `tolist` or by an array
-    that it keeps, count its calls or throw dice, of which a recording would know nothing: it would do for ever what
-    the first call did."""
+    """Finds the steps in which a user's drafter runs code of its own. That may read tensors in Python, by `tolist` or
+    by an array that it keeps, count its calls or throw dice, of which a recording would know nothing: it would do for
+    ever what the first call did."""
     kind = type(drafter)
     if drafter is None or kind.__module__.partition(".")[0] == __package__.partition(".")[0]:
         return ""

@@ -96,7 +96,7 @@ class GraphCache:
             insort(sizes, key.size)
 
 
-def batch_sizes(most: int) -> list[int]:
+def batch_sizes(largest: int) -> list[int]:
     """Batch sizes to capture, ascending: a step costs about the same for all sizes between two of them."""
-    sizes = [1, 2, 4, *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16), *range(160, most, 32)]
-    return [*(size for size in sizes if size < most), most] if most else []
+    sizes = [1, 2, 4, *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16), *range(160, largest, 32)]
+    return [*(size for size in sizes if size < largest), largest] if largest else []

@@ -26,7 +26,7 @@ from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens
 
 # Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
-# beside requests that decode; where they are, the result of the step before waits for up to 18 ms of launches.
+# while requests decode; where they are, the result of the step before waits for up to 18 ms of launches.
 SIZES = tuple(evens(1024))
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
@@ -49,13 +49,13 @@ class PrefillGraphs:
         table: RowTable,
         attn: TiledAttention,
         shapes: Sequence[HeadShape],
-        most: int,
+        max_queries: int,
         forward: Forward,
     ) -> None:
-        """shapes: of the target's attention; most: queries of a plan; forward: the target's, gives hidden states [M, H]
+        """shapes: of the target's attention; max_queries: of a plan; forward: the target's, gives hidden states [M, H]
         and auxiliary hidden states."""
         self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
-        self.sizes = [size for size in prefill_sizes(most) if size <= table.length]
+        self.sizes = [size for size in prefill_sizes(max_queries) if size <= table.length]
         self.replays = 0
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
@@ -94,8 +94,8 @@ class PrefillGraphs:
         return min(size, MAX_CHUNKS)
 
     def _tiles(self, size: int, shape: HeadShape) -> int:
-        most = self._attn.most_tiles(size, self._chunks(size), shape)
-        return most + most % 2
+        tiles = self._attn.most_tiles(size, self._chunks(size), shape)
+        return tiles + tiles % 2
 
     def _parts(self, size: int) -> list[int]:
         """Words of each part of the buffer."""
@@ -141,11 +141,11 @@ class PrefillGraphs:
         return self._forward(batch)
 
 
-def prefill_sizes(most: int) -> list[int]:
-    """Queries of the graphs that plans of up to `most` queries need, ascending."""
-    return [size for before, size in pairwise((0, *SIZES)) if before < most]
+def prefill_sizes(max_queries: int) -> list[int]:
+    """Queries of the graphs that plans of up to `max_queries` queries need, ascending."""
+    return [size for before, size in pairwise((0, *SIZES)) if before < max_queries]
 
 
-def kept_bytes(most: int, hidden: int, aux_layers: tuple[int, ...], dtype: torch.dtype) -> int:
+def kept_bytes(max_queries: int, hidden: int, aux_layers: tuple[int, ...], dtype: torch.dtype) -> int:
     """Returns the bytes of the outputs that these graphs keep."""
-    return sum(prefill_sizes(most)) * hidden * (1 + len(aux_layers)) * dtype.itemsize
+    return sum(prefill_sizes(max_queries)) * hidden * (1 + len(aux_layers)) * dtype.itemsize

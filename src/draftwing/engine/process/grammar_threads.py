@@ -15,7 +15,7 @@ class GrammarThreads:
     """Two lanes, for small grammars and large ones. Each does one thing after the other, and clients take turns."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        """failed: is told of what work raises, which it should not."""
+        """failed: called with what work raises, which it should not."""
         self._lanes = [_GrammarThread(name, failed) for name in ("draftwing-compile-small", "draftwing-compile-large")]
 
     def put(self, size: int, client: str, key: Hashable, work: Work) -> None:

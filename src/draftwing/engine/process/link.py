@@ -102,7 +102,7 @@ class Died:
 
 @dataclass
 class Listener:
-    """Who is told, on the link's thread, of what comes. `died` is called once, and last."""
+    """Receives, on the link's thread, what comes. `died` is called once, and last."""
 
     outputs: Callable[[list[Output]], None]
     reply: Callable[[Reply], None]

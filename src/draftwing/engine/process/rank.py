@@ -37,7 +37,7 @@ def main(argv: list[str]) -> NoReturn:
         kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
         kind = kinds.get(type(error), "rank" if isinstance(error, DraftwingError) else "bug")
         if kind == "bug":
-            time.sleep(2 * PULSE)  # a collective may have failed because rank 0 is gone: then nobody is told
+            time.sleep(2 * PULSE)  # a collective may have failed because rank 0 is gone: then nobody gets it
             sys.excepthook(type(error), error, error.__traceback__)
         plans.send(Failed(kind, str(error) if kind != "bug" else f"{type(error).__name__}: {error}"))
         os._exit(1)

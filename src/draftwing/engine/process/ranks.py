@@ -1,4 +1,4 @@
-"""The ranks from 1 on, as rank 0 sees them: it starts them, tells them what to run, and notices when one is gone.
+"""The ranks from 1 on, as rank 0 sees them: it starts them, sends them what to run, and notices when one is gone.
 
 Each is a process of its own with two connections. One carries what is to be run; a process reads it in order, and once
 it is ready answers `compare` alone. The other carries a pulse, by threads on both ends: a rank that is stopped has
@@ -63,7 +63,7 @@ class RankProcesses(RemoteBroadcast):
     digest: Digest
 
     def __init__(self, setup: Setup, device: Device, failed: Callable[[BaseException], None] | None) -> None:
-        """setup: of any rank, without a port.  failed: is told, by a thread, of a rank that ended or hangs, by when all
+        """setup: of any rank, without a port.  failed: called, by a thread, for a rank that ended or hangs, by when all
         are killed: once `watch` was called, or where the start of the engine does not notice. Raises ConfigError where
         ranks cannot meet."""
         self._failed, self._armed, self._loaded, self._failure = failed, False, False, ""
@@ -98,7 +98,7 @@ class RankProcesses(RemoteBroadcast):
         self._loaded = True
 
     def watch(self) -> None:
-        """From now on a rank that hangs is noticed, as one that ends always is."""
+        """Notices ranks that hang, from now on, as those that end always are."""
         self._armed = True
 
     def send(self, message: Any) -> None:
@@ -110,7 +110,7 @@ class RankProcesses(RemoteBroadcast):
 
     def check(self) -> None:
         due = self.digest.due
-        if len(due) < 2:  # the others have not come to the newest yet, or have just told it
+        if len(due) < 2:  # the others have not come to the newest yet, or have just sent it
             return
         self._compare(due.popleft())
 
@@ -121,7 +121,7 @@ class RankProcesses(RemoteBroadcast):
         self._compare(self.digest.now)
 
     def _compare(self, expected: tuple[int, int]) -> None:
-        """Takes the next that each rank tells of what it has drawn, and waits for it. Raises why it failed."""
+        """Takes the next that each rank sends of what it has drawn, and waits for it. Raises why it failed."""
         for rank, plans in enumerate(self._plans, 1):
             try:
                 with self._reading:
@@ -135,7 +135,7 @@ class RankProcesses(RemoteBroadcast):
                 raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
 
     def blame(self, error: BaseException) -> BaseException:
-        """What is to be raised in place of an error of this rank, which may be that another one is gone."""
+        """Returns what is to be raised in place of an error of this rank, which may be that another one is gone."""
         if isinstance(error, DraftwingError) or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
         said = self._said()

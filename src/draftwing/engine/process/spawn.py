@@ -1,4 +1,4 @@
-"""Processes of the engine's own: new interpreters that are told by connections, and end when these do."""
+"""Processes of the engine's own: new interpreters that get their work by connections, and end when these do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def joined(argv: Sequence[str]) -> list[Connection]:
 
 
 def how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """In words, of a process that ends or has ended."""
+    """Says in words how a process ends or has ended."""
     try:
         code = process.wait(5)
     except subprocess.TimeoutExpired:

@@ -157,7 +157,7 @@ class Worker:
 
     def _later(self, grammar: Grammar, client: str, key: object, work: Work, fail: Callable[[str], None]) -> None:
         """Has a lane do `work`, which compiles a grammar. What it raises is of this grammar alone: the engine goes on,
-        and `fail` tells whoever asked."""
+        and `fail` answers whoever asked."""
 
         def failed(error: BaseException) -> None:
             logger.error("a grammar could not be compiled", exc_info=error)

@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def collect(job: Job) -> Needed:
-    """What an engine launches. Leaves this process without a GPU."""
+    """Returns what an engine launches. Leaves this process without a GPU."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -229,7 +229,7 @@ def _compile_products(job: Job, experts: set[Layout]) -> None:
 
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
-    """Of the weights that stay quantised, as far as the config says. asked: `--quantization`."""
+    """Returns widths of weights that stay quantised, as far as the config says. asked: `--quantization`."""
     if asked == "none":
         return set()
     schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
@@ -257,7 +257,7 @@ class _Driver:
 
 
 class _Nothing:
-    """In place of a compiled kernel."""
+    """Stands in place of a compiled kernel."""
 
     function = packed_metadata = None
 
@@ -323,7 +323,7 @@ def width_of(scheme: Scheme) -> Width:
 
 
 def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Quantization | None) -> None:
-    """Of a model on the meta device that is to be packed. asked: `--quantization`."""
+    """Puts stand-ins for the experts of a model on the meta device that is to be packed. asked: `--quantization`."""
     if asked == "none":
         return
     for part in model.modules():

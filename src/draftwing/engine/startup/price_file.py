@@ -1,4 +1,4 @@
-"""A file that keeps prices of steps for the next start: one for each model, drafter, device and build."""
+"""A file that keeps costs of steps for the next start: one for each model, drafter, device and build."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("draftwing")
 
 MAX_FILES = 100
 MAX_STARTS = 8  # that measure: a machine that is busy for so long, or has a quota of its processors, stays so
-# Options that change what a step costs, beside those of speculation.
+# Options that change what a step costs, besides those of speculation.
 _PRICED = (
     "quantization", "enable_deterministic_inference", "enable_overlap", "max_running_requests", "cuda_graph_max_bs",
     "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs", "tp_size",
@@ -36,15 +36,15 @@ _CODE = ("ops", "parallel", "kv", "layers", "models", "sampling", "spec", "engin
 
 
 class PriceFile:
-    """Prices of one kind of engine. What cannot be read or written is logged and costs a measurement, nothing else.
+    """Keeps step costs of one kind of engine. What cannot be read or written is logged and costs a measurement.
 
     settled: whether two starts, the later one on a quiet machine, have measured the same, or `MAX_STARTS` have
-    measured. Until then each start measures, and what a busy machine has added goes.  quiet: whether prices were
+    measured. Until then each start measures, and what a busy machine has added goes.  quiet: whether costs were
     measured on a quiet machine. Those replace others, and no others change them: waiting may have been taken off that
     no step had to wait for."""
 
     def __init__(self, key: Mapping[str, Any]) -> None:
-        """key: all that prices depend on, as JSON has it."""
+        """key: all that costs depend on, as JSON has it."""
         self.key = json.loads(json.dumps(key, sort_keys=True))
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.name = f"{digest[:32]}.json"
@@ -62,39 +62,39 @@ class PriceFile:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["key"] != self.key:
                 raise ValueError("it is of another engine")
-            prices = StepCost.from_json(content["prices"], menu, stepwise)
+            cost = StepCost.from_json(content["prices"], menu, stepwise)
             self._starts = count if type(count := content.get("starts")) is int else 0
-            self.settled = prices.complete and content.get("settled") is True
+            self.settled = cost.complete and content.get("settled") is True
             self.quiet = content.get("quiet") is True
-            return prices
+            return cost
         except FileNotFoundError:
             return None
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            log.debug("prices of steps are measured anew: %s cannot be used: %s", self.name, error)
+            log.debug("costs of steps are measured anew: %s cannot be used: %s", self.name, error)
             return None
 
     def compared(self, measured: StepCost, kept: StepCost | None, quiet: bool) -> StepCost:
-        """Returns what is to be believed of prices that were measured now and of those that `read` gave, and keeps it.
+        """Returns what is to be believed of costs that were measured now and of those that `read` gave, and keeps it.
         quiet: whether the machine had nothing else to do."""
-        prices = measured if kept is None else kept
+        cost = measured if kept is None else kept
         if kept is not None and quiet >= self.quiet:
             self.settled = kept.look_again(measured, instead=quiet > self.quiet) and quiet
         self._starts += 1
         self.settled |= self._starts >= MAX_STARTS
         self.quiet |= quiet
-        self.write(prices)
-        return prices
+        self.write(cost)
+        return cost
 
-    def write(self, prices: StepCost) -> None:
+    def write(self, cost: StepCost) -> None:
         """Keeps them. Of many files the oldest go."""
         try:
             known = {"settled": self.settled, "quiet": self.quiet, "starts": self._starts}
-            write_json(self.path, {"key": self.key, **known, "prices": prices.to_json()})
+            write_json(self.path, {"key": self.key, **known, "prices": cost.to_json()})
             files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for file in files[:-MAX_FILES]:
                 file.unlink()
         except (OSError, RuntimeError) as error:
-            log.info("prices of steps are not kept for the next start: %s", error)
+            log.info("costs of steps are not kept for the next start: %s", error)
 
 
 def price_file(
@@ -117,13 +117,13 @@ def price_file(
 
 
 def _bytes(path: Path) -> int:
-    """Of a model's file, or of the files of its folder."""
+    """Returns the size of a model's file, or of the files of its folder."""
     files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _build() -> str:
-    """Returns a hash of which code this is: another version of a kernel has other prices."""
+    """Returns a hash of which code this is: another version of a kernel has other costs."""
     root, digest = Path(draftwing.__file__).parent, hashlib.sha256()
     files = (file for folder in _CODE for file in (root / folder).rglob("*") if file.suffix in (".py", ".so", ".cu"))
     for file in sorted(files):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 BUSY = 0.1  # share of a measurement's time that threads waited, all together, from which on it is not believed
-LEAST = 8  # of the time that passed, one part in so many is own whatever is told
+MAX_DELAY_RATIO = 8  # of the time that passed, one part in so many is own whatever the system reports
 
 
 def delays() -> dict[str, float]:
@@ -26,11 +26,11 @@ def delays() -> dict[str, float]:
 
 
 def since(before: Mapping[str, float]) -> list[float]:
-    """Seconds that each thread has waited since `delays` gave this."""
+    """Returns seconds that each thread has waited since `delays` gave this."""
     return [seconds - before.get(thread, 0.0) for thread, seconds in delays().items()]
 
 
 def own(seconds: float, before: Mapping[str, float]) -> float:
     """What of so many seconds, which began when `delays` gave this, other programs did not take: of threads that work
-    together the one that waited longest tells."""
-    return max(seconds - max(since(before), default=0.0), seconds / LEAST)
+    together the one that waited longest counts."""
+    return max(seconds - max(since(before), default=0.0), seconds / MAX_DELAY_RATIO)

@@ -38,10 +38,10 @@ BUDGET = ThinkingBudget(0, (1,), (2,), True)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
 
-def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: StepCost | None) -> None:
-    """Runs a short prompt, then steps of one row of every shape of the menu in turn, as a first request would. Leaves
+def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: StepCost | None) -> None:
+    """Runs a short prompt, then steps of one row of each shape of the menu, as a first request would. Leaves
     no trace: the prompt is in the pool's dummy slot and in a row that its next request writes anew, the steps are of
-    the row table's dummy. Raises CheckpointError where the logits are not finite. prices: to measure, None where they
+    the row table's dummy. Raises CheckpointError where the logits are not finite. cost: to measure, None where they
     are known."""
     started = time.monotonic()
     try_prompt(executor)
@@ -53,11 +53,11 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
             if time.monotonic() > started + SECONDS:
                 break
             seconds = _run(executor, _step(executor.table.rows, shape, tokens))
-            if prices is not None and shape in met:
-                prices.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
+            if cost is not None and shape in met:
+                cost.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
             met.add(shape)
-        if prices is not None:
-            measure_steps(executor, pool, prices, started + SECONDS)
+        if cost is not None:
+            measure_steps(executor, pool, cost, started + SECONDS)
     executor.run_on_all_ranks(Executor.flush)
     log.debug("steps before the first request: %.2f s", time.monotonic() - started)
 
@@ -77,8 +77,8 @@ def try_prompt(executor: Executor) -> None:
     executor.run_on_all_ranks(Executor.flush)
 
 
-def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) -> None:
-    """The same of one and of several at once, drawn in every way, of longer ones up to `most` tokens as far as there is
+def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int = 0) -> None:
+    """Runs prompts, one and several at once, drawn in every way, longer ones up to `max_tokens` tokens while there is
     time, and of one row that asks for all there is with every shape of the menu. A GPU loads a kernel when it first
     runs with such arguments, which takes 15 ms of a step; one that has to be compiled takes a second, and a disk with
     room."""
@@ -89,8 +89,8 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
             _run(executor, _prompt(tokens, count))
             _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
     _run(executor, _asking(_prompt(tokens, 1, ASKING)))
-    most = min(most, executor.table.length - ROOM)
-    lengths = [min(length, most) for length in evens(even(most)) if length > PROMPT]
+    max_tokens = min(max_tokens, executor.table.length - ROOM)
+    lengths = [min(length, max_tokens) for length in evens(even(max_tokens)) if length > PROMPT]
     started = time.monotonic()
     for count, length in enumerate(lengths):
         if time.monotonic() > started + LENGTHS_SECONDS:
@@ -119,7 +119,7 @@ def _asking(plan: Plan) -> Plan:
 
 
 def _constrain(executor: Executor, shape: TreeShape) -> None:
-    """As for a row with a grammar that allows everything, before a step of this shape."""
+    """Constrains as for a row with a grammar that allows everything, before a step of this shape."""
     drafter, table = executor.drafter, executor.table
     if drafter is not None and drafter.kv_layers and shape.depth and not drafter.lags(shape):
         row = table.steps[:1]
@@ -129,7 +129,7 @@ def _constrain(executor: Executor, shape: TreeShape) -> None:
 
 
 def _prompt(tokens: int, count: int = 1, params: SamplingParams = GREEDY) -> Plan:
-    """Of the first rows, whose page table has nothing but the dummy slot."""
+    """Plans prompts of the first rows, whose page table has nothing but the dummy slot."""
     rows, request = np.arange(count), GenerationRequest("", [1] * tokens, params)
     admits = tuple(Admission(row, request.prompt_ids, NOBODY, request, seed=0) for row in range(count))
     chunks = tuple(Chunk(row, 0, tokens, True) for row in range(count))
@@ -141,6 +141,6 @@ def _prompt(tokens: int, count: int = 1, params: SamplingParams = GREEDY) -> Pla
 
 
 def _step(row: int, shape: TreeShape, bound: int) -> Plan:
-    """Of one row. bound: of its tokens, as that of a short text, though the dummy has none."""
+    """Plans a step of one row. bound: of its tokens, as that of a short text, though the dummy has none."""
     rows = np.array([row])
     return Plan(0, "tree", rows, rows, shape, bound)

@@ -55,7 +55,7 @@ class BlockFormat(WeightFormat):
         return SAFE_KIND if self.kind.endswith("_K") and columns % LARGE_BLOCK else self.kind
 
     def has_kernel(self, kind: str) -> bool:
-        """Whether blocks of this kind are multiplied as they are."""
+        """Returns whether blocks of this kind are multiplied as they are."""
         return kind in self.ops.block_kinds
 
     def rows(self, value: Tensor | BlockRows | QuantizedRows | MXRows) -> BlockRows:
@@ -75,7 +75,7 @@ class LeftDense(Dense):
 
 
 class Blocks(LinearOp):
-    """As loaded: rows of the weight, in parts by where they start. Takes no gradient."""
+    """A weight as it was loaded: its rows, in parts by where they start. Takes no gradient."""
 
     def __init__(self, layer: Linear, form: BlockFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)
@@ -121,7 +121,7 @@ class Blocks(LinearOp):
 
 
 def block_sizes(module: nn.Module) -> Counter[str]:
-    """Bytes of a model's weights in blocks, by their kind."""
+    """Returns bytes of a model's weights in blocks, by their kind."""
     sizes: Counter[str] = Counter()
     for part in module.modules():
         op = getattr(part, "op", None)

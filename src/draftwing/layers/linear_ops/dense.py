@@ -38,7 +38,7 @@ class DenseFormat(WeightFormat):
 
 
 class Dense(LinearOp):
-    """In plain torch, with gradients."""
+    """A product in plain torch, with gradients."""
 
     @property
     def stored(self) -> Tensor | None:
@@ -80,7 +80,7 @@ def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
 
 
 class InferenceDense(Dense):
-    """In plain torch, without gradients."""
+    """A product in plain torch, without gradients."""
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
@@ -97,17 +97,17 @@ class SmallM(InferenceDense):
         super().__init__(layer)
         self._gemm = gemm
         fastest = _LONG_M if layer.out_features >= _LONG else _SMALL_M
-        self._most = _ANY_M if deterministic else fastest  # rows
+        self._max_rows = _ANY_M if deterministic else fastest  # rows
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
-        if x.shape[0] <= self._most:
+        if x.shape[0] <= self._max_rows:
             return self._gemm.linear(x, self.layer.weight, bias, residual)
         return super().__call__(x, bias, residual, overwrite)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        return self._gemm.gated(x, self.layer.weight, bias) if x.shape[0] <= self._most else None
+        return self._gemm.gated(x, self.layer.weight, bias) if x.shape[0] <= self._max_rows else None
 
 
 class OneDnn(LinearOp):

@@ -32,7 +32,7 @@ def to_blocks(rows: QuantizedRows | MXRows, ops: LayerOps) -> BlockRows:
 
 
 def becomes(rows: QuantizedRows | MXRows, ops: LayerOps) -> str:
-    """What `to_blocks` does, for the log."""
+    """Returns what `to_blocks` does, for the log."""
     if isinstance(rows, MXRows):
         return f"kept, as {MX_KIND}" if MX_KIND in ops.block_kinds else becomes(rows.integers(), ops)
     kind = _same_codes(rows, ops)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Up to this many rows weights are dequantised in registers, by kernels that give a row the same bits for each number of
-# them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is multiplied out first and then
+# them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is dequantised first and then
 # has the GEMMs of a dense one.
-_FEW = 128
-_MANY = 2048  # more than kernels are for: all matrices of a layer are multiplied out
+_FEW_ROWS = 128
+_MANY_ROWS = 2048  # more than kernels are for: all matrices of a layer are dequantised
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GroupFormat(WeightFormat):
 
 
 class Groups(Dense):
-    """As loaded: quantised rows in parts by where they start; the rest is in the parameter, which may be all."""
+    """A weight as loaded: quantised rows in parts by where they start; the rest is in the parameter, maybe all."""
 
     def __init__(self, layer: Linear, form: GroupFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)
@@ -108,11 +108,11 @@ class Groups(Dense):
             return None
         whole = None if hasattr(self.layer, "weight") else _joined([self._parts[at] for at in sorted(self._parts)])
         if whole is None:
-            self._multiply_out()
+            self._dequantise_all()
         self._parts.clear()
         return whole
 
-    def _multiply_out(self) -> None:
+    def _dequantise_all(self) -> None:
         """What one kernel does not read at once: parts that are dense, or quantised in different ways."""
         device = next(iter(self._parts.values())).codes.device
         weight = getattr(self.layer, "weight", None)
@@ -126,7 +126,7 @@ class Groups(Dense):
 
 class PackedLinear(LinearOp):
     """The device's kernels for few rows of activations; for more, those for many where there are any, or the matrix
-    multiplied out for the time of one GEMM.
+    dequantised for the time of one GEMM.
 
     Without deterministic mode these round differently, as the two GEMMs of a dense weight do.
     """
@@ -147,12 +147,12 @@ class PackedLinear(LinearOp):
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         x = self._ordered(x)
-        if x.shape[0] <= _FEW:
+        if x.shape[0] <= _FEW_ROWS:
             return self._gemm.linear(x, self._weight, bias, residual)
         if self._tall is not None and (y := self._tall.linear(x, self._weight, bias, residual)) is not None:
             return y
         y = self._with_matrix(self._matrix(), x, bias, residual, overwrite)
-        if x.shape[0] > _MANY:
+        if x.shape[0] > _MANY_ROWS:
             for op in self._later:
                 op._begin()
         return y
@@ -168,7 +168,7 @@ class PackedLinear(LinearOp):
         return y if residual is None else y + residual
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        few = x.shape[0] <= _FEW
+        few = x.shape[0] <= _FEW_ROWS
         if self._weight.rows % 32 or (not few and self._exact is None and self._tall is None):
             return None
         x = self._ordered(x)
@@ -178,9 +178,9 @@ class PackedLinear(LinearOp):
             return None if self._tall is None else self._tall.gated(x, self._weight, bias)
         return self._exact.gated(x, self._matrix(), bias, fresh=True)
 
-    def begin_behind(self, later: Sequence[PackedLinear]) -> None:
-        """Behind a call of many rows these matrices, which the next calls of the same forward need, are multiplied out
-        beside what follows."""
+    def prefetch_dequant(self, later: Sequence[PackedLinear]) -> None:
+        """Has these matrices, which the next calls of the same forward pass need, dequantised after a call of many rows
+        while what follows runs."""
         self._later = later
 
     def _begin(self) -> None:
@@ -191,7 +191,7 @@ class PackedLinear(LinearOp):
         self._ahead = None if done is None else (out, done)
 
     def _matrix(self) -> Tensor:
-        """Multiplied out."""
+        """Dequantises the matrix."""
         if self._ahead is None or self._side is None:
             return self._gemm.dense(self._weight)
         (matrix, done), self._ahead = self._ahead, None
@@ -211,11 +211,11 @@ class PackedLinear(LinearOp):
 
 def multiply_out_beside_attention(layers: Sequence[Sequence[LinearOp]]) -> None:
     """Attention to prompts computes much and reads little: while it runs, the matrices up to the next attention are
-    multiplied out, where the device does anything beside it. layers: of each decoder layer the operation that attention
+    dequantised, where the device does anything meanwhile. layers: of each decoder layer the operation that attention
     follows, and those behind it."""
     for (first, *rest), after in zip(layers, [*layers[1:], ()], strict=True):
         if isinstance(first, PackedLinear):
-            first.begin_behind([op for op in (*rest, *after[:1]) if isinstance(op, PackedLinear)])
+            first.prefetch_dequant([op for op in (*rest, *after[:1]) if isinstance(op, PackedLinear)])
 
 
 def _joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
@@ -232,7 +232,7 @@ def multiplied_out(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:
 
 
 def sizes_of(weight: PackedGroups | MXRows) -> Counter[str]:
-    """Bytes, by type."""
+    """Returns bytes, by type."""
     if isinstance(weight, MXRows):
         return Counter({weight.label: weight.nbytes})
     return Counter({"fp8" if weight.fp8 else f"int{weight.bits}": weight.nbytes})

@@ -108,7 +108,7 @@ class FeatureHead(DraftHead, nn.Module):
         self.ops = PLAIN
 
     def features(self, aux_hidden: Tensor) -> Tensor:
-        """As they are: what heads read that go on from the target's output after its final norm."""
+        """Returns features as they are: what heads read that go on from the target's output after its final norm."""
         return aux_hidden
 
     @property

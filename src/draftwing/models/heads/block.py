@@ -64,7 +64,7 @@ class BlockHead(FeatureHead):
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
     def draft_only(self, ids: Tensor | None) -> None:
-        """As of all heads. Takes their rows of the target's lm_head where the head has none of its own."""
+        """Prepares as all heads do. Takes their rows of the target's lm_head where the head has none of its own."""
         if ids is not None and self.config_of_block.tied:
             self.restrict(ids)
         super().draft_only(ids)
@@ -101,7 +101,7 @@ class BlockHead(FeatureHead):
     def pack(self, ops: LayerOps) -> None:
         self.text_kv = linear_of(*self._kv_rows(), self.config.weight_format)
         if self.confidence is not None:
-            self.confidence.settle(self.markov)
+            self.confidence.precompute(self.markov)
         if self.markov is not None:
             self.markov.ops = ops
         super().pack(ops)

@@ -32,7 +32,7 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """What block heads differ in beside the sizes of their layers.
+    """What block heads differ in besides the sizes of their layers.
 
     aux_layers: what the target is asked for (`DecoderModel.forward`).  rows: of a block, the newest token and masks.
     mask: the token id of a mask.  from_anchor: whether row j predicts the token after position p + j, p that of the
@@ -61,7 +61,7 @@ class BlockConfig:
 
     @property
     def steps(self) -> int:
-        """Tokens that a block predicts."""
+        """Returns tokens that a block predicts."""
         return self.rows - (not self.from_anchor)
 
 
@@ -100,7 +100,7 @@ def block_config(
 
 
 def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
-    """As the weights have it; where these say nothing, that they are not there."""
+    """Returns what the weights have; where these say nothing, that they are not there."""
     if _GRU in weights or raw.get("projector_type") == "domino":
         _check_domino(raw, weights)
         return "domino"
@@ -133,7 +133,7 @@ def _rank(weights: Mapping[str, Any], markov: Markov) -> int:
 
 
 def _confidence(weights: Mapping[str, Any], hidden: int, markov: bool) -> Confidence:
-    """As the weights have it, by what it reads."""
+    """Returns what the weights have, by what it reads."""
     weight = weights.get("confidence_head.proj.weight")
     if weight is None:
         return ""

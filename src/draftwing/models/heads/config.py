@@ -72,7 +72,7 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
 
 
 def head_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """How a head with these flat keys stores its matrices."""
+    """Returns how a head with these flat keys stores its matrices."""
     return _of_layers(raw, 1).quantization
 
 
@@ -154,7 +154,7 @@ def matrix(weights: Weights, name: str) -> Tensor:
 
 
 def aux_count(weights: Weights, size: int) -> int:
-    """How many of the target's hidden states fc reads. size: of each."""
+    """Returns how many of the target's hidden states fc reads. size: of each."""
     columns = matrix(weights, "fc.weight").shape[1]
     if columns % size:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """The draft head of EAGLE and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858).
 
 It continues the sequence of the target's hidden states after the final norm, so the target's own head reads tokens
-from what it gives. The embedding of the next token tells which continuation was taken.
+from what it gives. The embedding of the next token says which continuation was taken.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from draftwing.ops.attention import Attend
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What EAGLE-3 heads differ in beside the sizes of their layers.
+    """What EAGLE-3 heads differ in besides the sizes of their layers.
 
     aux_layers: what the target is asked for (`DecoderModel.forward`).  aux_size: hidden size of the target.
     draft_vocab: rows of the head's own lm_head, 0 where it shares the target's.  own_embedding: needed where
@@ -165,5 +165,5 @@ class Eagle3Head(FeatureHead):
 
 
 def first_layer_name(layers: int) -> str:
-    """What checkpoints of this many layers call the first."""
+    """Returns what checkpoints of this many layers call the first."""
     return "midlayer" if layers == 1 else "layers.0"

@@ -42,7 +42,7 @@ class MarkovHead(nn.Module):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether `mix` looks at the states of the rows."""
+        """Returns whether `mix` looks at the states of the rows."""
         return self.gate is not None or self.joint is not None
 
     def mix(
@@ -81,8 +81,8 @@ class MarkovHead(nn.Module):
 
 
 class DominoHead(nn.Module):
-    """The same of a Domino head (arXiv 2605.29707): s' = GRU(s, e) with e the target's embedding of the token above, 0
-    the state of the newest token's parent; W2 silu(W1 [y; s']) is added, but to what follows the newest token."""
+    """A Domino head (arXiv 2605.29707): s' = GRU(s, e) with e the target's embedding of the token above, 0 the state
+    of the newest token's parent; W2 silu(W1 [y; s']) is added, but to what follows the newest token."""
 
     reads_rows = True
 
@@ -105,7 +105,7 @@ class DominoHead(nn.Module):
     def mix(
         self, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """As `MarkovHead.mix`."""
+        """Mixes as `MarkovHead.mix` does."""
         state = self._next(hidden, above, state)
         x = self.joint(self.ops.beside(hidden, state))
         return torch.zeros_like(x) if newest else self.ops.gate(x, x), state
@@ -118,7 +118,7 @@ class DominoHead(nn.Module):
     def forward(
         self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """As `MarkovHead.forward`."""
+        """Computes what `MarkovHead.forward` does."""
         if newest:
             return logits, self._next(hidden, above, state)
         x, state = self.mix(hidden, above, state)
@@ -137,7 +137,7 @@ class DominoHead(nn.Module):
 
 
 def _inner(config: ModelConfig) -> WeightFormat:
-    """Of the products that lead to the correction: in blocks where all are, else dense, for they are small."""
+    """Returns the format of products before the correction: in blocks where all are, else dense: they are small."""
     return config.weight_format if config.weight_format.takes_blocks else DENSE
 
 
@@ -164,8 +164,8 @@ class ConfidenceHead(nn.Module):
     __call__ = forward  # as above
 
     @torch.no_grad()
-    def settle(self, markov: MarkovHead | DominoHead | None) -> None:
-        """Prepares what `ops.confident` is told; weights no longer change. Before they are packed."""
+    def precompute(self, markov: MarkovHead | DominoHead | None) -> None:
+        """Prepares what `ops.confident` gets; weights no longer change. Before they are packed."""
         weight, bias = self.proj.dense_weight()[0].float(), self.proj.bias
         assert bias is not None
         size = len(weight)

@@ -222,7 +222,7 @@ def _strategy(weights: Fields) -> tuple[int, int]:
 
 
 def _mxfp4(fields: Fields) -> Quantization:
-    """Of experts alone, whose tensors `models.fused_experts` puts together."""
+    """Returns the scheme of experts alone, whose tensors `models.fused_experts` puts together."""
     return IN_MXFP4
 
 
@@ -237,7 +237,7 @@ def _given(fields: Fields, key: str, old: str) -> str:
 
 
 def _skipped(fields: Fields) -> Iterator[Rule]:
-    """Of modules that stay as they are."""
+    """Yields rules of the modules that stay as they are."""
     for key in ("modules_to_not_convert", "ignored_layers", "modules_to_not_quantize"):
         for name in fields.texts(key):
             if name.startswith("re:"):
@@ -270,7 +270,7 @@ def _pattern(fields: Fields, key: str, pattern: str) -> str:
     if not wrong:
         try:
             regex.compile(pattern)
-        except Exception as error:  # beside regex.error, malformed flags and sets raise what they happen to meet
+        except Exception as error:  # besides regex.error, malformed flags and sets raise what they happen to meet
             wrong = f"one that is right ({str(error)[:80]})"
     if wrong:
         raise CheckpointError(

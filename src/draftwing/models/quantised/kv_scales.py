@@ -12,7 +12,7 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 
 Value = TypeVar("Value")
-# Writers put them beside the attention or beside its projections; one alone is of both.
+# Writers put them next to the attention or next to its projections; one alone is of both.
 _NAME = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:(k|v|kv)_scale|attn\.(k|v)_scale|(k|v)_proj\.(?:\4_scale|output_scale))"
 )

@@ -1,4 +1,4 @@
-"""From the tensors of one stored matrix to `QuantizedRows`: one function for each layout.
+"""Turns the tensors of one stored matrix into `QuantizedRows`: one function for each layout.
 
 Errors name the tensor, what was expected of it and what was found.
 """
@@ -89,7 +89,7 @@ def _gptq(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
 
 
 def _packed(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
-    """Of compressed-tensors, `pack-quantized`: along the columns, and zeros along the rows."""
+    """Unpacks `pack-quantized` of compressed-tensors: along the columns, and zeros along the rows."""
     bits, half = scheme.bits, 1 << scheme.bits - 1
     words = _matrix(module, "weight_packed", parts, torch.int32)  # [rows, ceil(columns * bits / 32)]
     shape = parts["weight_shape"]

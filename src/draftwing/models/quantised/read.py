@@ -27,7 +27,7 @@ NOT_READ = frozenset(
 
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
-    """Whether only a quantised matrix has such a tensor."""
+    """Returns whether only a quantised matrix has such a tensor."""
     suffix = name.rpartition(".")[2]
     return suffix in PARTS or (suffix == "weight" and tensor.element_size() == 1)
 

@@ -42,7 +42,7 @@ class BlockedGemm:
         self._take([_Panels(self._packed(part), TYPES[part.kind], part.data.shape[0]) for part in parts])
 
     def _take(self, parts: Sequence[_Panels]) -> None:
-        """Its outputs are those of the parts, in their order."""
+        """Takes parts; its outputs are those of the parts, in their order."""
         self._panels, numbers, first = parts, [len(parts)], 0
         for part in parts:
             numbers += [part.data.data_ptr(), part.kind, first, part.rows]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.ops.cpu.extension import DTYPES, MOST
+from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
 from draftwing.ops.cpu.tree import addresses, empty_draft, ints, with_rows
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
 from draftwing.ops.types import (
@@ -29,14 +29,14 @@ from draftwing.ops.types import (
 
 @functools.cache
 def _levels(batch: int, width: int, first: int, levels: int) -> Tensor:
-    """Which rows `of_levels` takes; kept, for what is recorded makes no such tensor again."""
+    """Returns which rows `of_levels` takes; kept, for what is recorded makes no such tensor again."""
     row = torch.arange(batch) * width
     return (row + torch.arange(first, first + levels).unsqueeze(1)).flatten()
 
 
 @functools.cache
 def _repeated(count: int, times: int) -> Tensor:
-    """The same of `repeat_rows`."""
+    """Returns which rows `repeat_rows` takes."""
     return torch.arange(count).repeat_interleave(times)
 
 
@@ -135,7 +135,7 @@ class CpuExpansionOps(ExpansionOps):
         self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
         noisy: Tensor,
     ) -> Continuations:  # fmt: skip
-        if logits.dtype not in DTYPES or topk > MOST:
+        if logits.dtype not in DTYPES or topk > MAX_TOPK:
             return super().continuations(logits, table, rows, ahead, topk, target_ids, noisy)
         key = (table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows, 0]) if noisy.shape[0] else None
         ids, logp = self.top_tokens(logits, rows.shape[0], topk, key, target_ids)
@@ -168,14 +168,14 @@ class CpuExpansionOps(ExpansionOps):
     ) -> tuple[Tensor, Tensor]:
         """`ops.torch.expansion.top_tokens` with the noise of sampling.
 
-        logits [M, V] float32 or bfloat16, M / batch nodes of each row; topk: at most `MOST` and V; key: seed [B] int64,
+        logits [M, V] float32 or bfloat16, M / batch nodes a row; topk: at most `MAX_TOPK` and V; key: seed [B] int64,
         position [B] int64 and temperature [B] float32 of the rows' noise, which all nodes of a row share, None where
         all rows are greedy; target_ids [V]: what the noise takes the logits' tokens for, None for 0 .. V - 1. Returns
         indices (not target ids) [M, topk] int64 and log probabilities [M, topk] float32, best first, of equals the
         lower index.
         """
         nodes, vocab = logits.shape
-        assert nodes % batch == 0 and topk <= min(MOST, vocab)
+        assert nodes % batch == 0 and topk <= min(MAX_TOPK, vocab)
         assert key is None or [part.dtype for part in key] == [torch.int64, torch.int64, torch.float32]
         logits = logits.contiguous()
         own = [] if key is None else [part.contiguous() for part in key]

@@ -45,7 +45,7 @@ class Spare:
 
 
 def can_mix(weights: MixtureWeights) -> bool:
-    """Whether the kernel has GEMMs for these weights."""
+    """Returns whether the kernel has GEMMs for these weights."""
     return _in_blocks(weights.gate_up) and _in_blocks(weights.down)
 
 

@@ -21,7 +21,7 @@ from draftwing.ops.cpu.tape import Notable
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float32)  # of values that the kernels compute with
-MOST = 16  # candidates or tokens of a row that the kernels for sampling and drafts find
+MAX_TOPK = 16  # candidates or tokens of a row that the kernels for sampling and drafts find
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def chosen_isa() -> Isa | None:
 
 @functools.cache
 def usable_sets() -> tuple[Isa, ...]:
-    """The sets that were built and that this CPU runs, from the plainest to the best. `plain` tells what the CPU has:
+    """The sets that were built and that this CPU runs, from the plainest to the best. `plain` shows what the CPU has:
     if it is missing, there are none."""
     built = built_sets()
     if PLAIN not in built:

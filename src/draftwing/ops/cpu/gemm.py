@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.blocks import BlockedGemm
-from draftwing.ops.cpu.extension import MOST, load_extension
+from draftwing.ops.cpu.extension import MAX_TOPK, load_extension
 from draftwing.ops.torch import onednn
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
@@ -18,7 +18,7 @@ _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum to
 
 
 def has_gemm() -> bool:
-    """Whether the extension is there, and this CPU runs its GEMM."""
+    """Returns whether the extension is there, and this CPU runs its GEMM."""
     raw = load_extension()
     return raw is not None and bool(raw.has_product)
 
@@ -40,7 +40,7 @@ class PackedGemm:
 
     @staticmethod
     def takes(packed: Tensor) -> bool:
-        """Whether this may be the layout that the kernel reads; that it is one has to be tried."""
+        """Returns whether this may be the layout that the kernel reads; that it is one has to be tried."""
         outputs, inputs = packed.shape
         if not has_gemm() or packed.dtype != torch.bfloat16 or outputs % _OUTPUTS or inputs % _INPUTS:
             return False
@@ -63,14 +63,14 @@ class PackedGemm:
 
 
 def numbers_of(gemm: PackedGemm | BlockedGemm, bias: int) -> tuple[int, ...]:
-    """Returns how the C kernels are told of a GEMM (`product_of`). bias: its address, or 0."""
+    """Returns how a GEMM is passed to the C kernels (`product_of`). bias: its address, or 0."""
     return gemm.address, bias, gemm.inputs, gemm.outputs, gemm.block, gemm.parts
 
 
 class HeadTopK:
     """The end of a draft head for few rows, in one call: norm, GEMM, and the best of its outputs, without noise."""
 
-    most = MOST
+    max_topk = MAX_TOPK
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class HeadTopK:
         """
         (every, inputs), count, threads = states.shape, ids.shape[1], torch.get_num_threads()
         rows, gemm = every if places is None else places.shape[0], self._gemm
-        assert rows <= FEW_ROWS and inputs == gemm.inputs and count <= min(MOST, gemm.outputs)
+        assert rows <= FEW_ROWS and inputs == gemm.inputs and count <= min(MAX_TOPK, gemm.outputs)
         assert states.dtype == gemm.dtype and states.stride(1) == 1
         assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
         places = None if places is None else places.contiguous()

@@ -19,7 +19,7 @@ _ANY = 1 << 30
 
 
 def can_run(layers: Sequence[LayerWeights], kept: Sequence[int]) -> bool:
-    """Whether the kernel runs these layers, each after the other, and can keep these outputs."""
+    """Returns whether the kernel runs these layers, each after the other, and can keep these outputs."""
     for layer in layers:
         packed = all(isinstance(gemm, PackedGemm) for gemm in layer.gemms)
         blocked = all(isinstance(gemm, BlockedGemm) and gemm.shared for gemm in layer.gemms)
@@ -40,13 +40,13 @@ def _sizes(layer: LayerWeights) -> tuple[Any, ...]:
 
 
 def numbers_of_kind(kind: AttentionKind) -> tuple[int, int, int]:
-    """What the kernels are told of it: window, where its sinks lie, scalar."""
+    """Returns what the kernels get of an attention layer: window, where its sinks lie, scalar."""
     assert kind.sinks is None or (kind.sinks.dtype == torch.float32 and kind.sinks.is_contiguous())
     return kind.window, 0 if kind.sinks is None else kind.sinks.data_ptr(), kind.scalar
 
 
 class _Layer:
-    """The weights of a layer, as the kernel wants to be told of them."""
+    """The weights of a layer, as the kernel takes them."""
 
     def __init__(self, weights: LayerWeights) -> None:
         qkv, o, gate_up, down = gemms = [gemm for gemm in weights.gemms if isinstance(gemm, (PackedGemm, BlockedGemm))]
@@ -78,7 +78,7 @@ class NativeLayers:
     def __init__(
         self, weights: Sequence[LayerWeights], kept: Sequence[int], take_rows: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """weights: of layers that `can_run`. kept: layers whose outputs the caller wants beside the last one's, counted
+        """weights: of layers that `can_run`. kept: layers whose outputs the caller wants, besides the last, counted
         from 1; a layer may be among them twice. take_rows: `LayerOps.take_rows`."""
         self.layers = [_Layer(layer) for layer in weights]
         self.first, self.count, some = weights[0].pool_layer, len(self.layers), self.layers[0]
@@ -107,13 +107,13 @@ class NativeLayers:
         return max(self.inputs, self.hidden)
 
     def spare(self, rows: int, threads: int) -> int:
-        """Bytes of memory that so many rows take beside the outputs."""
+        """Returns bytes of memory that so many rows take besides the outputs."""
         half, numbers = self.dtype == torch.bfloat16, self.layers[0].numbers.data_ptr()
         size: int = self.raw.layers_spare(rows, half, numbers, self.width, threads)
         return size
 
     def joined(self, outs: Tensor) -> Tensor | None:
-        """outs [1 + kept, M, hidden]: of these layers -> the kept ones beside each other, [M, kept * hidden]."""
+        """outs [1 + kept, M, hidden]: of these layers -> the kept ones concatenated, [M, kept * hidden]."""
         places, rows, _ = outs.shape
         if not self.kept:
             return None

@@ -25,8 +25,8 @@ from draftwing.ops.types import BlockRows
 
 
 @functools.cache
-def _steps(most: int) -> Tensor:
-    return torch.arange(most)
+def _steps(count: int) -> Tensor:
+    return torch.arange(count)
 
 
 def _counted(rows: int) -> Tensor:
@@ -36,7 +36,7 @@ def _counted(rows: int) -> Tensor:
 
 @functools.cache
 def _of_few(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For `put_rows`: how many queries each row has, and a place for what nobody reads. Kept for the same reason."""
+    """Returns, for `put_rows`, queries of each row, and a place for what nobody reads. Kept for the same reason."""
     return torch.ones(FEW_ROWS, dtype=torch.int64), torch.empty(FEW_ROWS, width, dtype=dtype)
 
 
@@ -47,7 +47,7 @@ class CpuLayerOps(LayerOps):
     spare: Spare
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As in torch, with the same roundings."""
+        """Computes what torch does, with the same roundings."""
         if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
         x = x.contiguous()
@@ -204,11 +204,11 @@ class CpuLayerOps(LayerOps):
         return quantize(self.raw, weight, kind)
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
-        """Of layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""
+        """Takes layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""
         return NativeLayers(layers, kept, self.take_rows) if can_run(layers, kept) else None
 
     def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
-        """Of weights that are all of `block_gemm`."""
+        """Takes weights that are all of `block_gemm`."""
         return NativeMixture(weights, self.spare) if can_mix(weights) else None
 
     def head_top_k(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.extension import DTYPES, MOST
+from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
 from draftwing.ops.torch.sampling import CANDIDATES, Exact, SamplingOps, without_banned
 from draftwing.ops.types import SamplingRows
 
@@ -58,12 +58,12 @@ class CpuSamplingOps(SamplingOps):
         """The best candidates of each node, bans aside.
 
         logits [B, N, V] float32 or bfloat16; positions, depth [B, N] int64; params: fields [B], None where all rows are
-        greedy; filtered [Bf] int64: batch indices of the rows with filters; count: at most `MOST` and V. Returns ids
+        greedy; filtered [Bf] int64: batch indices of rows with filters; count: at most `MAX_TOPK` and V. Returns ids
         [B, N, count] int64, in ascending order, and what the noise adds to their logits [B, N, count] float32, -inf
         where a token cannot be chosen. Of equally good tokens those with the lowest ids.
         """
         batch, nodes, vocab = logits.shape
-        assert count <= min(MOST, vocab) and positions.dtype == depth.dtype == torch.int64
+        assert count <= min(MAX_TOPK, vocab) and positions.dtype == depth.dtype == torch.int64
         read = [logits.contiguous(), positions.contiguous(), depth.contiguous()]
         fields = [0] * 6  # seed, temperature, filtered, top_k, top_p, min_p
         threads, scratch = torch.get_num_threads(), torch.empty(0, dtype=torch.int32)

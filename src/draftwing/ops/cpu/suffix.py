@@ -3,7 +3,7 @@ from the tensors: no bounds of the host.
 
 A tree grows whole when it is proposed. Before, it has as many nodes as the confidence needs: in most steps nothing is
 drafted, and many nodes that are improbable together take longer than those that count. It then grows from the table as
-it is: what other rows have written since its confidence was told is in it, where in torch it is not.
+it is: what other rows have written since its confidence was given is in it, where in torch it is not.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class CpuSuffixIndex(SuffixIndex):
         return out
 
     def _grow_rows(self, table: RowTensors, rows: Tensor, out: int = 0, stride: int = 0) -> None:
-        """As much as their confidences need, which are written to the address `out`; without it those trees whole that
-        are not."""
+        """Grows trees as far as their confidences need, which are written to the address `out`; without it those trees
+        whole that are not."""
         kv_len = table.kv_len.contiguous()
         self.raw.suffix_grow(
             *self._trie(table), rows.data_ptr(), rows.shape[0], *addresses((kv_len, self.escape, self.starts)),

@@ -1,7 +1,7 @@
 """Calls of the C kernels, noted once and made again: what a CUDA graph is on a GPU.
 
-To start an operation takes Python and torch some 10 us where a forward has just emptied the caches, and a small step
-starts a hundred of them. The kernels are told addresses and sizes alone, so work that consists of them is a list of
+Starting an operation takes Python and torch 10 us where a forward pass has just emptied the caches, and a small step
+starts a hundred of them. The kernels get addresses and sizes alone, so work that consists of them is a list of
 calls. All memory that was made while they were noted is kept with it; tensors that were there before must outlive it.
 """
 
@@ -24,7 +24,7 @@ _ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_
 
 
 def is_recording() -> bool:
-    """Whether calls are noted now: what these read and write must not be used for anything else later."""
+    """Returns whether calls are noted now: what these read and write must not be used for anything else later."""
     return _noted.get() is not None
 
 

@@ -1,4 +1,4 @@
-"""A tree step between its forwards in C (ops/cpu/csrc/tree.c): the same integers as in torch. Rows of padding stay as
+"""A tree step between forward passes in C (ops/cpu/csrc/tree.c): the same integers as torch. Rows of padding stay as
 they are."""
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Shape:
         return (tokens, features) if self.tokens_first else (features, tokens)
 
     def shared_bytes(self, part: int) -> int:
-        """Of a block. part: bytes of one of `parts`."""
+        """Returns shared memory of a block. part: bytes of one of `parts`."""
         return max(self.shared + self.parts * part, self.sums)
 
 
@@ -77,7 +77,7 @@ class TallShape:
 
     @property
     def exact(self) -> bool:
-        """Whether sums have the bits of few-row kernels."""
+        """Returns whether sums have the bits of few-row kernels."""
         return self.in_shares or self.cluster == SHARES
 
     @property
@@ -105,7 +105,7 @@ class TallShape:
         return -(-rows // self.tokens) * self.cluster, -(-width // outputs)
 
     def shared_bytes(self, part: int) -> int:
-        """Of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
+        """Returns shared memory of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
         pipeline = self.stages * self.tokens * _CHUNK * 2 + self.warps * self.row_tiles * self.ahead * part
         return max(pipeline, self.tokens * (self.features + 4) * 4) + self.stages * 16
 
@@ -169,7 +169,7 @@ def _sums(tokens: int, features: int) -> int:
 
 
 # By kind and rows of x that a block takes, as measured best on one H200: what needs no clusters, and what takes the
-# place of it, or is there beside it, where there are clusters.
+# place of it, or is there with it, where there are clusters.
 _ANYWHERE = {
     ("plain", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
     ("plain_narrow", 8): few_rows(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
@@ -219,7 +219,7 @@ def tile_of(rows: int, features: int, processors: int) -> int:
 
 
 def key_of(kernels: Container[tuple[str, int]], kind: str, tile: int, width: int, processors: int) -> tuple[str, int]:
-    """Which of the kernels takes a product of this kind. width: of the result."""
+    """Returns which of the kernels takes a product of this kind. width: of the result."""
     narrow = f"{kind}_narrow", tile
     return narrow if width <= NARROW * processors and narrow in kernels else (kind, tile)
 
@@ -274,23 +274,23 @@ def compile_ahead(dtype: torch.dtype, capability: tuple[int, int], shapes: Shape
 
 
 def options_for(dtype: torch.dtype) -> list[str]:
-    """Returns what the compiler is told of activations of this type."""
+    """Returns the compiler's definitions for activations of this type."""
     return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]
 
 
 def read_source(shapes: Shapes) -> str:
-    """What is compiled."""
+    """Returns what is compiled."""
     return "".join([*read_files(FILES), *(f"KERNEL({line})\n" for line in kernel_lines(shapes))])
 
 
 def read_files(names: Sequence[str]) -> list[str]:
-    """Of this folder."""
+    """Reads sources of this folder."""
     folder = resources.files("draftwing.ops.cuda")
     return [folder.joinpath(name).read_text(encoding="utf-8") for name in names]
 
 
 def kernel_lines(shapes: Mapping[tuple[str, int], Shape | TallShape]) -> list[str]:
-    """What `KERNEL` of gemm.cu is given for each."""
+    """Returns what `KERNEL` of gemm.cu is given for each."""
     return [
         f"{kind}_{tile}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}, {KINDS[kind]}"
         for (kind, tile), shape in shapes.items()
@@ -323,6 +323,6 @@ def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm:
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether the kernels multiply with this weight, which they read 16 bytes at a time."""
+    """Returns whether the kernels multiply with this weight, which they read 16 bytes at a time."""
     fits = weight.dtype in _DTYPES and weight.shape[1] % _CHUNK == 0
     return weight.is_cuda and fits and weight.is_contiguous() and weight.data_ptr() % 16 == 0

@@ -1,4 +1,4 @@
-// Follows gemm.cu: bulk copies from global to shared memory and the barriers that tell of them (compute capability 9.0).
+// Follows gemm.cu: bulk copies from global to shared memory and the barriers that report them (compute capability 9.0).
 
 #ifndef ON_HOST
 typedef unsigned long long Barrier;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void expect_bytes(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(barrier)), "r"(bytes) : "memory");
 }
 
-// From global to shared memory. bytes: a multiple of 16, which the barrier has been told to expect.
+// From global to shared memory. bytes: a multiple of 16, which the barrier expects.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_at(to)),
                  "l"(from), "r"(bytes), "r"(shared_at(barrier))

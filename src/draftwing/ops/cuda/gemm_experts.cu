@@ -5,7 +5,7 @@
 // Sums are made as in gemm.cu, in shares, so that a pair's bits depend on its row and expert alone. Of quantised weights
 // a lane has other columns of a chunk than there.
 
-enum { CLAMPED = 3 };  // beside PLAIN and SILU_MUL
+enum { CLAMPED = 3 };  // besides PLAIN and SILU_MUL
 #define ALPHA 1.702f  // of the clamped gate
 
 // Not from the L1 cache, which may have what was there before.

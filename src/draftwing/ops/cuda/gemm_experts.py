@@ -1,7 +1,7 @@
 """GEMMs of few rows with the weights of experts on CUDA: the Python side of gemm_experts.cu and gemm_stream.cu.
 
 A pair's result has the same bits whatever other pairs are in the batch, for any number of them, as long as tiles have
-no more than `MOST` pairs.
+no more than `MAX_PAIRS` pairs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.expert_rows import FP8, INT4, MX, ExpertRows
 
 FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_bulk.cu", "gemm_stream.cu")
-DENSE = 0  # a kind of codes beside those of `expert_rows`
-MOST = 16  # pairs of a tile
-_TILES = (8, MOST)  # that there are kernels for; and for a single token, where another one is faster
+DENSE = 0  # a kind of codes besides those of `expert_rows`
+MAX_PAIRS = 16  # pairs of a tile
+_TILES = (8, MAX_PAIRS)  # that there are kernels for; and for a single token, where another one is faster
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
 _CHUNK = 64  # columns
 # Of gemm_stream.cu:
 _LONGEST = 64  # chunks, of which x is in registers
-_MUCH = 64  # of these
+_MUCH_X = 64  # of these
 _SHARED = 227 << 10  # bytes that a block can have
 _MAX_STAGES = 16
 
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     chunks: int = 0  # of a row, where gemm_stream.cu takes it
 
     def on(self, capability: tuple[int, int]) -> Layout:
-        """What it is on such a device."""
+        """Returns the layout on such a device."""
         return self if capability[0] == 9 else self._replace(chunks=0)
 
 
@@ -57,18 +57,18 @@ class Cut(NamedTuple):
         return SHARES * 32
 
     def shared_bytes(self, tokens: int) -> int:
-        """Of a block: sums as in gemm.cu, and the pairs of its tile."""
+        """Returns shared memory of a block: sums as in gemm.cu, and the pairs of its tile."""
         places = -(-tokens // 8) * 8
         return SHARES * places * _pitch(self.row_tiles) * 4 + places * 4
 
     def line(self, name: str, kind: str, tokens: int) -> str:
-        """Of source."""
+        """Returns the line of source."""
         template = f"{-(-tokens // 8)}, {self.row_tiles}, {self.ahead}, {self.x_ahead}, {KINDS[kind]}"
         return f"EXPERT_KERNEL({name}, {self.blocks}, {template})\n"
 
 
 class Stream(NamedTuple):
-    """The same of a kernel of gemm_stream.cu."""
+    """The layout of a kernel of gemm_stream.cu."""
 
     row_tiles: int
     stages: int
@@ -81,28 +81,28 @@ class Stream(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, row_tiles: int, tokens: int) -> Stream:
-        """With as many stages as there is room for."""
+        """Makes one with as many stages as there is room for."""
         none = cls(row_tiles, 0, layout)
         room = _SHARED - none.shared_bytes(tokens)
         return none._replace(stages=min(room // (none.stage_bytes() + 16), _MAX_STAGES))
 
     @classmethod
     def best(cls, layout: Layout, tokens: int) -> Stream:
-        """Of those tried on an H200: three row tiles that leave two stages, four that leave three, or fewer; no more
-        than two beside much of x."""
+        """Returns the best of those tried on an H200: three row tiles that leave two stages, four that leave three, or
+        fewer; no more than two with much of x."""
         x_registers = -(-layout.chunks // SHARES) * tokens
-        tried = [cls.of(layout, row_tiles, tokens) for row_tiles in range(1, 3 if x_registers > _MUCH else 5)]
+        tried = [cls.of(layout, row_tiles, tokens) for row_tiles in range(1, 3 if x_registers > _MUCH_X else 5)]
         return max((cut for cut in tried if cut.stages > 1 + cut.row_tiles // 4), default=tried[0])
 
     def stage_bytes(self) -> int:
-        """As `Stage` in gemm_stream.cu has them."""
+        """Returns the bytes of `Stage` in gemm_stream.cu."""
         kind, groups, zeros, chunks = self.layout
         words = chunks * (32 if kind == DENSE else 8 if kind in (INT4, MX) else 16)
         scales = 0 if kind == DENSE else 1 if groups == 0 else (chunks + 1) // 2 * (1 if kind == MX else groups)
         return self.row_tiles * 16 * (words + scales * (2 if zeros else 1)) * 4
 
     def shared_bytes(self, tokens: int) -> int:
-        """Of a block: sums and pairs by turns, with a barrier each, and stages with two."""
+        """Returns shared memory of a block: sums and pairs by turns, with a barrier each, and stages with two."""
         sums = SHARES * tokens * _pitch(self.row_tiles) * 4
         return 2 * (sums + tokens * 4 + 8) + self.stages * (self.stage_bytes() + 16)
 
@@ -127,12 +127,12 @@ Cuts = dict[tuple[str, int], Cut | Stream]  # by kind and pairs that a tile has 
 _CUT, _LESS = Cut(row_tiles=4, ahead=1, x_ahead=1, blocks=2), Cut(row_tiles=3, ahead=1, x_ahead=1, blocks=2)
 _GATED = tuple(kind for kind in KINDS if kind != "plain")
 _OWN_CUTS: dict[int, Cuts] = {
-    DENSE: dict.fromkeys((*itertools.product(_GATED, _TILES), ("plain", MOST)), _LESS),
+    DENSE: dict.fromkeys((*itertools.product(_GATED, _TILES), ("plain", MAX_PAIRS)), _LESS),
     FP8: dict.fromkeys(itertools.product(_GATED, (8,)), _LESS),
     MX: {
         **dict.fromkeys(itertools.product(_GATED, (8,)), _CUT._replace(blocks=3)),
         ("plain", 8): _LESS,
-        ("plain", MOST): Cut(row_tiles=2, ahead=1, x_ahead=1, blocks=3),
+        ("plain", MAX_PAIRS): Cut(row_tiles=2, ahead=1, x_ahead=1, blocks=3),
     },
 }
 
@@ -173,10 +173,10 @@ class FewPairs:
     ) -> Tensor:  # fmt: skip
         """See `multiply`."""
         tiles, x = routed.tiles, x.contiguous()
-        assert tiles is not None and tiles.rows <= MOST and tiles.tiles.is_contiguous()
+        assert tiles is not None and tiles.rows <= MAX_PAIRS and tiles.tiles.is_contiguous()
         tokens, depth = routed.experts.shape[0], x.shape[1]
         # A token chooses no expert twice.
-        kernel, cut = self._kernels[kind, next(tile for tile in self._tiles[kind] if tokens <= tile or tile == MOST)]
+        kernel, cut = self._kernels[kind, next(n for n in self._tiles[kind] if tokens <= n or n == MAX_PAIRS)]
         codes, scales, zeros = (
             (weight, None, None) if isinstance(weight, Tensor) else (weight.words, weight.scales, weight.zeros)
         )
@@ -202,7 +202,7 @@ def layout_of(weight: Tensor | ExpertRows, width: int = 16) -> Layout:
     else:
         layout, columns = Layout(weight.kind, weight.groups, weight.zeros is not None), weight.columns
     stream = layout._replace(chunks=columns // _CHUNK)
-    fits = width % 4 == 0 and stream.chunks <= _LONGEST and Stream.of(stream, 1, MOST).stages > 1
+    fits = width % 4 == 0 and stream.chunks <= _LONGEST and Stream.of(stream, 1, MAX_PAIRS).stages > 1
     return stream if fits else layout
 
 
@@ -248,7 +248,7 @@ def compile_ahead(dtype: torch.dtype, layout: Layout, capability: tuple[int, int
 
 
 def read_source(layout: Layout, cuts: Cuts) -> str:
-    """What is compiled."""
+    """Returns what is compiled."""
     kind, groups, zeros, chunks = layout
     weights = "StoredExperts" if kind == DENSE else f"Words<{kind}, {groups}, {str(zeros).lower()}>"
     files = (*FILES, *(STREAM_FILES if chunks else ()))

@@ -36,7 +36,7 @@ from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
 _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a time, and warps of a block
 # Blocks of a multiprocessor that multiply a matrix out: as many as there is room for, or so few that attention has room
-# beside them, whose block of a prompt takes two thirds of the registers.
+# next to them, whose block of a prompt takes two thirds of the registers.
 _UNPACK_BLOCKS, _UNPACK_ASIDE = 4, 1
 _ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 
@@ -59,7 +59,7 @@ class Width(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Bytes in shared memory of what a warp has of 16 features and a chunk."""
+        """Returns bytes in shared memory of what a warp has of 16 features and a chunk."""
         words = (2 if self.shift < 0 else 1) * (2 if self.zeros else 1)
         return self.bits // 4 * 512 + words * 128
 
@@ -69,7 +69,7 @@ def width_of(weight: PackedGroups) -> Width:
 
 
 # By bits, as measured best on one H200 with the weights of an 8B model: what needs no clusters, and what takes the
-# place of it where there are clusters, or is there beside it. What `shared` cuts there from 32 rows on is cut elsewhere
+# place of it where there are clusters, or is there with it. What `shared` cuts there from 32 rows on is cut elsewhere
 # as in bfloat16.
 _ANYWHERE: dict[int, Shapes] = {
     4: {
@@ -175,7 +175,7 @@ _HOPPER: dict[int, Shapes] = {
 
 
 def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Shapes:
-    """For devices of this compute capability. Without an entry, `add_long` is `add`."""
+    """Returns shapes for devices of this compute capability. Without an entry, `add_long` is `add`."""
     if capability[0] == WARP_GROUPS and dtype == torch.bfloat16:  # float16 has not been tried
         return _HOPPER[bits]
     return (_WITH_CLUSTERS if capability >= CLUSTERS else _ANYWHERE)[bits]
@@ -213,7 +213,7 @@ class GroupGemm(PackedGemm[Tensor]):
         self._order = order_kernels(module, shapes.values())
         self._kernels = kernels_of(module, shapes, width.part)
         self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
-        # What runs beside it may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
+        # What runs meanwhile may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
         self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=_ALL_SHARED)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
@@ -243,7 +243,7 @@ class GroupGemm(PackedGemm[Tensor]):
 
 
 def unpack_blocks(rows: int, columns: int, room: int) -> int:
-    """Of a grid of `unpack` for a matrix of this shape, at most `room`."""
+    """Returns the blocks of a grid of `unpack` for a matrix of this shape, at most `room`."""
     return min(room, -(-rows // TALL * -(-columns // (CHUNK * _UNPACK_RUN)) // _UNPACK_WARPS))
 
 
@@ -267,7 +267,7 @@ def ordered(kernel: Kernel, tokens: int, x: Tensor) -> Tensor:
 
 
 def order_lines(shapes: Iterable[Shape | TallShape]) -> list[str]:
-    """Of the source: the kernels of `order_kernels`."""
+    """Returns lines of the source: the kernels of `order_kernels`."""
     return [f"ORDER_KERNEL(order_{tokens}, {tokens // 8})\n" for tokens in _panels(shapes)]
 
 
@@ -282,7 +282,7 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 
 
 def read_source(width: Width, shapes: Shapes) -> str:
-    """What is compiled."""
+    """Returns what is compiled."""
     order = order_lines(shapes.values())
     parts = read_files((*FILES, "gemm_groups.cu", *(["gemm_bulk.cu", "gemm_tall.cu"] if order else [])))
     parts += [weights_line(width), *order]

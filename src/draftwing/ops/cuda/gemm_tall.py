@@ -58,7 +58,7 @@ _HOPPER: dict[int, TallShapes] = {
 
 
 def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype) -> TallShapes:
-    """For devices of this compute capability. Without an entry, `add_long` is `add`."""
+    """Returns shapes for devices of this compute capability. Without an entry, `add_long` is `add`."""
     return _HOPPER[bits] if capability[0] == WARP_GROUPS and dtype == torch.bfloat16 else {}
 
 
@@ -100,7 +100,7 @@ class TallGemm(PackedGemm[Tensor | None]):
 
 
 def read_source(width: Width, shapes: TallShapes) -> str:
-    """What is compiled."""
+    """Returns what is compiled."""
     parts = [*read_files((*FILES, "gemm_groups.cu", "gemm_bulk.cu", "gemm_tall.cu")), weights_line(width)]
     parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
     return "".join([*parts, *order_lines(shapes.values())])

@@ -21,7 +21,7 @@ from draftwing.files import cache_folder
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
-_SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has beside its own
+_SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has besides its own
 Arg = Tensor | int | float | None
 
 
@@ -166,4 +166,4 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(place)
         except OSError:
             continue
-    raise OSError(f"libnvrtc.so.{version} was not found beside torch; install nvidia-cuda-nvrtc")
+    raise OSError(f"libnvrtc.so.{version} was not found next to torch; install nvidia-cuda-nvrtc")

@@ -1,4 +1,4 @@
-"""A second CUDA stream, for work that leaves the kernels of a forward room beside it."""
+"""A second CUDA stream, for work that leaves room for the kernels of a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which drafted nodes are worth verifying: what is expected of each, and the best of a whole batch.
+"""Selects the drafted nodes that are worth verifying: what is expected of each, and the best of a whole batch.
 
 A drafter grades its nodes (`ops.drafts`); how often a grade was right at each depth is counted (`Calibration`). The
 product of these shares along a node's path is its survival, the expected number of tokens that verifying it gives.
@@ -36,7 +36,7 @@ class AssignOps:
     device: torch.device
 
     def rank(self, draft: Draft, tree: Tree, rows: Tensor, dummy: int, calibration: Calibration) -> Ranked:
-        """What is expected of trees of rows [B]; nothing of drafts of the dummy row."""
+        """Returns what is expected of trees of rows [B]; nothing of drafts of the dummy row."""
         grade = torch.zeros_like(draft.parent) if draft.grade is None else draft.grade
         seen, accepted = calibration
         estimate = (accepted / seen).clamp_(max=SURE)[grade, tree.depth.clamp(max=DEPTHS - 1)]  # [B, N]

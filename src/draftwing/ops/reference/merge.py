@@ -61,10 +61,10 @@ def _agree(first: Draft, second: Draft, depth: int) -> Tensor:
     same[:, 0].fill_(False)
     same[:, :, 0].fill_(False)
     same[:, 0, 0].fill_(True)
-    above, beside = first.parent[:, :, None].expand_as(same), second.parent[:, None].expand_as(same)
+    above, other = first.parent[:, :, None].expand_as(same), second.parent[:, None].expand_as(same)
     agree = same
     for _ in range(depth):
-        agree = same & agree.gather(1, above).gather(2, beside)
+        agree = same & agree.gather(1, above).gather(2, other)
     return agree
 
 
@@ -75,15 +75,15 @@ def _graded(first: Tensor, second: Tensor, agree: Tensor) -> Tensor:
     return ((first // LEVELS) | (other // LEVELS)) * LEVELS + level
 
 
-def _survival(parent: Tensor, grade: Tensor, most: int, calibration: Calibration) -> tuple[Tensor, Tensor]:
-    """Depths of nodes [B, N], `most` + 1 for what is deeper than `most`; and what is expected of the others."""
+def _survival(parent: Tensor, grade: Tensor, max_depth: int, calibration: Calibration) -> tuple[Tensor, Tensor]:
+    """Returns depths of nodes [B, N], `max_depth` + 1 for deeper ones; and what is expected of the others."""
     up = torch.arange(parent.shape[1], device=parent.device).expand_as(parent)
     depth = torch.zeros_like(parent)
-    for _ in range(most + 1):
+    for _ in range(max_depth + 1):
         depth += up != 0
         up = parent.gather(1, up)
     estimate = (calibration.accepted / calibration.seen).clamp_(max=SURE)[grade, depth.clamp(max=DEPTHS - 1)]
     survival = torch.ones_like(estimate)
-    for level in range(1, most + 1):
+    for level in range(1, max_depth + 1):
         survival = torch.where(depth == level, survival.gather(1, parent) * estimate, survival)
     return depth, survival

@@ -155,7 +155,7 @@ class NGramIndex:
         return roots_alone(table, rows, shape.nodes)
 
     def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
-        """The same: 1 <= depth <= branch_length, nodes > 1."""
+        """Builds trees of 1 <= depth <= branch_length and nodes > 1."""
         candidates, match = self.candidates[:, :depth].index_select(0, rows), self.match.index_select(0, rows)
         return self.tree.build(candidates, match, table.last.index_select(0, rows), nodes)
 

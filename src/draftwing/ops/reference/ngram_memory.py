@@ -20,7 +20,7 @@ from torch import Tensor
 WINDOWS: Final = (1, 5)  # hashed lengths, clipped to the allowed matches; the match itself is measured in the log
 WAYS: Final = 4  # places kept per bucket
 CANDIDATES: Final = len(WINDOWS) * WAYS  # results of a lookup
-LEAST: Final = 1024  # cells of a ring, at least
+MIN_CELLS: Final = 1024  # cells of a ring, at least
 
 _ID_BITS: Final = 22
 _SALT_BITS: Final = 63 - _ID_BITS
@@ -58,12 +58,12 @@ class NGramMemory:
         capacity: int,
         rows: int,
         device: torch.device,
-        least: int = LEAST,
+        min_cells: int = MIN_CELLS,
     ) -> None:
-        """capacity: tokens of log, shared out evenly among the rows; a ring has `least` cells at least. rows: R + 1,
+        """capacity: tokens of log, shared out evenly among rows; a ring has at least `min_cells` cells. rows: R + 1,
         the last one a dummy, which stores nothing."""
         self.max_window = max_window
-        self.cells = max(capacity // rows, least)
+        self.cells = max(capacity // rows, min_cells)
         total = rows * (self.cells + 1)  # an empty cell divides a ring from the next
         assert total < 1 << _CELL_BITS
         self.lengths = tuple(min(max(w, min_window), max_window) for w in WINDOWS)
@@ -136,7 +136,7 @@ class NGramMemory:
         return mixed.bitwise_right_shift_(24).bitwise_and_(self.mask)  # low bits of a product depend on few of a cell's
 
     def lookup(self, suffix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the rows' newest tokens occur in what requests of the same salt generated, their own text included.
+        """Finds where rows' newest tokens occur in what requests of the same salt generated, their own text included.
 
         suffix [B, max_window]: newest token last, -2 where there is none; rows [B].
         Returns missing [B, C] uint8: max_window minus the length of the match, so max_window = nothing found; and what

@@ -27,7 +27,7 @@ from draftwing.ops.types import Draft, RowTensors
 
 LENGTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of contexts, up to the longest that is asked for
 # For each token that followed a context, so many occurrences are taken to be of tokens that have not been seen there:
-# as often as text of chats and code went on in another way. What others said tells less.
+# as often as text of chats and code went on in another way. What others said says less.
 ESCAPE: Final = (2.3, 1.0, 0.6, 0.35, 0.28, 0.22, 0.18, 0.1, 0.06, 0.05, 0.03)
 OTHERS: Final = 2.0
 WAYS: Final = 8  # tokens of a bucket, the newest first
@@ -38,7 +38,7 @@ BACK: Final = 3  # contexts that a node's children come from
 _TOKEN_BITS: Final = 22
 _CHECK_BITS: Final = 31
 _NAME_BITS: Final = _TOKEN_BITS + _CHECK_BITS
-MOST: Final = (1 << 63 - _NAME_BITS) - 1  # a count stops here
+MAX_COUNT: Final = (1 << 63 - _NAME_BITS) - 1  # a count stops here
 _TOKEN, _CHECK, _NAME = (1 << _TOKEN_BITS) - 1, (1 << _CHECK_BITS) - 1, (1 << _NAME_BITS) - 1
 
 _WORD: Final = 1 << 64
@@ -58,7 +58,7 @@ BASE, FIRST, SECOND, OWNER, SALT = (
 
 
 def owners(count: int, secret: int) -> Tensor:
-    """[count] int64: 64 bits each, of which none tells anything of another one or of their difference."""
+    """[count] int64: 64 bits each, of which none says anything of another one or of their difference."""
     key = secret.to_bytes(8, "little")
     hashes = (blake2b(i.to_bytes(8, "little"), digest_size=8, key=key).digest() for i in range(count))
     return torch.tensor([int.from_bytes(one, "little", signed=True) for one in hashes])
@@ -177,7 +177,7 @@ class SuffixIndex:
         name = check << _TOKEN_BITS | token  # [W]
         same = (ways & _NAME) == name[:, None]
         at = torch.where(same, self.way, WAYS - 1).amin(1, keepdim=True)  # the place that it leaves, or the oldest's
-        count = torch.where(same.any(1), (ways.gather(1, at).squeeze(1) >> _NAME_BITS) + 1, 1).clamp_(max=MOST)
+        count = torch.where(same.any(1), (ways.gather(1, at).squeeze(1) >> _NAME_BITS) + 1, 1).clamp_(max=MAX_COUNT)
         moved = torch.where(self.way <= at, ways.roll(1, 1), ways)
         others = (moved >> _TOKEN_BITS & _CHECK) == check[:, None]  # what followed instead counts half
         halved = ((moved >> _NAME_BITS) + 1 >> 1) << _NAME_BITS | (moved & _NAME)
@@ -224,7 +224,7 @@ class SuffixIndex:
         # Children of node n stand from n * size on: their paths' probabilities, tokens and grades.
         path = torch.zeros(batch, nodes * size, dtype=torch.float32, device=context.device)
         token, grade = context.new_zeros(2, batch, nodes * size)
-        depth, mine, most = torch.zeros_like(behind), torch.ones_like(path[:, :1]), behind * 0 + len(self.lengths)
+        depth, mine, end = torch.zeros_like(behind), torch.ones_like(path[:, :1]), behind * 0 + len(self.lengths)
         for n in range(nodes):
             if n:
                 # The best by the bits of its probability, of equals the first.
@@ -237,9 +237,9 @@ class SuffixIndex:
                 grown[:, :, n], paths[:, n] = found.t(), mine.squeeze(1)
                 context = contexts.gather(1, parent[..., None].expand(-1, 1, self.width)).squeeze(1)
                 context = torch.cat((context[:, 1:], found[:, :1] + 1), 1)
-                most = reach.gather(1, parent)
+                end = reach.gather(1, parent)
             contexts[:, n] = context
-            tokens, single, reach[:, n] = self._following(context, owner, behind + depth, most)
+            tokens, single, reach[:, n] = self._following(context, owner, behind + depth, end)
             onwards = mine * single  # [B, size]
             where = slice(n * size, (n + 1) * size)
             path[:, where] = torch.where((onwards >= self.least) & (depth < self.depth), onwards, 0.0)
@@ -247,15 +247,15 @@ class SuffixIndex:
             grade[:, where] = LOOKUP * LEVELS + (single[..., None] >= self.starts).sum(-1)
         return paths, grown
 
-    def _following(self, context: Tensor, owner: Tensor, behind: Tensor, most: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _following(self, context: Tensor, owner: Tensor, behind: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What follows context [B, width] by the `BACK` longest contexts that are known, of two of one length the row's
-        own first; among the first `most` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
+        own first; among the first `end` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
         their probabilities [B, BACK * WAYS], 0 where there is none, and how many lengths may be tried for what follows
         them [B]."""
         key = (self.factors * context[:, None]).sum(-1)  # [B, W]
         bucket, check = self._bucket(key[..., None] + owner[:, None])  # [B, W, 2]
         ways = self.table[bucket + self.region[:, None]].flatten(1, 2)  # [B, 2 * W, WAYS]
-        fits = ((self.by_length < most) & (self.length <= behind))[..., None].expand_as(check).flatten(1)
+        fits = ((self.by_length < end) & (self.length <= behind))[..., None].expand_as(check).flatten(1)
         counts = (ways > 0) & ((ways >> _TOKEN_BITS & _CHECK) == check.flatten(1)[..., None]) & fits[..., None]
         rank = self.preferred.flatten() * counts.any(-1)  # [B, 2 * W]
         reach = (rank.argmax(1) // 2 + 2).clamp_(max=len(self.lengths))
@@ -280,14 +280,14 @@ class SuffixIndex:
         return tokens, singles, reach
 
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Draft:
-        """As much of the trees that the last `confidence` kept as the shape takes, the most probable nodes first; dead
-        nodes where there are fewer."""
+        """Proposes as much of the trees that the last `confidence` kept as the shape takes, the most probable nodes
+        first; dead nodes where there are fewer."""
         if shape.nodes > 1 and shape.depth > 0:
             return self.emit(table, rows, shape.depth, shape.nodes)
         return roots_alone(table, rows, shape.nodes)
 
     def emit(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
-        """The same: depth above 0, nodes above 1."""
+        """Emits trees with depth above 0 and nodes above 1."""
         token, parent, level, grade = self.grown.index_select(1, rows).unbind(0)  # [B, n] each
         fits = (level > 0) & (level <= depth)
         place = fits.cumsum(1)

@@ -27,7 +27,7 @@ class Accepted(NamedTuple):
 
 
 class TreeOps:
-    """The operations of a tree step between the forwards."""
+    """The operations of a tree step between the forward passes."""
 
     device: torch.device
 
@@ -100,8 +100,8 @@ class TreeOps:
         above = draft.tokens.where(child, -1).amax(1, keepdim=True) + 1
         below = draft.tokens.where(child, vocab).amin(1, keepdim=True) - 1
         # Children with the first and with the last id of a vocabulary are not worth a third case: one draft too many.
-        beside = torch.where(above < vocab, above, torch.where(below >= 0, below, last))
-        return altered.scatter(1, leaf, torch.where(hit, beside, last))[:, :nodes]
+        neighbour = torch.where(above < vocab, above, torch.where(below >= 0, below, last))
+        return altered.scatter(1, leaf, torch.where(hit, neighbour, last))[:, :nodes]
 
 
 def powers_of(chance: int, count: int) -> list[int]:

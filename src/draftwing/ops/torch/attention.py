@@ -11,7 +11,7 @@ three things make it so:
   A chain ends at the absolute positions 112, 224, ..., for a product may cut a longer one where it likes. The nodes
   of a tree, whose place in the page table is not their position, are therefore offered to every block, each node
   with weight 0 in all blocks but that of its position. On a path they stand in position order.
-- The softmax's denominator is summed by the same product, as a column of ones beside the values. The weight of a sink
+- The softmax's denominator is summed by the same product, as a column of ones next to the values. The weight of a sink
   is added to it last.
 """
 

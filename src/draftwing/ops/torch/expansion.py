@@ -36,7 +36,7 @@ class ExpansionOps(SamplingOps):
     reads_root_late = True
 
     def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
-        """Tokens at the positions prefix[b] .. prefix[b] + width - 1 of rows [B], from the token history."""
+        """Returns tokens at the positions prefix[b] .. prefix[b] + width - 1 of rows [B], from the token history."""
         step = torch.arange(width, device=rows.device)
         column, positions = rows.unsqueeze(1), prefix.unsqueeze(1) + step  # [B, Q]
         return Chain(

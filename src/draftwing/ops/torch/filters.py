@@ -18,7 +18,7 @@ _MASS_ONE = 2.0**40  # fixed-point 1.0, the mass of the most probable token; sum
 
 
 def keep_mask(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Which tokens a row may sample from.
+    """Finds which tokens a row may sample from.
 
     logits [M, V] float32; temperature [M] float32 > 0; top_k [M] int64 (<= 0: off); top_p [M] float32 (>= 1: off);
     min_p [M] float32 (0: off). Returns [M, V] bool. With p = softmax(logits / temperature), a token is kept if

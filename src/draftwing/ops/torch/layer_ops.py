@@ -53,7 +53,7 @@ class LayerOps(ExpertOps):
         if weight.dtype == torch.float32 and x.itemsize < 4 and not weight.requires_grad:
             return self.rms_norm(x.float(), weight, eps).to(x.dtype)
         if x.device.type != "cpu":
-            # In training the weight is in float32 beside a half-precision x, which torch's fused kernel does not take.
+            # In training the weight is in float32 with a half-precision x, which torch's fused kernel does not take.
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         # On the CPU F.rms_norm is a dozen small operations, layer_norm one. Beside its own negation a row has mean 0
         # and the mean of squares as its variance. The result is rounded before it is weighted, as in transformers.
@@ -86,7 +86,7 @@ class LayerOps(ExpertOps):
         positions: Tensor | None = None,
         feature_first: bool = False,
     ) -> Tensor:
-        """What a draft head's first GEMM reads: the embedding of a token beside a feature, each perhaps normed.
+        """What a draft head's first GEMM reads: the embedding of a token next to a feature, each perhaps normed.
 
         ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
         feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero. ids None: row i of the
@@ -152,7 +152,7 @@ class LayerOps(ExpertOps):
         return torch.where(mine.unsqueeze(-1), self.take_rows(source, own.clamp(0, len(source) - 1)), 0)
 
     def share_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor, begin: int) -> Tensor:
-        """As `exact_logits` of a whole whose rows [begin, begin + vocab) `weight` has; 0 for others."""
+        """Computes `exact_logits` of a whole whose rows [begin, begin + vocab) `weight` has; 0 for others."""
         own = ids - begin
         mine = (own >= 0) & (own < len(weight))
         return torch.where(mine, self.exact_logits(hidden, weight, own.clamp(0, len(weight) - 1)), 0)
@@ -169,13 +169,13 @@ class LayerOps(ExpertOps):
         return x.to(wide) @ weight.to(wide).t()
 
     def wide_gemm_is_slow(self, weight: Tensor) -> bool:
-        """Whether a GEMM in the weight's own dtype takes a fraction of the time of `wide_gemm`."""
+        """Returns whether a GEMM in the weight's own dtype takes a fraction of the time of `wide_gemm`."""
         return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
     # -- what some devices have -------------------------------------------------------------------------------------
 
     def packs_with_onednn(self, weight: Tensor) -> bool:
-        """Whether oneDNN multiplies with this weight faster, and in a known order, once it has packed it."""
+        """Returns whether oneDNN multiplies with this weight faster, and in a known order, once it has packed it."""
         return onednn.takes(weight)
 
     def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
@@ -203,7 +203,7 @@ class LayerOps(ExpertOps):
         raise NotImplementedError
 
     def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
-        """The GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is multiplied out."""
+        """The GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is dequantised."""
         return None
 
     def side_work(self) -> SideWork | None:
@@ -215,11 +215,11 @@ class LayerOps(ExpertOps):
         return groups.pack(rows, dtype, rows.codes.device)
 
     def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        """weight [rows, columns] floating point -> the same as one of `groups.SCHEMES` has it, on this device."""
+        """weight [rows, columns] floating point -> its codes as one of `groups.SCHEMES` has it, on this device."""
         return groups.quantized(weight, scheme)
 
     def gemm_keeps_bits(self, weight: Tensor) -> bool:
-        """Whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""
+        """Returns whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""
         return weight.device.type != "cuda"
 
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
@@ -227,13 +227,13 @@ class LayerOps(ExpertOps):
         return None
 
     def whole_mixture(self, weights: MixtureWeights) -> WholeMixture | None:
-        """All of it in one call, or None where the device has none for these weights."""
+        """Returns the whole mixture in one call, or None where the device has none for these weights."""
         return None
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> WholeLayers | None:
         """Decoder layers that follow each other in one call, None where this device, or these layers, have none.
 
-        kept: layers whose outputs the caller wants, counted from 1, beside that of the last.
+        kept: layers whose outputs the caller wants, counted from 1, besides that of the last.
         """
         return None
 

@@ -2,7 +2,7 @@
 
 The value of a token does not depend on the batch it is drawn in, on how far the vocabulary is padded, on which subset
 of ids is asked for, or (up to the last bit of `log`) on the device. So a request's tokens can be reproduced whatever
-ran beside it, after a preemption, and with or without speculation; and a drafter that adds the same noise before its
+ran with it, after a preemption, and with or without speculation; and a drafter that adds the same noise before its
 top-k picks the target's token more often than one that does not (arXiv 2408.07978).
 """
 

@@ -20,7 +20,7 @@ _TRIED = (2, 3, 4, 7, 16, 33, 64, 130)  # numbers of rows that are compared with
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether oneDNN takes this weight: a CPU tensor of a dtype for which its GEMMs are faster than torch's."""
+    """Returns whether oneDNN takes this weight: a CPU tensor of a dtype for which its GEMMs are faster than torch's."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -45,7 +45,7 @@ def gemm(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None
 
 
 def gemm_alike(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None, alike: int) -> Tensor:
-    """The same, each row with the same bits among any number of rows; alike: as `rows_summed_alike` has it."""
+    """Multiplies, each row with the same bits among any number of rows; alike: as `rows_summed_alike` has it."""
     rows = x.shape[0]
     if alike == 2 and rows == 1:
         both = None if residual is None else torch.cat((residual, residual))

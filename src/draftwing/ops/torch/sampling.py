@@ -112,7 +112,7 @@ def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None 
 
 
 def _marked(tokens: Tensor, values: Tensor) -> Tensor:
-    """Tokens with the values by which they were chosen, of the same shape."""
+    """Returns tokens with the values by which they were chosen, of the same shape."""
     return tokens.add_(values.isfinite().logical_not_(), alpha=NOT_FINITE)
 
 

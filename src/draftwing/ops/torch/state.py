@@ -1,4 +1,4 @@
-"""Reading what layers keep of earlier tokens beside keys and values (`kv.pool.StateSpec`): by page tables and paths,
+"""Reading what layers keep of earlier tokens besides keys and values (`kv.pool.StateSpec`): by page tables and paths,
 as attention reads keys. An entry depends on those of its ancestors alone, so trees, chunks and cached prefixes need no
 more.
 
@@ -37,7 +37,7 @@ def scan(batch: Batch, kept: Tensor, update: Callable[[Tensor, Tensor], Tensor])
 
     kept: as `Attend.state` gives it.  update(before [m, *shape], queries [m] int64) -> [m, *shape]: the entries of some
     queries of the batch, `before` being zeros for the first token of a text; a row must have the same bits whatever is
-    beside it.  Returns the entries [M, *shape].
+    with it.  Returns the entries [M, *shape].
     """
     before = ancestor_slots(batch, 1).squeeze(1)
     for queries, slots in _levels(batch):

@@ -80,9 +80,9 @@ def plan(
         rows = tiling.rows
     splits = split_count(positions, tiling)
     # Of tiles of 64 rows a multiprocessor holds one.
-    most = tiling.context_programs if two or rows >= 64 else tiling.programs
+    limit = tiling.context_programs if two or rows >= 64 else tiling.programs
     touched = min(splits, triton.cdiv(reach + depth, tiling.short) + 1) if reach else splits
-    lanes = max(1, min(most // programs(rows), touched))
+    lanes = max(1, min(limit // programs(rows), touched))
     if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
         lanes = 1
     return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
@@ -131,8 +131,8 @@ def tree_attention(
     q [B * Q, heads or more, head_dim], of which the first heads are read, its last two axes dense; kv [slots, kv_heads,
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
     head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
-    `ragged` Q is 1, and the trees are those that it tells of. scales: what keys and what values of the pool are to be
-    multiplied with; a pool may be float8_e4m3fn beside queries of 16 bits. kind: of the layer. settled: as
+    `ragged` Q is 1, and the trees are those that it names. scales: what keys and what values of the pool are to be
+    multiplied with; a pool may be float8_e4m3fn with queries of 16 bits. kind: of the layer. settled: as
     `AttnBackend.bind` has it.
     """
     tiling = tiling or pick_tiling(kv)

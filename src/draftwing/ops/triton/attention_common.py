@@ -74,7 +74,7 @@ ANY_ALIGNMENT = ["rows", "prefix_len", "path", "path_len"]  # they may be parts 
 
 
 def pick_tiling(kv: Tensor) -> Tiling:
-    """For a layer of the pool."""
+    """Picks the tiling for a layer of the pool."""
     if kv.dtype == torch.float32:
         return TILING_FLOAT32
     if kv.shape[3] > 128:
@@ -100,7 +100,7 @@ def padded(size: int) -> int:
 
 
 def fits(q: Tensor, kv: Tensor) -> bool:
-    """Whether these queries can read this layer of the pool."""
+    """Returns whether these queries can read this layer of the pool."""
     return q.dtype == kv.dtype or (kv.dtype == torch.float8_e4m3fn and q.itemsize == 2)
 
 

@@ -1,4 +1,4 @@
-"""What a head that drafts blocks needs beside its forward and the expansion, in Triton: a launch for the inputs, and
+"""What a head that drafts blocks needs besides forward pass and expansion, in Triton: a launch for the inputs, and
 one for what its confidence head says of the nodes.
 """
 

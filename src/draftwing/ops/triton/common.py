@@ -42,7 +42,7 @@ def let_next_come(PDL: tl.constexpr) -> None:
 
 @triton.jit
 def wait(PDL: tl.constexpr) -> None:
-    """For the kernels before this one."""
+    """Waits for the kernels before this one."""
     if PDL:
         gdc_wait()
 
@@ -71,7 +71,7 @@ def _options(kind: str) -> dict[str, Any]:
 def keep_cache(launched: Any) -> None:
     """launched: what a launch returned. For a kernel with more than 48 KB of shared memory Triton tells the driver to
     prefer shared memory to L1 cache. GEMMs of few rows, whose weights on their way land in that cache, were left
-    with little of it beside such kernels: a step of an 8B model took half as long again. This takes it back."""
+    with little of it after such kernels: a step of an 8B model took half as long again. This takes it back."""
     function = getattr(launched, "function", None)
     if function is not None and launched.metadata.shared > 48 << 10:
         _forget_preference(function)

@@ -60,7 +60,7 @@ def best_keys(key, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _best_of_rows(key, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """The same for each row of key [R, C]: [R, WIDTH]."""
+    """Returns the best of each row of key [R, C]: [R, WIDTH]."""
     lane = tl.arange(0, WIDTH)[None, :]
     best = tl.full([key.shape[0], WIDTH], LAST, tl.int64)
     for i in range(COUNT):

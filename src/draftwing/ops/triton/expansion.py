@@ -65,7 +65,7 @@ def _copy_features(
     feature, source, source_stride, b, from_row, TOPK: tl.constexpr, KP: tl.constexpr, SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """This program's columns of the source's rows from_row [KP] (int64) -> rows of b's nodes."""
+    """Copies this program's columns of the source's rows from_row [KP] (int64) -> rows of b's nodes."""
     lane = tl.arange(0, KP)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (lane < TOPK) & (column < SIZE)

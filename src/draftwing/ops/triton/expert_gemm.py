@@ -1,7 +1,7 @@
 """GEMMs with the weights of experts: a program per tile of pairs and outputs, so that of the weights only those of
 experts that were chosen are read. Those of few tokens are `ops.cuda.gemm_experts`' where it takes the weight.
 
-A row's bits depend on that row, its expert and the kind of tile. Weights that are quantised are multiplied out in
+A row's bits depend on that row, its expert and the kind of tile. Weights that are quantised are dequantised in
 registers, to the values of `groups.unpacked`.
 """
 
@@ -264,7 +264,7 @@ class ExpertGemm:
         assert tiles is not None
         if not isinstance(weight, Tensor) and weight.order is not None:
             x = x.index_select(1, weight.order)
-        if tiles.rows <= gemm_experts.MOST and gemm_experts.takes(weight, x.dtype):
+        if tiles.rows <= gemm_experts.MAX_PAIRS and gemm_experts.takes(weight, x.dtype):
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
@@ -279,9 +279,9 @@ class ExpertGemm:
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
         if not routed.pairs:
             return out
-        most, choices = tiles.tiles.shape[1], routed.choices(x)
-        launched = _expert_gemm_kernel[(triton.cdiv(width, features), most)](
-            out, x, x.stride(0), codes, scales, zeros, bias, tiles.order, tiles.tiles, most, limit, self.rows,
+        max_tiles, choices = tiles.tiles.shape[1], routed.choices(x)
+        launched = _expert_gemm_kernel[(triton.cdiv(width, features), max_tiles)](
+            out, x, x.stride(0), codes, scales, zeros, bias, tiles.order, tiles.tiles, max_tiles, limit, self.rows,
             CHOICES=choices, DEPTH=depth, WIDTH=width, ACT=act, ALPHA=SWIGLU_ALPHA, ROWS=tiles.rows,
             FEATURES=features, EVEN=depth % arguments["STEP"] == 0, PRECISION="ieee" if wide else "tf32",
             num_warps=warps, num_stages=2 if wide else stages, **arguments, **launch_options(x.device),
@@ -291,7 +291,7 @@ class ExpertGemm:
 
 
 def takes(weight: Tensor | PackedGroups | MXRows, count: int) -> bool:
-    """Whether the kernels multiply with these weights of `count` experts."""
+    """Returns whether the kernels multiply with these weights of `count` experts."""
     if isinstance(weight, Tensor):
         return weight.dtype in DTYPES and weight.is_contiguous()
     return not isinstance(weight, MXRows) or (weight.columns % MX_BLOCK == 0 and fits(weight))

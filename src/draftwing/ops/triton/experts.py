@@ -1,4 +1,4 @@
-"""Triton kernels of mixtures of experts beside their GEMMs: routing, tiles of pairs, and the sum over choices.
+"""Triton kernels of mixtures of experts besides their GEMMs: routing, tiles of pairs, and the sum over choices.
 
 What a token gets depends on that token alone; how pairs are grouped into tiles has no influence on it.
 """
@@ -72,21 +72,21 @@ def _route_kernel(
         tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=there)
 
 
-@triton.jit(do_not_specialize=["pairs", "tile_count", "most"])
+@triton.jit(do_not_specialize=["pairs", "tile_count", "max_tiles"])
 def _tile_kernel(
     order,
     tiles,
     experts,
     pairs,
     tile_count,
-    most,
+    max_tiles,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Puts pairs in the order of experts, and cuts that into tiles, at most `most` of an expert. The last program makes
+    """Puts pairs in the order of experts, cut into tiles, at most `max_tiles` of an expert. The last program makes
     the tiles, the others place BLOCK pairs each; each compares its own with all pairs."""
     start(PDL)
     place = tl.arange(0, CHUNK)
@@ -113,7 +113,7 @@ def _tile_kernel(
         counts, begins = tl.sum(same, 1), tl.sum(less, 1)
         own_tiles = (counts + ROWS - 1) // ROWS
         at = tl.cumsum(own_tiles, 0) - own_tiles
-        for i in range(0, most):
+        for i in range(0, max_tiles):
             there = i < own_tiles
             tl.store(tiles + at + i, lane, mask=there)
             tl.store(tiles + tile_count + at + i, begins + i * ROWS, mask=there)
@@ -220,25 +220,25 @@ def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
     """experts [M, top_k] of `count`, of a row no two alike -> tiles of `rows` pairs, as many as there may be whatever
     was chosen."""
     pairs = experts.numel()
-    most = min(pairs, count + pairs // rows)
+    max_tiles = min(pairs, count + pairs // rows)
     if pairs > FEW_PAIRS:
-        return _sorted_tiles(experts.flatten(), count, rows, most)
+        return _sorted_tiles(experts.flatten(), count, rows, max_tiles)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    tiles = torch.empty(3, most, dtype=torch.int32, device=experts.device)
+    tiles = torch.empty(3, max_tiles, dtype=torch.int32, device=experts.device)
     if pairs:
         _tile_kernel[(triton.cdiv(pairs, _BLOCK) + 1,)](
-            order, tiles, experts, pairs, most, triton.cdiv(experts.shape[0], rows), ROWS=rows, LANES=lanes(count),
+            order, tiles, experts, pairs, max_tiles, triton.cdiv(experts.shape[0], rows), ROWS=rows, LANES=lanes(count),
             BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=4, **launch_options(experts.device),
         )  # fmt: skip
     return ExpertTiles(order, tiles, rows)
 
 
-def _sorted_tiles(flat: Tensor, count: int, rows: int, most: int) -> ExpertTiles:
-    """Of many pairs, by torch: shapes do not depend on data."""
+def _sorted_tiles(flat: Tensor, count: int, rows: int, max_tiles: int) -> ExpertTiles:
+    """Sorts many pairs by torch: shapes do not depend on data."""
     order = flat.argsort(stable=True)
     counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     ends, tile_counts = counts.cumsum(0), (counts + rows - 1) // rows
-    tile_ends, tile = tile_counts.cumsum(0), torch.arange(most, device=flat.device)
+    tile_ends, tile = tile_counts.cumsum(0), torch.arange(max_tiles, device=flat.device)
     number = torch.searchsorted(tile_ends, tile, right=True)
     known = number.clamp(max=count - 1)
     within = (tile - (tile_ends - tile_counts)[known]) * rows

@@ -28,7 +28,7 @@ _ROUNDS = tl.constexpr(11)
 _CHUNK = 2048  # logits of a program
 _SEARCH_TILE = 1024
 _LIST_WORDS = 1 << 24  # of all lists of tokens together
-_LIST_LEAST = 4096  # of each; a row with more tokens below its limits (flat logits, large batch) reads its logits
+_MIN_LIST = 4096  # of each; a row with more tokens below its limits (flat logits, large batch) reads its logits
 
 
 class Limits(NamedTuple):
@@ -146,9 +146,9 @@ def _last_bin(histogram, place, mass, k, top_p, VOCAB: tl.constexpr):
     if (k > 0) & (k < VOCAB):
         last = tl.sum((tl.cumsum(counts, 0) < k).to(tl.int32), 0)
     else:
-        most = tl.exp(-lane.to(tl.float32) / _BINS_PER_UNIT) * (1.001 * _MASS_ONE)  # of a token: the bin's lower edge
-        most = tl.where(lane < BINS - 1, most, 0.0).to(tl.int64) * counts
-        behind = tl.sum(most, 0) - tl.cumsum(most, 0)
+        upper = tl.exp(-lane.to(tl.float32) / _BINS_PER_UNIT) * (1.001 * _MASS_ONE)  # of a token: the bin's lower edge
+        upper = tl.where(lane < BINS - 1, upper, 0.0).to(tl.int64) * counts
+        behind = tl.sum(upper, 0) - tl.cumsum(upper, 0)
         last = tl.sum((behind > mass - _mass_wanted(mass, top_p)).to(tl.int32), 0)
     return tl.minimum(last, BINS - 1)
 
@@ -294,7 +294,7 @@ def limits(logits: Tensor, positions: Tensor, rows: Tensor, params: RowTensors) 
     batch, nodes, vocab = logits.shape
     device, count = logits.device, batch * nodes
     chunks = triton.cdiv(vocab, _CHUNK)
-    room = min(vocab, max(_LIST_LEAST, _LIST_WORDS // count))
+    room = min(vocab, max(_MIN_LIST, _LIST_WORDS // count))
     maxima = torch.empty(count, chunks, dtype=torch.float32, device=device)
     histogram = torch.empty(count, BINS.value, dtype=torch.int32, device=device)
     mass = torch.empty(count, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Triton kernels for what a layer does beside GEMMs and attention; one row per program, float32 inside.
+"""Triton kernels for what a layer does besides GEMMs and attention; one row per program, float32 inside.
 
 A row's bits depend on that row only: how a sum is split follows from the row's size, never from the number of rows
 (nor from where a row lies, as long as rows begin at multiples of 16 bytes).
@@ -320,7 +320,7 @@ def fuse_inputs(
     positions: Tensor | None = None,
     feature_first: bool = False,
 ) -> Tensor:
-    """What a draft head's first GEMM reads: the embedding of a token beside a feature, each perhaps normed.
+    """Returns what a draft head's first GEMM reads: the embedding of a token next to a feature, each perhaps normed.
 
     ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
     feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero. ids None: row i of the table

@@ -17,13 +17,13 @@ from draftwing.ops.types import Calibration, Draft
 _LEVELS: tl.constexpr = tl.constexpr(LEVELS)
 _DEPTHS: tl.constexpr = tl.constexpr(DEPTHS)
 _SURE: tl.constexpr = tl.constexpr(SURE)
-_MOST = 64  # nodes of either tree
+_MAX_NODES = 64  # nodes of either tree
 
 
 @triton.jit
 def _paths(tokens_ptr, parent_ptr, alive_ptr, NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """Of a tree's nodes: whether they are alive and no deeper than DEPTH, their depth, and a hash of their path. Paths
-    that differ have the same hash once in 2^60 or so, and then a draft is lost."""
+    """Returns of a tree's nodes: whether they are alive and no deeper than DEPTH, their depth, and a hash of their
+    path. Paths that differ have the same hash once in 2^60 or so, and then a draft is lost."""
     lane = tl.arange(0, LANES)
     real = lane < NODES
     alive = tl.load(alive_ptr + lane, mask=real, other=0) != 0
@@ -125,11 +125,11 @@ def _merge_kernel(
 
 
 @triton.jit(do_not_specialize=["stride", "batch"])
-def _raise_kernel(confidence_ptr, stride, batch, MOST: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):
+def _raise_kernel(confidence_ptr, stride, batch, MAX: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):
     start(PDL)
     b = tl.program_id(0) * LANES + tl.arange(0, LANES)
     value = tl.load(confidence_ptr + b * stride, mask=b < batch, other=0)
-    tl.store(confidence_ptr + b * stride, tl.minimum(value + 1, MOST), mask=b < batch)
+    tl.store(confidence_ptr + b * stride, tl.minimum(value + 1, MAX), mask=b < batch)
 
 
 class TritonMergeOps(MergeOps):
@@ -137,7 +137,7 @@ class TritonMergeOps(MergeOps):
 
     def merge(self, first: Draft, second: Draft, shape: TreeShape, calibration: Calibration) -> Draft:
         (batch, one), two, nodes = first.tokens.shape, second.tokens.shape[1], shape.nodes
-        if max(one, two) > _MOST:
+        if max(one, two) > _MAX_NODES:
             return super().merge(first, second, shape, calibration)
         assert calibration.seen.is_contiguous() and calibration.accepted.is_contiguous()
         new = first.tokens.new_empty
@@ -154,7 +154,7 @@ class TritonMergeOps(MergeOps):
     def raise_confidence(self, confidence: Tensor) -> Tensor:
         batch = confidence.shape[0]
         _raise_kernel[(triton.cdiv(batch, 128),)](
-            confidence, confidence.stride(0), batch, MOST=MAX_CONFIDENCE, LANES=128, num_warps=1,
+            confidence, confidence.stride(0), batch, MAX=MAX_CONFIDENCE, LANES=128, num_warps=1,
             **launch_options(confidence.device),
         )  # fmt: skip
         return confidence

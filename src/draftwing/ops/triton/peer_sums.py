@@ -1,11 +1,11 @@
 """Sums over ranks of few rows, by one kernel that reads the other GPUs' memory (one-shot all-reduce).
 
-Each rank writes its part into memory of its own that the others map, tells them so, waits until all have told it, and
+Each rank writes its part into memory of its own that the others map, signals that, waits until all have signalled, and
 adds all parts itself, in float32 in the order of the ranks: the bits are those of `sum_parts`, on every rank and for
 any number of rows.
 
 Calls are counted by the device, so a captured kernel knows which one it is. There are two buffers, used in turn. A
-rank that writes to one for call c has been told by all others of call c - 1, before which they had ended call c - 2,
+rank that writes to one for call c has the signals of all others for call c - 1, before which they had ended call c - 2,
 the last to read this buffer. So one meeting a call is enough. Blocks meet block by block; all of a call run at once.
 """
 
@@ -31,20 +31,20 @@ _SIZES = (1024, 2048, 4096)  # elements of a block, 8 for each thread
 class Peers(NamedTuple):
     """Memory of all ranks as this one sees it.
 
-    buffers: addresses of each rank's two buffers; told: address of this rank's signals [P, BLOCKS] int64, by who sent
-    them; tell [P] int64: where this rank's own signals are in the memory of each rank; calls [BLOCKS] int64: how many
+    buffers: addresses of each rank's two buffers; inbox: address of this rank's signals [P, BLOCKS] int64, by who sent
+    them; outbox [P] int64: where this rank's own signals are in the memory of each rank; calls [BLOCKS] int64: how many
     there were, the same in all places.
     """
 
     rank: int
     buffers: tuple[int, ...]
-    told: int
-    tell: Tensor
+    inbox: int
+    outbox: Tensor
     calls: Tensor
 
     @staticmethod
     def bytes_of(ranks: int) -> tuple[int, int]:
-        """Of the signals, and of all that each rank has."""
+        """Returns bytes of the signals, and of all that each rank has."""
         signals = ranks * BLOCKS * 8
         return signals, signals + 2 * SLOT
 
@@ -52,14 +52,14 @@ class Peers(NamedTuple):
     def at(cls, addresses: Sequence[int], rank: int, device: torch.device) -> Peers:
         """addresses: of each rank's memory: signals, which are 0 at first, then both buffers."""
         signals, _ = cls.bytes_of(len(addresses))
-        tell = torch.tensor([address + rank * BLOCKS * 8 for address in addresses], device=device)
+        outbox = torch.tensor([address + rank * BLOCKS * 8 for address in addresses], device=device)
         calls = torch.zeros(BLOCKS, dtype=torch.int64, device=device)
-        return cls(rank, tuple(address + signals for address in addresses), addresses[rank], tell, calls)
+        return cls(rank, tuple(address + signals for address in addresses), addresses[rank], outbox, calls)
 
 
 @triton.jit(do_not_specialize=["eighths"])
 def _peer_sum_kernel(
-    out, partial, bias, residual, buffers, told, tell, calls, eighths,
+    out, partial, bias, residual, buffers, inbox, outbox, calls, eighths,
     SIZE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     SLOT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -68,8 +68,8 @@ def _peer_sum_kernel(
     mask = at < eighths * 8  # so loads of 8 elements are whole
     lane = tl.arange(0, LANES)
     others = (lane < RANKS) & (lane != RANK)
-    theirs = tl.load(tell + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + block
-    ours = told.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + block
+    theirs = tl.load(outbox + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + block
+    ours = inbox.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + block
     start(PDL)
     call = tl.load(calls + block) + 1
     dtype = out.dtype.element_ty
@@ -109,7 +109,7 @@ def _peer_sum_kernel(
 
 
 def takes(partial: Tensor) -> bool:
-    """Whether there is room for such parts: up to 64 rows of 8,192 in a half type."""
+    """Returns whether there is room for such parts: up to 64 rows of 8,192 in a half type."""
     fits = 0 < partial.nbytes <= SLOT and partial.numel() <= BLOCKS * _SIZES[-1]
     return fits and partial.numel() % 8 == 0 and partial.is_contiguous()
 
@@ -122,7 +122,7 @@ def sum_rows(peers: Peers, partial: Tensor, bias: Tensor | None, residual: Tenso
     out = torch.empty_like(partial)
     block = next(size for size in _SIZES if triton.cdiv(total, size) <= BLOCKS)
     _peer_sum_kernel[(triton.cdiv(total, block),)](
-        out, partial, bias, residual, peers.buffers, peers.told, peers.tell, peers.calls, total // 8,
+        out, partial, bias, residual, peers.buffers, peers.inbox, peers.outbox, peers.calls, total // 8,
         SIZE=partial.shape[-1], RANK=peers.rank, RANKS=ranks, LANES=lanes(ranks), BLOCKS=BLOCKS,
         SLOT=SLOT // partial.itemsize, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=block,
         num_warps=block // 256, **launch_options(partial.device),

@@ -25,7 +25,7 @@ from draftwing.ops.triton.noise import gumbel, position_words
 from draftwing.ops.types import Rescoring, RowTensors, SamplingGroups
 
 _GROUP = 128  # tokens; 8 groups of it are about as many values as a vocabulary has groups
-_FEW = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
+_FEW_QUERIES = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
 _FAN = 16  # groups of a block of groups, and tokens of a block of tokens
 _DOT_STEP = 1024
 _PICK_WARPS = 8
@@ -89,7 +89,7 @@ def _largest(keys, COUNT: tl.constexpr):
 
 @triton.jit
 def _largest_in_rounds(keys, COUNT: tl.constexpr):
-    """As `_largest`, one after the other. Before `_dots`, whose layout the compiler would spread the pairs over."""
+    """Like `_largest`, one after the other. Before `_dots`, whose layout the compiler would spread the pairs over."""
     lane = tl.arange(0, COUNT)
     found = tl.full([COUNT], LAST, tl.int64)
     for i in tl.static_range(COUNT):
@@ -219,7 +219,7 @@ class TritonSamplingOps(SamplingOps):
             tokens = tokens.new_empty(batch, nodes, CANDIDATES)
             product = (torch.empty(tokens.shape, dtype=torch.float32, device=device), logits)
         groups = triton.cdiv(vocab, _GROUP)
-        tile, warps = (8, 4) if count <= _FEW else (32, 8)
+        tile, warps = (8, 4) if count <= _FEW_QUERIES else (32, 8)
         peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
         state = (
             logits, positions, depth, rows, table.seed, table.floats, table.ban_until, table.ban_ids, *found, nodes,

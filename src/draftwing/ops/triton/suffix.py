@@ -14,13 +14,13 @@ from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.drafts import LEVELS
-from draftwing.ops.reference.suffix import BACK, BASE, FIRST, MOST, SCORE_BITS, SECOND, WAYS, SuffixIndex
+from draftwing.ops.reference.suffix import BACK, BASE, FIRST, MAX_COUNT, SCORE_BITS, SECOND, WAYS, SuffixIndex
 from draftwing.ops.triton.common import INTERPRETED, launch_options, start
 from draftwing.ops.types import Draft, RowTensors
 
 PARTS = 16  # programs that share the buckets of one length
 _POOL = 32  # places for what follows a node
-_LONG = 64  # tokens of a row from which on the interpreter has several programs, too
+_LONG_ROW = 64  # tokens of a row from which on the interpreter has several programs, too
 _LANES = 32  # tokens that a program looks at together
 
 assert BACK * WAYS <= _POOL and WAYS == 8
@@ -32,7 +32,7 @@ _NAME_BITS: tl.constexpr = tl.constexpr(53)
 _TOKEN: tl.constexpr = tl.constexpr((1 << 22) - 1)
 _CHECK: tl.constexpr = tl.constexpr((1 << 31) - 1)
 _NAME: tl.constexpr = tl.constexpr((1 << 53) - 1)
-_MOST: tl.constexpr = tl.constexpr(MOST)
+_MAX_COUNT: tl.constexpr = tl.constexpr(MAX_COUNT)
 _BASE: tl.constexpr = tl.constexpr(BASE)
 _FIRST: tl.constexpr = tl.constexpr(FIRST)
 _SECOND: tl.constexpr = tl.constexpr(SECOND)
@@ -60,7 +60,7 @@ def _learn(ways_ptr, check, token):
     before = tl.load(ways_ptr + way - 1, mask=way > 0, other=0)
     same = (ways & _NAME) == name
     at = tl.min(tl.where(same, way, _WAYS - 1), 0)
-    count = tl.minimum(tl.sum(tl.where(same & (way == at), ways >> _NAME_BITS, 0), 0) + 1, _MOST)
+    count = tl.minimum(tl.sum(tl.where(same & (way == at), ways >> _NAME_BITS, 0), 0) + 1, _MAX_COUNT)
     tl.debug_barrier()  # all is read before anything is written
     moved = tl.where(way <= at, before, ways)
     halved = ((((moved >> _NAME_BITS) + 1) >> 1) << _NAME_BITS) | (moved & _NAME)
@@ -125,12 +125,12 @@ def _next(own, shared, lane, NONE: tl.constexpr):
 
 @triton.jit
 def _known(
-    context_ptr, own, salt, behind, most, length_ptr, factors_ptr, table_ptr,
+    context_ptr, own, salt, behind, end, length_ptr, factors_ptr, table_ptr,
     BUCKETS: tl.constexpr, COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each length and owner, the row's own second: whether that end of a context is known, where its bucket begins,
-    and the check of its ways. [2 * COUNT_BLOCK] each."""
+    """Looks up, for each length and owner, the row's own second: whether that end of a context is known, where its
+    bucket begins, and the check of its ways. [2 * COUNT_BLOCK] each."""
     k = tl.arange(0, WIDTH_BLOCK)[None, :]
     pair = tl.arange(0, 2 * COUNT_BLOCK)
     w = pair // 2
@@ -139,7 +139,7 @@ def _known(
     hashed = tl.sum(cells * factors, 1)
     bucket, check = _bucket(hashed + tl.where(pair % 2 == 1, own, salt), BUCKETS)
     length = tl.load(length_ptr + w, mask=w < COUNT, other=0)
-    fits = (w < most) & (w < COUNT) & (length <= behind)
+    fits = (w < end) & (w < COUNT) & (length <= behind)
     first = (w.to(tl.int64) * BUCKETS + bucket) * _WAYS
     way = tl.arange(0, _WAYS)[None, :]
     ways = tl.load(table_ptr + first[:, None] + way, mask=fits[:, None], other=0)
@@ -224,7 +224,7 @@ def _grow_kernel(
     tl.debug_barrier()
 
     depth = newest * 0
-    most = newest * 0 + COUNT
+    end = newest * 0 + COUNT
     mine = least * 0 + 1
     total = newest * 0
     n = 0
@@ -235,7 +235,7 @@ def _grow_kernel(
             best = tl.min(tl.where(path == mine, waiting, POOL), 0)  # of equals the first
             parent = best // SIZE
             depth = tl.load(grown + 2 * pitch + parent) + 1
-            most = tl.load(reaches + parent)
+            end = tl.load(reaches + parent)
             token = tl.load(tokens + best)
             grade = tl.load(grades + best)
             cells = tl.load(contexts + parent * WIDTH + k + 1, mask=k < WIDTH - 1, other=0)
@@ -253,7 +253,7 @@ def _grow_kernel(
             tl.debug_barrier()
             if (depth < DEPTH) & (n < NODES - 1):
                 known, first, check = _known(
-                    contexts + n * WIDTH, own, salt, behind + depth, most, length_ptr, factors_ptr, table_ptr,
+                    contexts + n * WIDTH, own, salt, behind + depth, end, length_ptr, factors_ptr, table_ptr,
                     BUCKETS, COUNT, COUNT_BLOCK, WIDTH, WIDTH_BLOCK,
                 )  # fmt: skip
                 here = n * SIZE
@@ -316,7 +316,7 @@ class TritonSuffixIndex(SuffixIndex):
         self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
     ) -> None:
         tokens, lengths = table.tokens, len(self.lengths)
-        parts = 1 if INTERPRETED and limit < _LONG else PARTS
+        parts = 1 if INTERPRETED and limit < _LONG_ROW else PARTS
         _insert_kernel[(lengths, parts)](
             tokens, tokens.shape[1], rows, rows.shape[0], limit, self.rows, prefix_len, count, self.owner, self.length,
             self.factors, self.table,

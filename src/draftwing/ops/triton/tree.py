@@ -90,7 +90,7 @@ def _walk(
     first, tokens_ptr, parent_ptr, alive_ptr, target_ptr,
     NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """From the root to a child while it equals the target's token at its parent.
+    """Walks from the root to a child while it equals the target's token at its parent.
 
     Returns the number of nodes on the way, the last of them, the target's tokens along it [STEPS] (0 past the end), the
     place of each node in `order` [LANES], and which drafts have their parent on the way [LANES].
@@ -222,8 +222,8 @@ def _simulate_kernel(
     hit = tl.max((child & (token == last)).to(tl.int32), 0)
     above = tl.max(tl.where(child, token, -1), 0) + 1
     below = tl.min(tl.where(child, token, VOCAB), 0) - 1
-    beside = tl.where(above < VOCAB, above, tl.where(below >= 0, below, last))
-    result = tl.where((lane == leaf) & (hit != 0), beside, result)
+    neighbour = tl.where(above < VOCAB, above, tl.where(below >= 0, below, last))
+    result = tl.where((lane == leaf) & (hit != 0), neighbour, result)
 
     node = leaf
     for _ in range(DEPTH):  # up to the root, where nothing matches any more

@@ -1,7 +1,7 @@
 """How many drafts of a row each shape of a menu has accepted, by the drafter's confidence.
 
 It is learnt from the trees that were drafted: every node comes back with its calibrated survival
-(`core.StepResult.survival`), so one tree tells what all smaller options would have brought, verified or not. Larger
+(`core.StepResult.survival`), so one tree shows what all smaller options would have brought, verified or not. Larger
 options change as chains do whose levels are as often right.
 """
 
@@ -34,13 +34,13 @@ COPIED = 0.25  # drafts for each step of a lookup's confidence that are right, a
 class Acceptance:
     """Expected drafts by option and confidence, in the order of the menu. Steps are numbered by whoever asks."""
 
-    def __init__(self, menu: Sequence[TreeShape], least: int = MAX_CONFIDENCE) -> None:
-        """least: confidence of a drafter that can always propose something, 0 of one that only copies; what is above
+    def __init__(self, menu: Sequence[TreeShape], base: int = MAX_CONFIDENCE) -> None:
+        """base: confidence of a drafter that can always propose something, 0 of one that only copies; what is above
         it speaks of copies."""
         self._menu = tuple(menu)
         values = range(MAX_CONFIDENCE + 1)
         # [option][confidence]: drafts that are accepted of a row, the rows that this is known from, and the last step.
-        self._drafts = [[_first_guess(shape, confidence, least) for confidence in values] for shape in menu]
+        self._drafts = [[_first_guess(shape, confidence, base) for confidence in values] for shape in menu]
         self._rows = [[0 for _ in values] for _ in menu]
         self._last = [[0 for _ in values] for _ in menu]
         # Of all options of the same proposers: drafts that were expected to be accepted, and those that were.
@@ -55,7 +55,7 @@ class Acceptance:
 
     @property
     def known(self) -> bool:
-        """Whether any step has told anything."""
+        """Returns whether anything was measured yet."""
         return any(self._newest)
 
     def expected(self, index: int, counts: Mapping[int, int]) -> float:
@@ -67,13 +67,13 @@ class Acceptance:
         return total * found / promised if found < promised else total
 
     def last_observed(self, index: int, confidences: Iterable[int]) -> int:
-        """Returns the last step that told of an option, at that of these confidences of which least is known."""
+        """Returns the last step that observed an option, at that of these confidences of which least is known."""
         last = self._last[index]
         return min([last[confidence] for confidence in confidences])
 
     def observe(self, index: int, confidences: Sequence[int], result: StepResult, step: int, alone: bool) -> None:
         """Learns from a step of an option. confidences: of its rows, 0 where a row says nothing. alone: whether no
-        other step tells of such text, because nothing else is drafted; else what is well known is looked at in every
+        other step shows such text, because nothing else is drafted; else what is well known is looked at in every
         second step, for that costs the host time."""
         if (
             not alone
@@ -88,8 +88,8 @@ class Acceptance:
                 rows_of.setdefault(confidence, []).append(row)
         self._compare(index, rows_of, result)
         before = {confidence: self._drafts[index][confidence] for confidence in rows_of}
-        told = self._smaller[index]
-        for i, drafts in zip(told, drafts_by_row(result, [self._menu[i] for i in told]), strict=True):
+        smaller = self._smaller[index]
+        for i, drafts in zip(smaller, drafts_by_row(result, [self._menu[i] for i in smaller]), strict=True):
             self._learn(i, rows_of, drafts, step, alone)
         self._carry_over(index, before)
 
@@ -115,7 +115,7 @@ class Acceptance:
             known[confidence] += weight * (mean - known[confidence])
 
     def _carry_over(self, index: int, before: Mapping[int, float]) -> None:
-        """Changes options that the step told nothing of: text that is easy, or hard, is so for all that the same
+        """Changes options that the step did not observe: text that is easy, or hard, is so for all that the same
         drafters make, and the more so the deeper they are. What a lookup finds says nothing of what a model guesses."""
         part, little = self._menu[index], 1 / RECENT  # drafts of a row
         for confidence, old in before.items():
@@ -169,8 +169,8 @@ def drafts_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list
             worth = np.where(result.source == MODEL, 0.0, worth)
         spare = rows * (shape.queries - 1)
         if spare < worth.size:
-            least = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
-            over, ties = worth > least, worth == least  # of those that tie only so many are verified
+            cutoff = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
+            over, ties = worth > cutoff, worth == cutoff  # of those that tie only so many are verified
             share = (spare - int(over.sum())) / max(int(ties.sum()), 1)
             worth = np.where(over, worth, np.where(ties, worth * share, 0.0))
         found.append(worth.sum(axis=1).tolist())
@@ -198,15 +198,15 @@ def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[f
 
 
 def _is_part(part: TreeShape, whole: TreeShape) -> bool:
-    """Whether a tree of shape `whole` tells what one of shape `part` would have brought. One that two drafters made
-    tells what the lookup alone would have."""
+    """Whether a tree of shape `whole` shows what one of shape `part` would have brought. One that two drafters made
+    shows what the lookup alone would have."""
     if not part.depth or (part.by, whole.by) not in ((part.by, part.by), (LOOKUP_ALONE, BOTH)):
         return False
     return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes
 
 
-def _first_guess(shape: TreeShape, confidence: int, least: int) -> float:
-    """Drafts of a row that are accepted, before anything is known; least: as of `Acceptance`."""
-    copied = COPIED * max(confidence - least, 0)
-    grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if least and shape.by != LOOKUP_ALONE else 0.0
+def _first_guess(shape: TreeShape, confidence: int, base: int) -> float:
+    """Drafts of a row that are accepted, before anything is known; base: as of `Acceptance`."""
+    copied = COPIED * max(confidence - base, 0)
+    grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if base and shape.by != LOOKUP_ALONE else 0.0
     return min(max_drafts(shape), max(copied, grown))

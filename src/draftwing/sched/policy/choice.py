@@ -14,7 +14,7 @@ from draftwing.sched.req import Req
 
 
 class ShapeChoice:
-    """Asks the policy for what the requests of a step and the prefills of others allow, and tells it of results."""
+    """Asks the policy for what the requests of a step and the prefills of others allow, and passes it results."""
 
     def __init__(
         self, policy: ShapePolicy, prefills: PrefillBudget, draws_alike: bool, deferral: Deferral = AT_ONCE
@@ -23,11 +23,11 @@ class ShapeChoice:
         self.policy, self._prefills, self._draws_alike = policy, prefills, draws_alike
         self._draft_prefill = DraftPrefill(deferral.most) if deferral.from_tokens else None
         self._by_slot = deferral.by_slot
-        # Positions of texts, seen at once, that tell what one takes; 0: none do. A CPU takes the same for each.
+        # Positions of texts, seen at once, that show what one takes; 0: none do. A CPU takes the same for each.
         self._telling = deferral.most if deferral.from_tokens else LAG if deferral.by_slot else 0
         # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
         self._planned: dict[int, tuple[list[int], bool]] = {}
-        self._unpriced = 0  # steps since the last whose seconds were a price
+        self._since_cost = 0  # steps since the last whose seconds were its cost
 
     @contextmanager
     def replaced(self, policy: ShapePolicy) -> Iterator[None]:
@@ -42,7 +42,7 @@ class ShapeChoice:
 
     @property
     def suspended(self) -> bool:
-        """Whether nothing is drafted that takes time, because prompts wait at every step."""
+        """Returns whether nothing is drafted that takes time, because prompts wait at every step."""
         return self.policy.adapts and len(self.policy.menu) > 1 and self._prefills.crowded_out
 
     def skip_prompts(self, admitted: Sequence[Req], running: Sequence[Req], confidence: int) -> None:
@@ -82,7 +82,7 @@ class ShapeChoice:
     def context(
         self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0)
     ) -> StepContext:
-        """Returns what the policy is told of a step. prefilled, backlog: as of `choose`."""
+        """Returns what the policy gets for a step. prefilled, backlog: as of `choose`."""
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
@@ -110,14 +110,14 @@ class ShapeChoice:
         self._prefills.record_step(result.seconds)
         confidences, behind = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
-        told = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
+        counted = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
         kv_tokens = _kv_tokens(req for req in live if req is not None)
-        context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=told)
+        context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted)
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
-        # plain ones, which would look dearer than others beside drafts.
-        priced = not plan.special and (not behind or self._unpriced > RECENT)
-        self._unpriced = 0 if priced else self._unpriced + 1
-        self.policy.record(plan.shape, context, result, priced)
+        # plain ones, which would look slower than others, compared with drafts.
+        is_cost = not plan.special and (not behind or self._since_cost > RECENT)
+        self._since_cost = 0 if is_cost else self._since_cost + 1
+        self.policy.record(plan.shape, context, result, is_cost)
 
     def _observable(self, reqs: Sequence[Req]) -> list[int]:
         """By what confidences `record` learns from a step that is planned now: those that it is chosen by, for until
@@ -127,10 +127,10 @@ class ShapeChoice:
 
 
 def _kv_tokens(reqs: Iterable[Req]) -> int:
-    """Tokens in their KV, as far as the host knows."""
+    """Returns tokens in their KV, as far as the host knows."""
     return sum(req.kv for req in reqs)
 
 
 def _tells_nothing(req: Req) -> bool:
-    """Whether what was accepted of its drafts says nothing of others'."""
+    """Returns whether what was accepted of its drafts says nothing of others'."""
     return req.limited or req.slow or req.skipped

@@ -25,7 +25,7 @@ HOLD = (
 RATE = 0.06  # share of a new sample in a mean that is known well
 OUTDATED = 128  # steps in which the least seconds that were seen may double; and that a text is taken to go on for
 AGREE = 1.25  # factor: two measurements of a step that differ by less say the same, and one step corrects by no more
-DOUBT = 3  # so many steps in turn that take less than one part in so many disprove a measurement; as many make one
+DOUBT = 3  # so many steps in a row that take less than one part in so many disprove a measurement; as many make one
 
 
 class StepCost:
@@ -39,7 +39,7 @@ class StepCost:
         self._steps: dict[int, int] = {}  # corrections of about so many rows; keys here are `batch.bit_length()`
         self._speed: dict[int, float] = {}  # logarithms
         self._own: dict[tuple[TreeShape, int], tuple[float, int]] = {}  # the same, and when the shape last ran
-        self._doubts = 0  # steps in turn
+        self._doubts = 0  # steps in a row
         self._doubts_of: dict[TreeShape, int] = {}  # the same of a shape's own steps, which may be far between
         # Of the drafter's passes over its backlog: least seconds of a pass, and of a position. Short passes cost their
         # launches, long ones their positions.
@@ -68,7 +68,7 @@ class StepCost:
 
     @property
     def complete(self) -> bool:
-        """Whether every shape of the menu was measured."""
+        """Returns whether every shape of the menu was measured."""
         return all(shape in self._table for shape in self.menu)
 
     def backlog(self, batch: int, passes: int, positions: int) -> float:
@@ -100,11 +100,11 @@ class StepCost:
             self._forget(None if self._doubts == DOUBT else shape)
         self._doubts = self._doubts_of[shape] = 0
         if not self._sampled(shape, batch, context, seconds):
-            assert expected is not None, "what was measured has a price"
+            assert expected is not None, "what was measured has a cost"
             self._correct(shape, batch.bit_length(), math.log(seconds / expected))
 
     def record_backlog(self, batch: int, passes: int, positions: int, seconds: float) -> None:
-        """Learns from what a drafter took for its backlog. positions: 0 where they are too few to tell what one
+        """Learns from what a drafter took for its backlog. positions: 0 where they are too few to show what one
         takes."""
         for known, count in ((self._pass, passes), (self._position, positions)):
             if count:
@@ -136,13 +136,13 @@ class StepCost:
         if samples == DOUBT or (not samples and self.known(shape, batch)):
             return False
         seconds /= self.factor(shape, batch)  # by which it will be multiplied
-        least = min([seconds, *self._table.at(shape, batch).values()])
-        self._table.measure(shape, batch, context, least, alone=True)
+        minimum = min([seconds, *self._table.at(shape, batch).values()])
+        self._table.measure(shape, batch, context, minimum, alone=True)
         self._samples[shape, batch] = samples + 1
         return True
 
     def _correct(self, shape: TreeShape, bucket: int, error: float) -> None:
-        """error: logarithm of the seconds of a step beside what was expected. What stalls one step says little."""
+        """error: logarithm of a step's seconds divided by those expected. What stalls one step says little."""
         now = self._steps[bucket] = self._steps.get(bucket, 0) + 1
         own, ran = self._own.get((shape, bucket), (0.0, now - RECENT))
         error = min(max(error, -math.log(DOUBT)), math.log(AGREE))
@@ -208,9 +208,9 @@ class StepCost:
         return self._table.points()
 
 
-def _count(value: Any, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"expected a whole number from {least}, found {value!r}")
+def _count(value: Any, minimum: int = 0) -> int:
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"expected a whole number from {minimum}, found {value!r}")
     return value
 
 

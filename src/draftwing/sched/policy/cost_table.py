@@ -78,7 +78,7 @@ class CostTable:
         return found
 
     def _empty(self, shape: TreeShape, batch: int) -> float:
-        """Seconds of a step without context."""
+        """Returns seconds of a step without context."""
         sizes = self._measured.get(shape)
         if sizes is None:
             return self._guess(shape, batch)
@@ -93,13 +93,13 @@ class CostTable:
         return less + (seconds - less) * (batch - below) / (size - below)
 
     def _without_context(self, shape: TreeShape, size: int) -> float:
-        """Seconds of a measured size."""
+        """Returns seconds of a measured size."""
         context, seconds = min(self._measured[shape][size].items())
         return max(seconds - context * self._slope(shape, size), seconds / 2) if context else seconds
 
     @staticmethod
     def _beyond(points: list[tuple[int, float]], shape: TreeShape, batch: int) -> float:
-        """Seconds above the largest size: as steep as over the upper half of the sizes, or over all of them."""
+        """Returns seconds above the largest size: as steep as over the upper half of the sizes, or over all of them."""
         last, seconds = points[-1]
         steepness = ROW_COST * shape.queries * seconds / last if len(points) == 1 else 0.0
         for size, less in points[:1] + [point for point in points if 2 * point[0] <= last][-1:]:
@@ -108,7 +108,7 @@ class CostTable:
         return seconds + steepness * (batch - last)
 
     def _slope(self, shape: TreeShape, batch: int) -> float:
-        """Seconds for each token of the context: the shape's own, else that of plain steps, else another's."""
+        """Returns seconds for each token of the context: the shape's own, else that of plain steps, else another's."""
         for one in (shape, PLAIN, *self._measured):
             slopes = [(size, _steepness(found)) for size, found in sorted(self._measured.get(one, {}).items())
                       if len(found) > 1]  # fmt: skip
@@ -123,21 +123,21 @@ class CostTable:
         return less + (more - less) * (batch - below) / (size - below)
 
     def _guess(self, shape: TreeShape, batch: int) -> float:
-        """Seconds of a shape that was never measured, by what its rows may cost beside plain steps: not cheaper than
-        what is smaller, and not dearer than what is larger."""
+        """Guesses a never measured shape's seconds by what its rows may cost relative to plain steps: not cheaper than
+        what is smaller, and not more expensive than what is larger."""
         known = [(other, self._empty(other, batch)) for other in self._measured]
         plain = min(seconds / _relative(other, batch) for other, seconds in known)
         if PLAIN in self._measured:
             plain = self._empty(PLAIN, batch)
         guess = plain * _relative(shape, batch)
         size = shape.depth, shape.queries
-        least = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
-        most = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
-        return min([max([guess, *least]), *most])
+        lower = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
+        upper = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
+        return min([max([guess, *lower]), *upper])
 
 
 def _relative(shape: TreeShape, batch: int) -> float:
-    """A guess at a step's seconds beside those of a plain one."""
+    """Guesses a step's seconds as a multiple of a plain one's."""
     more = shape.queries - 1
     return 1 + min(ROW_COST * more * batch, more)
 

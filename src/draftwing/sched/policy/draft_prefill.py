@@ -15,16 +15,16 @@ from draftwing.sched.policy.cost import RECENT
 
 
 class DraftPrefill:
-    def __init__(self, most: int) -> None:
-        """most: positions of a pass."""
-        self._most = max(most, 1)
+    def __init__(self, max_chunk: int) -> None:
+        """max_chunk: positions of a pass."""
+        self._max_chunk = max(max_chunk, 1)
         self._passes: deque[float] = deque(maxlen=RECENT)  # seconds
-        # By about the limit: tokens of answers. Long ones are asked for beside short ones.
+        # By about the limit: tokens of answers. Long ones are asked for along with short ones.
         self._answers: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def record(self, seconds: float, passes: int, shown: int) -> None:
         """Learns what passes took: so many over text, and those over so many positions of prompts."""
-        passes += -(-shown // self._most)
+        passes += -(-shown // self._max_chunk)
         if seconds > 0 and passes:
             self._passes.append(seconds / passes)
 
@@ -47,13 +47,13 @@ class DraftPrefill:
         to find out. spend: takes what it loses out of what exploring may cost."""
         if saving is None or not self._passes or not self._answers:
             return True
-        a_pass, parts = median(self._passes), [-(-length // self._most) for length, in_parts in prompts if in_parts]
+        a_pass, parts = median(self._passes), [-(-size // self._max_chunk) for size, in_parts in prompts if in_parts]
         cost, answers = (1 + sum(parts)) * a_pass, sum(map(self._usual, limits))
         if at_best is not None and cost > answers * max(at_best, saving):
             return False
         return cost <= answers * saving or spend(cost - answers * saving)
 
     def _usual(self, limit: int) -> float:
-        """Tokens of an answer that can have so many; all of these where nothing is known of such a limit."""
+        """Returns tokens of an answer that can have so many; all of these where nothing is known of such a limit."""
         answers = self._answers.get(limit.bit_length())
         return min(fmean(answers), limit) if answers else limit

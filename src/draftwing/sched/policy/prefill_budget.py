@@ -1,6 +1,6 @@
 """How long prefills take, and how much of one may stand between two steps of requests that are being answered.
 
-Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So a prefill beside them is
+Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So a prefill with them is
 short: a *part* takes `PART` times what it takes to read all weights for next to nothing, as the shortest step does, or
 the shortest prefill, for a step reads few of a mixture's experts; then it still uses the device well. Where many wait
 it may be longer; of a few long prompts it is shorter, for those who decode would pay for them at every step.
@@ -18,13 +18,13 @@ import numpy as np
 from draftwing.core import Chunk
 from draftwing.sched.policy.cost import DOUBT, OUTDATED, RECENT
 
-PART = 3.0  # times what it takes to read all weights: as long may a prefill take beside requests that decode
+PART = 3.0  # times what it takes to read all weights: as long may a prefill take while requests decode
 UNNOTICED_GAP = 0.012  # seconds: as long may it take in any case, which no reader notices
 LONG = 16.0  # times what it takes to read all weights: prompts that take longer are long
 CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
-CROWD = 8  # parts: as long may it take there, too; beside others one in so many of those who wait is done at once
-CONTEXT = 250.0  # tokens: contexts have to differ by more before they tell what a key costs
+CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
+CONTEXT = 250.0  # tokens: contexts have to differ by more before they show what a key costs
 PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
 
 
@@ -74,11 +74,11 @@ class PrefillBudget:
         start, _, key = np.linalg.solve(
             self._products + np.diag(doubt), self._sums + doubt * (shortest, 0.0, 0.0)
         ).tolist()  # fmt: skip
-        products, most = self._products[1].tolist(), float(self._sums[1])  # of tokens
-        self._start = min(max(start, 0.0), (1 - 1 / RECENT) * most / products[0])
-        most -= self._start * products[0]
-        self._key = min(max(key, 0.0), (1 - 1 / RECENT) * most / products[2])
-        self._token = (most - self._key * products[2]) / products[1]
+        products, total = self._products[1].tolist(), float(self._sums[1])  # of tokens
+        self._start = min(max(start, 0.0), (1 - 1 / RECENT) * total / products[0])
+        total -= self._start * products[0]
+        self._key = min(max(key, 0.0), (1 - 1 / RECENT) * total / products[2])
+        self._token = (total - self._key * products[2]) / products[1]
 
     def plan_step(self, prefilled: Sequence[Chunk], waiting: bool) -> None:
         """Notes that a step of requests that decode is planned. prefilled: right before it.  waiting: whether a part of
@@ -123,7 +123,7 @@ class PrefillBudget:
         return tokens * self._token > self._part() - self._start
 
     def _part(self) -> float:
-        """Seconds of a part."""
+        """Returns seconds of a part."""
         return max(PART * max(self._shortest, self._start), UNNOTICED_GAP)
 
     def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True) -> float:
@@ -138,14 +138,14 @@ class PrefillBudget:
         few = min(sum(one for one in waiting if one <= LONG * whole), part)
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
-        beside = max(self._usual - self._start, self._start)
-        longest = max(beside, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
+        usual = max(self._usual - self._start, self._start)
+        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 
 
 def _size(chunks: Sequence[Chunk]) -> tuple[int, float]:
-    """Tokens, and the keys that they attend to."""
+    """Returns tokens, and the keys that they attend to."""
     tokens, keys = 0, 0.0
     for _, start, length, *_ in chunks:
         tokens += length

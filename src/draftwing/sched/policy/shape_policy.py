@@ -18,7 +18,7 @@ class StepContext(NamedTuple):
     full_trees_only: trees are verified whole, as those of rows are that ask for more than drafts and sampling.
     last_admission: the newest admission's number among the rows; larger than before where a request is new.
     backlog_passes: passes of the drafter over what it has not seen of these rows, before it can draft.
-    backlog_positions: in all of these passes but one; of a step that has ended, 0 where they are too few to tell what
+    backlog_positions: in all of these passes but one; of a step that has ended, 0 where they are too few to show what
     one takes.  remaining_steps: steps that drafts go on for once the backlog is seen; what is seen of a text stays so.
     """
 
@@ -35,7 +35,7 @@ class StepContext(NamedTuple):
 class ShapePolicy(Protocol):
     """menu: all shapes, the largest first.
 
-    sees_predictions: whether a confidence tells what a predicted output is worth. If not, it gets the largest shape.
+    sees_predictions: whether a confidence says what a predicted output is worth. If not, it gets the largest shape.
     adapts: whether it drafts where that pays, and not otherwise.
     """
 
@@ -47,9 +47,9 @@ class ShapePolicy(Protocol):
         """Decides on the shape of the next step, which is then planned."""
         ...
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
         """Learns what a step of `shape` gave. context: what was known of its rows; confidence 0 where a row says
-        nothing. priced: whether its seconds are what such a step costs."""
+        nothing. is_cost: whether its seconds are what such a step costs."""
         ...
 
     def saving(self, context: StepContext, at_best: bool = False) -> float | None:
@@ -84,8 +84,8 @@ class FixedShape(ShapePolicy):
     def choose(self, context: StepContext) -> TreeShape:
         return self.menu[0] if any(context.confidences) else PLAIN
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
-        if priced:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
+        if is_cost:
             self._cost.record(shape, len(context.confidences), context.kv_tokens, result.seconds)
 
     def seconds(self, rows: int, kv_tokens: int) -> float | None:

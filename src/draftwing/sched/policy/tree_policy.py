@@ -1,4 +1,4 @@
-"""Which tree a step drafts, and how much of it is verified: the option that gives the most tokens per second.
+"""Chooses which tree a step drafts, and how much of it is verified: the option that gives the most tokens per second.
 
 One policy for all drafters. What an option brings is learnt from the trees that were drafted (`Acceptance`), what it
 costs is known from measurements (`StepCost`). Plain decoding is an option like any other, and is chosen before anything
@@ -18,7 +18,7 @@ from draftwing.sched.policy.cost import DOUBT, HOLD, RECENT, StepCost
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 
 EXPLORE = 0.01  # share of the time that may be lost by trying options to learn from them
-MARGIN = 1.02  # factor by which drafts have to be better: the host does more for them, which no step's seconds tell
+MARGIN = 1.02  # factor by which drafts have to be better: the host does more for them, which no step's seconds show
 MAX_QUERIES = 1024  # nodes that a step may verify; more never pay, and a try would hold up everybody
 
 
@@ -54,20 +54,20 @@ class TreePolicy(ShapePolicy):
     """Chooses the option with the most expected tokens per second: (rows + expected accepted drafts) / seconds.
 
     An option that might be better than the best is tried now and then: one of which nothing was heard for `HOLD` steps
-    might have all its drafts right, and one that did not run for `RECENT` steps might take a third of its price. The
+    might have all its drafts right, and one that did not run for `RECENT` steps might take a third of its cost. The
     loss that is expected of tries is at most `EXPLORE` of the time. A quarter of that each option has for itself, in
-    equal parts, so that what is dear is tried at last; the rest is for whichever looks best.
+    equal parts, so that what is expensive is tried at last; the rest is for whichever looks best.
     """
 
     adapts = True
 
     def __init__(
-        self, menu: Sequence[TreeShape], cost: StepCost, sees_predictions: bool = False, least: int = MAX_CONFIDENCE
+        self, menu: Sequence[TreeShape], cost: StepCost, sees_predictions: bool = False, base: int = MAX_CONFIDENCE
     ) -> None:
-        """sees_predictions: as in `ShapePolicy`; whether confidences tell steps apart. least: as of `Acceptance`."""
+        """sees_predictions: as in `ShapePolicy`; whether confidences tell steps apart. base: as of `Acceptance`."""
         self.menu, self.cost, self.sees_predictions = tuple(menu), cost, sees_predictions
         self._plain = len(self.menu) - 1
-        self._acceptance = Acceptance(self.menu, least)
+        self._acceptance = Acceptance(self.menu, base)
         self._step = 0  # steps with candidates so far
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, by `batch.bit_length()`
         self._saved = 0.0  # seconds that tries may lose
@@ -133,7 +133,7 @@ class TreePolicy(ShapePolicy):
         return self._with_try(context, Decision(best, best, options))
 
     def _options(self, context: StepContext, at_best: bool = False) -> dict[int, Option]:
-        """Those that are possible. at_best: if all drafts were right."""
+        """Returns options that are possible. at_best: if all drafts were right."""
         batch, found = len(context.confidences), dict[int, Option]()
         counts = Counter(context.confidences)
         del counts[0]
@@ -163,19 +163,19 @@ class TreePolicy(ShapePolicy):
         bucket, confidences = batch.bit_length(), set(context.confidences) - {0}
         rows = batch - context.confidences.count(0)
         share = 0.25 * EXPLORE * best.seconds / max(len(self._ran), 1)  # for each step that an option did not run
-        least, wanted, plain = math.inf, 0.0, self._plain
+        min_loss, wanted, plain = math.inf, 0.0, self._plain
         confirm = self._confirm if self._confirm in decision.options else None
         for i, option in decision.options.items():
             idle = self._step - self._ran.get((i, bucket), self._step - HOLD)
             if i == decision.best or i != (i if confirm is None else confirm) or (confirm is None and idle < HOLD):
                 continue  # what came of its last try may not be known yet
-            # Its price may be another one by now, and it may have all drafts right.
+            # Its cost may be another one by now, and it may have all drafts right.
             seconds = option.seconds / max(idle / RECENT, 1.0)
             guessed = i == confirm or not self.cost.known(self.menu[i], batch)
             if guessed:
                 seconds = min(seconds, option.seconds / DOUBT)
-            most = batch + max_drafts(self.menu[i]) * rows
-            if most <= best.rate * seconds:
+            best_tokens = batch + max_drafts(self.menu[i]) * rows
+            if best_tokens <= best.rate * seconds:
                 continue
             promises = i == confirm or option.tokens > best.rate * seconds
             if not promises and (i == plain or self._step - self._acceptance.last_observed(i, confidences) < HOLD):
@@ -183,13 +183,13 @@ class TreePolicy(ShapePolicy):
             loss = max((seconds if guessed else option.seconds) + option.entry - option.tokens / best.rate, 0.0)
             if loss > max(self._saved, share * idle):
                 wanted = min(wanted or loss, loss)
-            elif loss < least:
-                least = loss
+            elif loss < min_loss:
+                min_loss = loss
                 decision = Decision(i, decision.best, decision.options, loss)
         return decision._replace(wanted=wanted) if wanted else decision
 
     def _uses_model(self, index: int) -> bool:
-        """Whether a drafter with a model sees the steps of an option."""
+        """Returns whether a drafter with a model sees the steps of an option."""
         return self.menu[index].depth > 0 and self.menu[index].by != LOOKUP_ALONE
 
     # -- the budget for exploring -------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class TreePolicy(ShapePolicy):
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def record(self, shape: TreeShape, context: StepContext, result: StepResult, priced: bool = True) -> None:
+    def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
         index, batch = self.menu.index(shape), len(context.confidences)
         if result.catching_up and self._uses_model(index):  # others are of rows that are released, or far behind
             self.cost.record_backlog(batch, context.backlog_passes, context.backlog_positions, result.catching_up)
@@ -216,7 +216,7 @@ class TreePolicy(ShapePolicy):
         self._saved = min(self._saved + 0.75 * EXPLORE * seconds, max(2 * HOLD * seconds, self._wanted))
         tried = index != self._best and any(context.confidences)
         before, tokens = self._rate(index, context) if tried else (0.0, 0.0)
-        if priced:
+        if is_cost:
             self.cost.record(shape, batch, context.kv_tokens, seconds)
         if shape.depth and any(context.confidences):
             alone = tried and self._best == self._plain

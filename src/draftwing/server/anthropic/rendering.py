@@ -50,7 +50,7 @@ class Message:
     """One answer as a message, or as the events that build it."""
 
     def __init__(self, generation: Generation, reader: MessageReader, model: str, managed: bool = False) -> None:
-        """managed: the request asked that its context be managed; that nothing was is told."""
+        """managed: the request asked that its context be managed; that nothing was is reported."""
         self.generation, self._model = generation, model
         self._managed: dict[str, Any] = {"context_management": {"applied_edits": []}} if managed else {}
         self._content = _Content(reader)
@@ -105,7 +105,7 @@ class Message:
         return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
 
     def _usage(self, output_tokens: int) -> dict[str, Any]:
-        """What was cached is known at the end; `input_tokens` are those beside it."""
+        """What was cached is known at the end; `input_tokens` are the others."""
         cached = self._answer.meta.get("cached_tokens", 0)
         return {
             "input_tokens": self.generation.prompt_tokens - cached,

@@ -66,7 +66,7 @@ class HostedTool(Body):
 
     @property
     def kind(self) -> str:
-        """Its type without the date."""
+        """Returns the tool's type without the date."""
         found = _HOSTED.fullmatch(self.type)
         assert found is not None
         return found[1] or found[2]
@@ -158,7 +158,7 @@ class CountRequest(Body, hints="cache_control speed billing_policy"):
 
     def _check_hosted(self, hosted: Sequence[HostedTool], functions: bool) -> None:
         """Raises RequestError where tools that are not there are all that there is, or have to be called. Beside
-        functions they are left out: the model is not told of them."""
+        functions they are left out: the model does not see them."""
         choice, instead = self.tool_choice, "offer a tool with an input_schema, and run it in the client"
         if choice is not None and choice.name is not None and choice.name in {tool.name for tool in hosted}:
             name = "tool_choice.name"
@@ -188,7 +188,7 @@ class MessagesRequest(
 
     max_tokens: Any = sampled("max_new_tokens", required=True)
     stop_sequences: Any = sampled("stop")
-    thread: Any = None  # Anthropic's tool runner sends it, and goes on without it when it is told by the code below
+    thread: Any = None  # Anthropic's tool runner sends it, and goes on without it when it gets the code below
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.max_tokens is None:
@@ -228,7 +228,7 @@ class MessagesRequest(
 
 
 def _edits(management: ContextManagement | None) -> bool:
-    """Whether it asks that the model see less of the conversation than there is: it always sees all. Raises
+    """Returns whether it asks that the model see less of the conversation than there is: it always sees all. Raises
     RequestError for edits that may ask for anything else."""
     edits = (management or ContextManagement()).edits or []
     for i, edit in enumerate(edits):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that wait to come in
-LOOKED_AT = 64  # connections in a turn
+MAX_ACCEPTS = 64  # connections in a turn
 TAKEN = 4  # of these, at most; the others have left
 ESTABLISHED = 1  # a state of Linux's `TCP_INFO`; another one: the client has sent all that it ever will
 FULL_SECONDS = 0.5  # until the next one is tried where there are no descriptors
@@ -46,7 +46,7 @@ class Acceptor:
 
     def _take(self) -> None:
         taken, left = 0, False
-        for _ in range(LOOKED_AT):
+        for _ in range(MAX_ACCEPTS):
             try:
                 connection, _address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -79,6 +79,6 @@ class Acceptor:
 
 
 def _is_there(connection: socket.socket) -> bool:
-    """Whether the client has not left yet; only Linux tells."""
+    """Returns whether the client has not left yet; only Linux knows."""
     info = getattr(socket, "TCP_INFO", None)
     return info is None or connection.getsockopt(socket.IPPROTO_TCP, info, 1)[0] == ESTABLISHED

@@ -37,16 +37,16 @@ class BodyLimit:
     closed: a client that only writes would see a broken connection instead of the reason.
     """
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        """most: bytes of one body."""
-        self._app, self._most = app, most
+    def __init__(self, app: ASGIApp, max_size: int) -> None:
+        """max_size: bytes of one body."""
+        self._app, self._max_size = app, max_size
         self.held = 0  # bytes of the bodies of all requests that are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[_HERE] = body = _Body(self, self._most, scope, receive, send)
+        scope[_HERE] = body = _Body(self, self._max_size, scope, receive, send)
         try:
             await self._app(scope, body.receive, body.send)
         finally:
@@ -65,37 +65,37 @@ def count_as_body(scope: Scope, size: int) -> None:
 class _Body:
     """The body of one request."""
 
-    def __init__(self, limit: BodyLimit, most: int, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, limit: BodyLimit, max_size: int, scope: Scope, receive: Receive, send: Send) -> None:
         self.size = 0
         self.sent = 0  # bytes of the response
-        self._limit, self._most, self._receive, self._send = limit, most, receive, send
+        self._limit, self._max_size, self._receive, self._send = limit, max_size, receive, send
         stated = dict(scope["headers"]).get(b"content-length", b"")
         self._stated = int(stated) if stated.isdigit() else 0
         self._refused = self._ended = False
 
     async def receive(self) -> Message:
-        if self._stated > self._most:
+        if self._stated > self._max_size:
             self._too_large()
         message = await self._receive()
         if message["type"] == "http.request":
             self._ended = not message.get("more_body", False)
-            self.count(len(message.get("body", b"")), self._most)
+            self.count(len(message.get("body", b"")), self._max_size)
         return message
 
-    def count(self, size: int, most: int | None = None) -> None:
-        """most: that the body may have, if it is one."""
+    def count(self, size: int, max_size: int | None = None) -> None:
+        """max_size: that the body may have, if it is one."""
         self.size += size
         self._limit.held += size
-        if most is not None and self.size > most:
+        if max_size is not None and self.size > max_size:
             self._too_large()
-        if self.size > SMALL and self._limit.held > ALL_BODIES * self._most:
+        if self.size > SMALL and self._limit.held > ALL_BODIES * self._max_size:
             self._refused = True
             why = "the bodies of all requests together are too large; try again later"
             raise HTTPException(503, why, _CLOSE | {"retry-after": "1"})
 
     def _too_large(self) -> None:
         self._refused = True
-        raise HTTPException(413, f"the body is larger than {self._most} bytes (--max-body-size)", _CLOSE)
+        raise HTTPException(413, f"the body is larger than {self._max_size} bytes (--max-body-size)", _CLOSE)
 
     async def send(self, message: Message) -> None:
         last = message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -24,7 +24,7 @@ WRITE_SECONDS = 60.0  # for a client to read something of what waits for it
 MAX_BYTES = 65_536  # in a row that are no body: headers, their like after a body, decorations of chunks
 MAX_HEADERS = 128
 MAX_PIPELINED = 16
-MAX_CHUNKS = 1024  # of a body, beside one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
+MAX_CHUNKS = 1024  # of a body, besides one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
 CHUNK_BYTES = 64
 MAX_UNREAD = 2**18  # bytes of a body that come when its request has been answered
 CHUNK_COST = 1024  # of these, for each chunk
@@ -116,10 +116,10 @@ class LimitedConnection(HttpToolsProtocol):
     header_seconds, body_seconds, write_seconds = HEADER_SECONDS, BODY_SECONDS, WRITE_SECONDS
     flow: Flow
 
-    def __init__(self, *args: Any, most: int = 1024, reads: ReadScheduler | None = None, **kwargs: Any) -> None:
-        """most: connections of the server.  reads: of all of them; the rest is uvicorn's."""
+    def __init__(self, *args: Any, limit: int = 1024, reads: ReadScheduler | None = None, **kwargs: Any) -> None:
+        """limit: connections of the server.  reads: of all of them; the rest is uvicorn's."""
         super().__init__(*args, **kwargs)
-        self._most = most
+        self._limit = limit
         self._reads = reads or ReadScheduler()
         self._cycles: deque[Any] = deque()  # requests that are not answered yet, the one that runs first
         self._coming = self._in_body = False  # whether a request, or its body, has begun and not ended
@@ -138,7 +138,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = Flow(self.transport, self._resumed)
         self._await(self.header_seconds)
-        if len(self.connections) > self._most:
+        if len(self.connections) > self._limit:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -148,7 +148,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._let_go()
         self.pipeline.clear()
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells the last one that came, which need not be the one that runs
+        for cycle in self._cycles:  # uvicorn notifies the last one that came, which need not be the one that runs
             cycle.disconnected = True
             cycle.message_event.set()
 
@@ -234,7 +234,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_response_complete()
 
     def _fail(self, wrong: str) -> None:
-        """Ends what the parser does. wrong: what the client is told."""
+        """Ends what the parser does. wrong: the message for the client."""
         self._wrong = wrong
         raise ValueError(wrong)
 
@@ -275,7 +275,7 @@ class LimitedConnection(HttpToolsProtocol):
     def _make_room(self) -> None:
         found = [one for one in self.connections if isinstance(one, LimitedConnection)]
         there = [one for one in found if not one.transport.is_closing()]
-        if len(there) > self._most:  # at least this connection itself has no request
+        if len(there) > self._limit:  # at least this connection itself has no request
             min((one for one in there if one._idle), key=lambda one: one._waiting_since)._end(503, "")
 
     # -- refusals -----------------------------------------------------------------------------------------------------

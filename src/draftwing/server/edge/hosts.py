@@ -1,4 +1,4 @@
-"""Which names and pages may reach the server, and what browsers are told of that."""
+"""Decides which names and pages may reach the server, and sends browsers the headers that say so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing, those of `ADMI
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's alone."""
+    """Returns whether a host's name or address is this machine's alone."""
     address = _address(host)
     return address.is_loopback if address else host == "localhost" or host.endswith(".localhost")
 
@@ -37,9 +37,9 @@ def guarded(app: ASGIApp, options: Options) -> ASGIApp:
 
 
 class Sites:
-    """Whose pages may use the server.
+    """Decides whose pages may use the server.
 
-    names: of hosts beside the server's own.  any: all of them may.  own: the server is there for this machine alone
+    names: of hosts besides the server's own.  any: all of them may.  own: the server is there for this machine alone
     and has no key: pages of programs of this machine may.
     """
 
@@ -50,7 +50,7 @@ class Sites:
         self.own = own and not self.any
 
     def has(self, origin: str) -> bool:
-        """Whether an origin is one whose pages may read what the server answers."""
+        """Returns whether an origin is one whose pages may read what the server answers."""
         return self.any or (_is_page(origin) and self.knows(_name(origin)))
 
     def knows(self, name: str) -> bool:
@@ -106,7 +106,7 @@ class SiteCheck:
         await error_response(Request(scope), 403, why)(scope, receive, send)
 
     def _wrong(self, request: Request) -> str:
-        """What may not ask."""
+        """Returns what may not ask."""
         headers, host = request.headers, request.headers.get("host", "")
         name = _name(f"//{host}")
         if self._sites.own and host and not (_address(name) or self._sites.knows(name)):
@@ -135,7 +135,7 @@ def _changes(request: Request) -> bool:
 
 
 def _is_page(origin: str) -> bool:
-    """Whether an origin is a site's; extensions of browsers have other ones."""
+    """Returns whether an origin is a site's; extensions of browsers have other ones."""
     return origin.partition(":")[0].lower() in ("http", "https")
 
 

@@ -35,21 +35,21 @@ class Bucket:
     """What is left of an allowance that comes back evenly, and of which a minute's worth may be kept."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._most, self._clock = float(per_minute), clock
-        self._left, self._at = self._most, clock()
+        self._capacity, self._clock = float(per_minute), clock
+        self._left, self._at = self._capacity, clock()
 
     def take(self, amount: float) -> None:
         """Takes so much, even if that leaves less than nothing."""
         self._left = self._now() - amount
 
     def wait(self, amount: float) -> float:
-        """Seconds until so much is there."""
+        """Returns seconds until so much is there."""
         self._left = self._now()
-        return max(amount - self._left, 0) * 60 / self._most
+        return max(amount - self._left, 0) * 60 / self._capacity
 
     def _now(self) -> float:
         before, self._at = self._at, self._clock()
-        return min(self._left + (self._at - before) * self._most / 60, self._most)
+        return min(self._left + (self._at - before) * self._capacity / 60, self._capacity)
 
 
 class Allowances(Watcher):
@@ -136,12 +136,12 @@ class KeyCheck:
         bearer = token.strip() if scheme.lower() == b"bearer" else b""
         for given in (headers.get(b"x-api-key", b""), bearer):
             digest = _digest(given)
-            for known, key in self._keys:  # all of them, whichever it is: how long it takes tells nothing
+            for known, key in self._keys:  # all of them, whichever it is: how long it takes shows nothing
                 if hmac.compare_digest(digest, known):
                     found = key
         return found
 
 
 def _digest(key: bytes) -> bytes:
-    """Returns as many bytes for each key, so that its length is not told either."""
+    """Returns as many bytes for each key, so that its length does not show either."""
     return hashlib.sha256(key).digest()

@@ -23,16 +23,16 @@ FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS = 500, 50, 0.2  # the same of what nee
 class Throttle:
     """When a client may be answered once more."""
 
-    def __init__(self, a_second: float, at_once: float, most: float, clock: Callable[[], float]) -> None:
-        """at_once: answers that do not wait, after a time without any.  most: seconds that one waits."""
-        self._every, self._spared, self._most, self._clock = 1 / a_second, at_once / a_second, most, clock
+    def __init__(self, a_second: float, at_once: float, max_seconds: float, clock: Callable[[], float]) -> None:
+        """at_once: answers that do not wait, after a time without any.  max_seconds: seconds that one waits."""
+        self._every, self._spared, self._max_seconds, self._clock = 1 / a_second, at_once / a_second, max_seconds, clock
         self._due: dict[str, float] = {}  # when the next answer to a client would come, were none let through at once
 
     def wait(self, name: str) -> float | None:
-        """Seconds until this client may be answered once more; None: it would be too long."""
+        """Returns seconds until this client may be answered once more; None: it would be too long."""
         now = self._clock()
         due = max(self._due.get(name, -math.inf), now - self._spared)
-        if due - now > self._most:
+        if due - now > self._max_seconds:
             return None
         self._due[name] = due + self._every
         return max(due - now, 0.0)
@@ -92,10 +92,10 @@ class ResponseThrottle:
             closes = await self._wait(self._others.wait(""), FREE_SECONDS, False)
         await self._app(scope, receiving, paced)
 
-    async def _wait(self, seconds: float | None, most: float, large: bool) -> bool:
+    async def _wait(self, seconds: float | None, max_seconds: float, large: bool) -> bool:
         """Waits until a request may go on, and returns whether its connection ends.
 
-        seconds: as `Throttle.wait`.  most: how long one is held that would wait for longer.  large: it does not wait.
+        seconds: as `Throttle.wait`.  max_seconds: to hold one that would wait longer.  large: it does not wait.
         """
         if seconds is not None and not (seconds and large):
             if seconds:
@@ -104,7 +104,7 @@ class ResponseThrottle:
         if not large and self._held < MAX_HELD:
             self._held += 1
             try:
-                await self._sleep(most)
+                await self._sleep(max_seconds)
             finally:
                 self._held -= 1
         return True

@@ -36,7 +36,7 @@ class Probe:
         self._ended = -math.inf
 
     async def ask(self) -> bool:
-        """Whether a token came, now or within the last second."""
+        """Returns whether a token came, now or within the last second."""
         fresh = time.monotonic() - self._ended < PROBE_SECONDS and self._engine.healthy
         if self._running is None or (self._running.done() and not fresh):
             self._running = asyncio.ensure_future(self._try())
@@ -86,7 +86,7 @@ def add_probes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """How busy the engine is, as routers that balance by load read it."""
+        """Returns how busy the engine is, as routers that balance by load read it."""
         return {
             "timestamp": datetime.now(UTC).isoformat(),
             "version": draftwing.__version__,
@@ -98,7 +98,7 @@ def add_probes(app: FastAPI, engine: AsyncEngine) -> None:
 def load(stats: Mapping[str, Any], info: EngineInfo) -> dict[str, Any]:
     """An entry of /v1/loads, in SGLang's words. stats: as `Engine.stats`."""
     numbers = engine_numbers(stats, info.max_total_tokens)
-    running, waiting, most = stats["running"], stats["waiting"], info.options.max_running_requests
+    running, waiting, max_running = stats["running"], stats["waiting"], info.options.max_running_requests
     return {
         "dp_rank": 0,
         "num_running_reqs": running,
@@ -108,9 +108,9 @@ def load(stats: Mapping[str, Any], info: EngineInfo) -> dict[str, Any]:
         "num_used_tokens": numbers["used"],
         "num_total_tokens": numbers["used"] + stats["waiting_tokens"],
         "max_total_num_tokens": info.max_total_tokens,
-        "max_running_requests": most,
+        "max_running_requests": max_running,
         "token_usage": numbers["usage"],
         "gen_throughput": numbers.get("gen_throughput", 0.0),
         "cache_hit_rate": numbers.get("cache_hit_rate", 0.0),
-        "utilization": running / most if most else 0.0,
+        "utilization": running / max_running if max_running else 0.0,
     }

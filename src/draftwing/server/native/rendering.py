@@ -1,4 +1,4 @@
-"""Answers as /generate tells them."""
+"""Answers as /generate reports them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from draftwing.text.answer import Answer
 from draftwing.text.token_text import TokenTexts
 
 REPEATED: Final = 2048  # log probabilities that every event repeats; all answers of a request have equal parts of it
-GROWTH: Final = 1.25  # where there are more, they are in an event once they are so many times those told before
+GROWTH: Final = 1.25  # where there are more, they are in an event once they are so many times those sent before
 
 
 class _Sent:
-    """What events have told of an answer's log probabilities. They may be thousands of times an event's text: if each
+    """What events have had of an answer's log probabilities. They may be thousands of times an event's text: if each
     event repeated them all, the bytes of a stream would grow as the square of its answer."""
 
     def __init__(self, answers: int) -> None:
@@ -26,7 +26,7 @@ class _Sent:
         self._answer = 0
 
     def next(self, answer: Answer) -> tuple[bool, bool]:
-        """Whether the next event has those of the prompt, and those of the answer."""
+        """Returns whether the next event has those of the prompt, and those of the answer."""
         ended, held = answer.finish_reason is not None, answer.logprob_entries
         of_prompt = ended or not self.prompt
         of_answer = ended or held <= self._few or held >= GROWTH * self._answer

@@ -1,4 +1,4 @@
-"""Bodies of /generate and of the endpoints beside it; see `draftwing.server.openai.schema`."""
+"""Bodies of /generate and of the other native endpoints; see `draftwing.server.openai.schema`."""
 
 from __future__ import annotations
 

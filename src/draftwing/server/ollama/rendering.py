@@ -20,17 +20,17 @@ Content = Callable[..., dict[str, Any]]  # makes what a line of the endpoint hol
 
 
 def head(model: str) -> dict[str, Any]:
-    """What each line begins with."""
+    """Returns what each line begins with."""
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
 def chat_content(text: str = "", **more: Any) -> dict[str, Any]:
-    """What a line of /api/chat holds."""
+    """Returns what a line of /api/chat holds."""
     return {"message": {"role": "assistant", "content": text, **more}}
 
 
 def text_content(text: str = "", **more: Any) -> dict[str, Any]:
-    """What a line of /api/generate holds."""
+    """Returns what a line of /api/generate holds."""
     return {"response": text, **more}
 
 
@@ -55,7 +55,7 @@ class OllamaAnswer:
         return {**head(self._model), **self._content(reader.content, **more), **self._logprobs(), **self._ending()}
 
     async def events(self) -> AsyncIterator[str]:
-        """Lines with what is new, then one that tells how it ended."""
+        """Lines with what is new, then one that says how it ended."""
         async for answer, text in self.generation:
             for one in await self.generation.render(len(text), partial(self._news, answer, text)):
                 yield one
@@ -87,13 +87,13 @@ class OllamaAnswer:
 
     def _calls(self, complete: bool) -> list[dict[str, Any]]:
         calls = self._reader.calls
-        most = len(calls) if complete else max(len(calls) - 1, self._given)
+        end = len(calls) if complete else max(len(calls) - 1, self._given)
         found = []
-        for index in range(self._given, most):
+        for index in range(self._given, end):
             arguments = read_arguments(calls[index].arguments) or {}
             function = {"index": index, "name": calls[index].name, "arguments": arguments}
             found.append({"id": calls[index].id, "function": function})
-        self._given = most
+        self._given = end
         return found
 
     def _logprobs(self) -> dict[str, Any]:

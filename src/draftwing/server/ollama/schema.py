@@ -94,18 +94,18 @@ class OllamaBody(ChatLogprobs, hints="shift"):
 
     @property
     def unloads(self) -> bool:
-        """Whether the client asks to free the model at once."""
+        """Returns whether the client asks to free the model at once."""
         return str(self.keep_alive).rstrip("smh") == "0"
 
     @property
     def length(self) -> str | None:
-        return None if self._most is None else "options.num_predict"
+        return None if self._num_predict is None else "options.num_predict"
 
     @property
-    def _most(self) -> Any:
+    def _num_predict(self) -> Any:
         """The length that the client chose; 0 and less leave it to the context."""
-        most = (self.options or ModelOptions()).num_predict
-        return None if isinstance(most, int) and not isinstance(most, bool) and most <= 0 else most
+        asked = (self.options or ModelOptions()).num_predict
+        return None if isinstance(asked, int) and not isinstance(asked, bool) and asked <= 0 else asked
 
     @property
     def grammar_field(self) -> str | None:
@@ -117,7 +117,7 @@ class OllamaBody(ChatLogprobs, hints="shift"):
         if isinstance(given.seed, int) and given.seed < 0:
             del fields["sampling_seed"]
         if given.num_predict is not None:
-            fields["max_new_tokens"] = self._most
+            fields["max_new_tokens"] = self._num_predict
         if isinstance(self.format, dict):
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         elif self.format:

@@ -21,7 +21,7 @@ from draftwing.text.answer import Answer
 def usage(
     prompt_tokens: int, answers: Sequence[Answer], speculates: bool = False, ended: bool = True
 ) -> dict[str, Any]:
-    """speculates: tell how many drafts were accepted and rejected; once all answers are finished.  ended: whether they
+    """speculates: report how many drafts were accepted, rejected; once all answers are finished.  ended: whether they
     are: before, it is not known what of their prompts was cached."""
     completion_tokens = sum(len(answer.token_ids) for answer in answers)
     reasoning = sum(answer.reasoning_tokens for answer in answers)
@@ -85,7 +85,7 @@ class Completion:
         }
 
     async def events(self) -> AsyncIterator[str]:
-        """For each answer its role (chat), text as it comes and the finish reason; then usage."""
+        """Yields, for each answer, its role (chat), text as it comes and the finish reason; then usage."""
         head, sent = self._head(chunk=True), dict[int, int]()  # entries, by answer
         async for answer, text in self.generation:
             first = answer.index not in sent
@@ -132,12 +132,12 @@ class Completion:
         return {"text": text, "logprobs": logprobs}
 
     def _pieces(self, answer: Answer, text: str, first: bool) -> list[dict[str, Any]]:
-        """What events tell of the next piece of text."""
+        """Returns what events have of the next piece of text."""
         shown, logprobs = self._shown(answer, text, first)
         return [{"text": shown, "logprobs": logprobs}] if shown or logprobs is not None else []
 
     def _nothing(self) -> dict[str, Any]:
-        """What the last event of an answer has, beside its ending."""
+        """Returns what the last event of an answer has besides its ending."""
         return {"text": ""}
 
     def _ending(self, answer: Answer) -> dict[str, Any]:

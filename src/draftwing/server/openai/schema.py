@@ -43,7 +43,7 @@ class TextPart(
     refusal: str | None = None
 
     def said(self, answers: bool) -> str | None:
-        """Its text; None where it has none. answers: whether it is of the assistant, who may refuse."""
+        """Returns the message's text; None where it has none. answers: whether the assistant's, who may refuse."""
         return {"text": self.text, "refusal": self.refusal if answers else None}.get(self.type)
 
 
@@ -56,7 +56,7 @@ class ToolCall(Body, hints="cache_control", bookkeeping="index extra_content pro
     custom: CalledCustom | None = None
 
     def plain(self, where: str) -> tuple[str, str, Any]:
-        """Its id, and the name and arguments of the function that the model called. Raises RequestError."""
+        """Returns the call's id, and name and arguments of the function that the model called. Raises RequestError."""
         check_kind(self, where)
         if self.custom is not None:
             return self.id, self.custom.name, {"input": self.custom.input}
@@ -224,7 +224,7 @@ class ChatRequest(
 
     @property
     def customs(self) -> frozenset[str]:
-        """Names of its custom tools; once `chat` has been called."""
+        """Returns names of its custom tools; once `chat` has been called."""
         return self._customs
 
     @property

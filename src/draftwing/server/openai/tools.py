@@ -113,7 +113,7 @@ def check_kind(part: Any, where: str) -> None:
 def offered(
     tools: Sequence[ChatTool], choice: str | ChosenTool | None
 ) -> tuple[list[Function], ToolChoice, frozenset[str]]:
-    """The functions that the model is told of, the choice among them, and the names of those that are custom tools.
+    """Returns the functions that the model sees, the choice among them, and the names of those that are custom tools.
     Raises RequestError for tools that cannot be offered, and for a choice that cannot be made."""
     functions = checked_functions([tool.plain(f"tools.{i}") for i, tool in enumerate(tools)])
     customs = frozenset(tool.custom.name for tool in tools if tool.custom is not None)
@@ -129,7 +129,7 @@ def offered(
         check_kind(tool, where)
         named = ToolChoice("named", _name(tool, customs, where))
         names.add(checked_choice(named, functions, where).name)
-    # The model is told of no others: without a grammar nothing else would keep it from calling them.
+    # The model sees no others: without a grammar nothing else would keep it from calling them.
     functions = [function for function in functions if function.name in names]
     if not functions:
         raise RequestError("tool_choice.allowed_tools.tools must not be empty", "tool_choice.allowed_tools.tools")

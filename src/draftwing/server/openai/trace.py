@@ -1,4 +1,4 @@
-"""What was drafted for a request, as the events of its response tell it."""
+"""What was drafted for a request, as the events of its response report it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Reasoning:
     ) -> GenerationRequest:
         """The request with what its `thinking_budget` asks for. Without a known style it is left to be refused.
 
-        start: where the answer begins; None: as the prompt's end tells.  grammar_after: a grammar is of what comes
+        start: where the answer begins; None: as the prompt's end says.  grammar_after: a grammar is of what comes
         after reasoning, too; else it leaves no place for any, and RequestError is raised.
         """
         params = request.params

@@ -62,7 +62,7 @@ class CallReader:
 
     names: of the functions that there are; any other name means that this is no call.
     name: of the function whose arguments the object is, where the name came before it.
-    marked: a marker says that this is a call. Without one, members that no call has come after the name, and beside
+    marked: a marker says that this is a call. Without one, members that no call has come after the name, and besides
     arguments; with one they may be anywhere. They are passed over, and so is what comes a second time.
     """
 

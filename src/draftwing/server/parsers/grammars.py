@@ -79,7 +79,7 @@ def grammar_for(
 def harmony_grammar(
     functions: Sequence[Function], choice: ToolChoice, otherwise: Grammar | None = None
 ) -> Grammar | None:
-    """The same as `grammar_for` for answers in harmony, which may begin with reasoning and make one call at most."""
+    """Makes, as `grammar_for`, that of answers in harmony, which may begin with reasoning and make one call at most."""
     if choice.mode == "auto" and otherwise is None and not any(function.strict for function in functions):
         return None
     if choice.mode == "none" and otherwise is None:

@@ -39,7 +39,7 @@ Kind = Literal["thought", "text", "call"]
 
 
 def is_harmony(template: str | None) -> bool:
-    """Whether a chat template writes harmony."""
+    """Returns whether a chat template writes harmony."""
     return template is not None and all(marker in template for marker in (START, CHANNEL, MESSAGE))
 
 
@@ -94,9 +94,9 @@ class HarmonyReader(MessageReader):
     # Both take text from a place on, and return where what is left of it begins; what has to wait is in `_rest`.
 
     def _in_header(self, text: str, at: int) -> int:
-        may_be, most = _may_be_header(text[at : at + MAX_HEADER]), MAX_HEADER + len(MESSAGE)
-        found = text.find(MESSAGE, at, at + most) if may_be else -1
-        if found < 0 and may_be and len(text) - at < most:
+        may_be, limit = _may_be_header(text[at : at + MAX_HEADER]), MAX_HEADER + len(MESSAGE)
+        found = text.find(MESSAGE, at, at + limit) if may_be else -1
+        if found < 0 and may_be and len(text) - at < limit:
             self._rest = text[at:]
             return len(text)
         if found < 0:
@@ -225,7 +225,7 @@ class HarmonyReader(MessageReader):
 
 def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as the chat template of gpt-oss wants them: reasoning is called `thinking`, a message makes one call,
-    whose result follows it, and says nothing beside."""
+    whose result follows it, and says nothing else."""
     out: list[dict[str, Any]] = []
     waiting: dict[str | None, deque[dict[str, Any]]] = {}  # messages of calls whose turn has not come, by their id
     for given in messages:

@@ -72,7 +72,7 @@ class JsonScanner:
         return self._half() + (json.dumps(char)[1:-1] if char < " " else char)
 
     def _half(self) -> str:
-        """What half a character is that nothing belongs to."""
+        """Returns what half a character is that nothing belongs to."""
         half, self._high = self._high and _LONE, ""
         return half
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReasoningStyle:
-    """begin, end: the markers.  always: the model reasons without being told, whether or not it writes `begin`."""
+    """begin, end: the markers.  always: the model reasons without being asked, whether or not it writes `begin`."""
 
     begin: str = "<think>"
     end: str = "</think>"

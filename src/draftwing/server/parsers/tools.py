@@ -54,7 +54,7 @@ TOOL_STYLES = {
 
 
 def style_of(template: str | None) -> ToolStyle | None:
-    """Returns how calls are written by the family whose chat template this is; None where it does not tell."""
+    """Returns how calls are written by the family whose chat template this is; None where it does not say."""
     if template is None or any(marker in template for marker in _OTHERS):
         return None
     if '"name"' not in template and "tool_calls" not in template:
@@ -202,8 +202,8 @@ class ToolParser:
         self._raw, self._marked, self._step = [raw], marked, self._open
 
     def _behind_fence(self, text: str, at: int) -> int:
-        """Where what a code fence begins with begins, or the same place where there is none; the end of the text where
-        that does not tell."""
+        """Returns where what a code fence begins with begins, or the same place where there is none; the end of the
+        text where that does not say."""
         if not "```".startswith(text[at : at + 3]):
             return at
         fence = _FENCE.match(text, at)
@@ -288,7 +288,7 @@ class ToolParser:
 
     @property
     def _closes(self) -> bool:
-        """Whether an end marker belongs to what was opened."""
+        """Returns whether an end marker belongs to what was opened."""
         return self._marked and self._style.end is not None
 
     def _after(self, text: str, at: int) -> int:

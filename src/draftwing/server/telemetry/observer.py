@@ -1,4 +1,4 @@
-"""Records each HTTP request and each answer as they pass, and tells watchers: metrics, traces and the request log.
+"""Records each HTTP request and each answer as they pass, and notifies watchers: metrics, traces and the request log.
 
 Everything runs on the event loop. The middleware knows the HTTP request, `begin` its generation (both in the same
 task, so a context variable joins them), and `output` gets what the engine says, at the moment it says it: a slow
@@ -66,7 +66,7 @@ class HttpRecord:
 
 
 class Watcher:
-    """Is told what happens; this one ignores it all, others override what they want.
+    """Is called with what happens; this one ignores it all, others override what they want.
 
     Methods run on the event loop and must not block; what they raise is logged and goes no further.
     """
@@ -83,14 +83,14 @@ class Watcher:
         """`reason` and `ended` are set."""
 
     def responded(self, record: HttpRecord) -> None:
-        """The response is complete. Answers may still be unfinished: the engine has been told to abort them."""
+        """The response is complete. Answers may still be unfinished: the engine was asked to abort them."""
 
     def close(self) -> None:
         """The server ends. It may block."""
 
 
 class Observer:
-    """Fills the records, on the event loop, and tells the watchers."""
+    """Fills the records, on the event loop, and notifies the watchers."""
 
     def __init__(self, watchers: Sequence[Watcher] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self.watchers = list(watchers)

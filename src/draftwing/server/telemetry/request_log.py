@@ -20,7 +20,7 @@ from draftwing.requests.sampling_params import LogitsProcessorSpec, SamplingPara
 from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
 
 BEGINNING = 2048  # characters of a text at level 2
-_MOST = 200  # characters of what a client chooses: paths, ids and names; names in a list
+_MAX_LENGTH = 200  # characters of what a client chooses: paths, ids and names; names in a list
 
 
 class RequestLog(Watcher):
@@ -63,9 +63,9 @@ def metadata(record: HttpRecord) -> dict[str, Any]:
     answers = record.answers
     line: dict[str, Any] = {
         "time": datetime.fromtimestamp(record.arrived_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
-        "id": record.id[:_MOST],
+        "id": record.id[:_MAX_LENGTH],
         "method": record.method,
-        "path": record.path[:_MOST],
+        "path": record.path[:_MAX_LENGTH],
         **({"client": record.client} if record.client else {}),
         "status": record.status,
         "seconds": round(record.ended - record.arrived, 6),
@@ -73,7 +73,7 @@ def metadata(record: HttpRecord) -> dict[str, Any]:
         "response_bytes": record.sent,
     }
     if record.ignored:
-        line["ignored"] = [name[:_MOST] for name in record.ignored[:_MOST]]
+        line["ignored"] = [name[:_MAX_LENGTH] for name in record.ignored[:_MAX_LENGTH]]
     if answers:
         line |= {
             "prompt_tokens": prompt_tokens(answers),

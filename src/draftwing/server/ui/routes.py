@@ -1,4 +1,4 @@
-"""The page at `/`: its files, and the data that it reads beside the API that every client has.
+"""The page at `/`: its files, and the data that it reads besides the API that every client has.
 
 The files hold no data and need no key; what they read does. They are served from memory: no path of a request ever
 reaches the file system.
@@ -60,7 +60,7 @@ class Asset:
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is of the page's files, which need no key."""
+    """Returns whether a path is of the page's files, which need no key."""
     return path == "/" or path.startswith(ASSETS)
 
 
@@ -103,8 +103,8 @@ def add_ui_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         key = client.get()
         viewer = viewers.enter("" if key is None else key.name)
         if viewer is None:
-            most = f"{MAX_VIEWERS} clients may look at the engine at once, {MAX_OF_A_KEY} with one key"
-            return error_response(request, 503, f"{most}; close a page that does")
+            limit = f"{MAX_VIEWERS} clients may look at the engine at once, {MAX_OF_A_KEY} with one key"
+            return error_response(request, 503, f"{limit}; close a page that does")
 
         async def events() -> AsyncIterator[str]:
             async for snapshot in viewers.watch(viewer):

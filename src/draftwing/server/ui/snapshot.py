@@ -13,7 +13,7 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.service import Service
 from draftwing.server.telemetry.observer import AnswerRecord
 
-LATE = 0.1  # seconds since the engine gave its numbers, from which on it did not answer this time
+MAX_AGE = 0.1  # seconds since the engine gave its numbers, from which on it did not answer this time
 MAX_REQUESTS = 32  # the oldest unfinished ones that are listed
 MAX_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
@@ -74,7 +74,7 @@ class Snapshots:
         try:
             self._stats = await engine.stats()
             self._answered = time.monotonic() - self._stats["age"]
-            state = "busy" if self._stats["age"] > LATE else "up"
+            state = "busy" if self._stats["age"] > MAX_AGE else "up"
         except EngineDead:
             state = "down"
         answers = engine.observer.unfinished()

@@ -90,5 +90,5 @@ class Viewers:
         try:
             return await self._look()
         except Exception:
-            logger.exception("no more snapshots for those who look at the engine")
+            logger.exception("no more snapshots for viewers of the engine")
             return None

@@ -3,7 +3,7 @@ each as much of it as it says, and their own block.
 
 The online softmax over tiles of keys (Milakov and Gimelshein 2018, arXiv 1805.02867), and a backward pass that makes
 the probabilities again from the log-sum-exps (Dao et al. 2022, arXiv 2205.14135). Queries come in the order of what
-they see, so a tile of them has its keys in common but for the last few. The keys of their blocks are beside the
+they see, so a tile of them has its keys in common but for the last few. The keys of their blocks are next to the
 queries' own, a few for each tile. The reference is the mask of `train.block_attention`.
 """
 
@@ -25,7 +25,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Reach(NamedTuple):
-    """What R queries of each of B texts see of it, beside their own blocks."""
+    """What R queries of each of B texts see of it, besides their own blocks."""
 
     limits: Tensor  # [B, R] int32, ascending: how many of the text's keys
     begins: Tensor  # [B, tiles of keys] int32: the first query that sees any of a tile
@@ -57,11 +57,11 @@ def _put(base, at, row_stride, rows, value, DIM: tl.constexpr, DIM_PAD: tl.const
 
 
 @triton.jit
-def _absorb(query, key, value, seen, scale, most, norm, total):
+def _absorb(query, key, value, seen, scale, row_max, norm, total):
     """The running maximum, sum and weighted values after a tile of keys."""
     score = tl.where(seen, tl.dot(query, tl.trans(key)) * (scale * _LOG2E), -1e30)
-    more = tl.maximum(most, tl.max(score, 1))
-    before = tl.exp2(most - more)
+    more = tl.maximum(row_max, tl.max(score, 1))
+    before = tl.exp2(row_max - more)
     prob = tl.where(seen, tl.exp2(score - more[:, None]), 0.0)
     return more, norm * before + tl.sum(prob, 1), tl.dot(prob.to(value.dtype), value, total * before[:, None])
 
@@ -84,7 +84,7 @@ def _forward_kernel(
     text_v += b * text_v_b + (h // GROUP) * text_v_h
     k += b * k_b + (h // GROUP) * k_h
     v += b * v_b + (h // GROUP) * v_h
-    most = tl.full([QUERIES], -1e30, tl.float32)
+    row_max = tl.full([QUERIES], -1e30, tl.float32)
     norm = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     for first in range(0, tl.max(limit, 0), KEYS):
@@ -92,7 +92,7 @@ def _forward_kernel(
         key = _tile(text_k, col, text_k_r, keys, DIM, DIM_PAD)
         value = _tile(text_v, col, text_v_r, keys, DIM, DIM_PAD)
         seen = col[None, :] < limit[:, None]
-        most, norm, total = _absorb(query, key, value, seen, scale, most, norm, total)
+        row_max, norm, total = _absorb(query, key, value, seen, scale, row_max, norm, total)
     begin = tl.program_id(1) * QUERIES // ROWS * ROWS
     end = tl.minimum(tl.program_id(1) * QUERIES + QUERIES + ROWS - 1, queries)
     for first in range(begin, end, KEYS):
@@ -100,11 +100,11 @@ def _forward_kernel(
         key = _tile(k, col, k_r, queries, DIM, DIM_PAD)
         value = _tile(v, col, v_r, queries, DIM, DIM_PAD)
         seen = (col // ROWS)[None, :] == (row // ROWS)[:, None]
-        most, norm, total = _absorb(query, key, value, seen, scale, most, norm, total)
+        row_max, norm, total = _absorb(query, key, value, seen, scale, row_max, norm, total)
     real = row < queries  # each of which sees itself
     norm = tl.where(real, norm, 1.0)
     _put(out + b * out_b + h * out_h, row, out_r, queries, total / norm[:, None], DIM, DIM_PAD)
-    tl.store(lse + tl.program_id(0).to(tl.int64) * queries + row, (most + tl.log2(norm)) / _LOG2E, mask=real)
+    tl.store(lse + tl.program_id(0).to(tl.int64) * queries + row, (row_max + tl.log2(norm)) / _LOG2E, mask=real)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Triton kernels for the loss of heads that draft a block; one row per program, float32 inside.
 
-Two passes over the logits z of a row, whose q = softmax(z), and the distribution p of the target. The first tells what
-there is to tell of a row (`RowFacts`). What each term weighs is computed from that, for it may depend on the other rows
+Two passes over the logits z of a row, whose q = softmax(z), and the distribution p of the target. The first gives what
+there is to know of a row (`RowFacts`). What each term weighs is computed from that, for it may depend on the other rows
 of the block. The second pass overwrites the logits with the gradient of the weighted sum. The formulas are in
 `train.block_loss`, and the reference.
 """
@@ -32,8 +32,8 @@ def _facts_kernel(
     logits += row * logits_stride
     probs += tl.load(place + row) * probs_stride
     lane = tl.arange(0, BLOCK)
-    most, found, norm, mass, dot = one_pass(logits, probs, VOCAB, BLOCK)
-    total = most + tl.log(norm)
+    row_max, found, norm, mass, dot = one_pass(logits, probs, VOCAB, BLOCK)
+    total = row_max + tl.log(norm)
     both, inner = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
     for first in range(0, VOCAB, BLOCK):
         col = first + lane
@@ -81,7 +81,7 @@ def _slope_kernel(
 
 def row_facts(logits: Tensor, probs: Tensor, place: Tensor, token: Tensor) -> RowFacts:
     """logits [r, V], probs [n, V], each in one of DTYPES; place [r] int64: each row's distribution; token [r] int64:
-    the text's, -1 for none -> what there is to tell of the rows, in float32."""
+    the text's, -1 for none -> what there is to know of the rows, in float32."""
     rows, vocab = logits.shape
     assert probs.shape[1] == vocab and place.shape == token.shape == (rows,)
     assert logits.stride(1) == probs.stride(1) == place.stride(0) == token.stride(0) == 1

@@ -1,4 +1,4 @@
-"""Triton kernels for the rows of its own chain that a draft sees in training, beside the causal attention.
+"""Triton kernels for the rows of its own chain that a draft sees in training, besides the causal attention.
 
 A query q, whose causal part is (out, lse), sees one row (k_s, v_s) of each step s = 1 .. S. The joint output and
 log-sum-exp are those of the online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), started from the causal
@@ -42,21 +42,21 @@ def _join_kernel(
     at = b * part_b + h * part_h + t[:, None] * part_t + d[None, :]
     total = tl.load(part + at, mask=here, other=0.0).to(tl.float32)
     sums = (b * HEADS + h) * length + t
-    most = tl.load(lse + sums, mask=row, other=0.0)
+    row_max = tl.load(lse + sums, mask=row, other=0.0)
     norm = tl.full([ROWS], 1.0, tl.float32)
     own = ((b * KV_HEADS + h // (HEADS // KV_HEADS)) * length + t[:, None]) * DIM + d[None, :]
     for _ in range(0, STEPS):
         k = tl.load(keys + own, mask=here, other=0.0).to(tl.float32)
         v = tl.load(values + own, mask=here, other=0.0).to(tl.float32)
         score = tl.sum(query * k, 1) * scale
-        more = tl.maximum(most, score)
-        before, prob = tl.exp(most - more), tl.exp(score - more)
+        more = tl.maximum(row_max, score)
+        before, prob = tl.exp(row_max - more), tl.exp(score - more)
         total = total * before[:, None] + prob[:, None] * v
         norm = norm * before + prob
-        most = more
+        row_max = more
         own += step_stride
     tl.store(out + at, (total / norm[:, None]).to(out.dtype.element_ty), mask=here)
-    tl.store(joint + sums, most + tl.log(norm), mask=row)
+    tl.store(joint + sums, row_max + tl.log(norm), mask=row)
 
 
 @triton.jit(do_not_specialize=["length", "heads_stride"])

@@ -22,7 +22,7 @@ _BLOCK = 2048  # 8 elements of a thread: one load of 16 bytes in half precision
 
 @triton.jit
 def one_pass(logits, probs, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row: its largest logit, the first place of it, sum exp(z - that), sum p, sum p z"""
+    """Returns of a row: its largest logit, the first place of it, sum exp(z - that), sum p, sum p z"""
     lane = tl.arange(0, BLOCK)
     # Finite, so that no difference of infinities arises in lanes past the end, whose logits are lower still.
     top = tl.full([BLOCK], -3e38, tl.float32)
@@ -40,12 +40,12 @@ def one_pass(logits, probs, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
         top = tl.where(more, z, top)
         mass += p
         dot += p * z
-    most = tl.max(top, 0)
+    row_max = tl.max(top, 0)
     # Not a number anywhere: a place that there is, and a loss that shows it.
-    place = tl.min(tl.where(top == most, at, VOCAB - 1), 0)
-    norm_sum = tl.sum(norm * tl.exp(top - most), 0)
+    place = tl.min(tl.where(top == row_max, at, VOCAB - 1), 0)
+    norm_sum = tl.sum(norm * tl.exp(top - row_max), 0)
     mass_sum = tl.sum(mass, 0)
-    return most, place, norm_sum, mass_sum, tl.sum(dot, 0)
+    return row_max, place, norm_sum, mass_sum, tl.sum(dot, 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["counts"])
@@ -58,8 +58,8 @@ def _cross_entropy_kernel(
     logits += row * logits_stride
     probs += row * probs_stride
     lane = tl.arange(0, BLOCK)
-    most, place, norm_sum, mass_sum, dot = one_pass(logits, probs, VOCAB, BLOCK)
-    cross = (most + tl.log(norm_sum)) * mass_sum - dot
+    row_max, place, norm_sum, mass_sum, dot = one_pass(logits, probs, VOCAB, BLOCK)
+    cross = (row_max + tl.log(norm_sum)) * mass_sum - dot
     counted = tl.load(counts + row) != 0
     tl.store(best + row, place.to(tl.int64))
     tl.store(loss + row, tl.where(counted, cross, 0.0))
@@ -70,7 +70,7 @@ def _cross_entropy_kernel(
             here = col < VOCAB
             z = tl.load(logits + col, mask=here, other=0.0).to(tl.float32)
             p = tl.load(probs + col, mask=here, other=0.0).to(tl.float32)
-            slope = tl.where(counted, tl.exp(z - most) * ratio - p, 0.0)
+            slope = tl.where(counted, tl.exp(z - row_max) * ratio - p, 0.0)
             tl.store(logits + col, slope.to(logits.dtype.element_ty), mask=here)
 
 

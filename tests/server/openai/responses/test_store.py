@@ -56,7 +56,7 @@ def test_the_oldest_of_who_holds_most_goes() -> None:
 
 
 def test_many_small_ones_take_nothing_from_who_has_few() -> None:
-    store = ResponseStore(64 * MB, most=20)
+    store = ResponseStore(64 * MB, max_responses=20)
     store.put("alice", made("large", 10 * MB))
     for i in range(100):
         store.put("bob", made(f"b{i}"))
@@ -87,7 +87,7 @@ def test_what_is_old_goes_unless_it_is_used() -> None:
 
 def test_a_conversation_stays_whole_as_long_as_it_goes_on() -> None:
     clock = Clock()
-    store = ResponseStore(MB, most=4, seconds=60, clock=clock)
+    store = ResponseStore(MB, max_responses=4, seconds=60, clock=clock)
     previous = None
     for i in range(3):
         if previous is not None:
@@ -124,7 +124,7 @@ def test_an_id_that_is_given_twice() -> None:
 
 @pytest.mark.slow
 def test_the_bound_is_one_of_memory() -> None:
-    store, most = ResponseStore(8 * MB), 0
+    store, max_responses = ResponseStore(8 * MB), 0
     gc.collect()
     tracemalloc.start()
     try:
@@ -137,10 +137,10 @@ def test_the_bound_is_one_of_memory() -> None:
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(fill, range(64)))
         gc.collect()
-        most = tracemalloc.get_traced_memory()[0] - before
+        max_responses = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert 0.5 * store.bytes < most < 8 * MB and 7 * MB < store.bytes <= 8 * MB
+    assert 0.5 * store.bytes < max_responses < 8 * MB and 7 * MB < store.bytes <= 8 * MB
     assert all(any(store.get(f"client{i}", f"{i}-{j}") for j in range(60)) for i in range(64))
 
 

@@ -43,7 +43,7 @@ TEXT = '*** Begin\n+a "b" \\ é 😀\n-\t\n*** End\n'
 
 
 def offered(scripted: ScriptedEngine) -> dict[str, Any]:
-    """The functions that the model was told of."""
+    """The functions that the model saw."""
     tools = json.loads(scripted.prompt.split("<tools>")[1].split("</tools>")[0])
     return {tool["function"]["name"]: tool["function"] for tool in tools}
 
@@ -51,13 +51,13 @@ def offered(scripted: ScriptedEngine) -> dict[str, Any]:
 def test_the_model_is_told_of_all(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
     scripted.script = "Fine."
     response = api.responses.create(model="m", input="hi", tools=ALL)
-    told = offered(scripted)
-    assert list(told) == ["weather", "edit", "day", "say", "agents.spawn", "agents.weather", "agents.tell"]
-    assert told["agents.spawn"]["description"] == "agents: Other agents.\n\nStarts one."
-    assert "description" not in told["agents.weather"] and told["agents.tell"]["description"] == "Tells one."
+    offers = offered(scripted)
+    assert list(offers) == ["weather", "edit", "day", "say", "agents.spawn", "agents.weather", "agents.tell"]
+    assert offers["agents.spawn"]["description"] == "agents: Other agents.\n\nStarts one."
+    assert "description" not in offers["agents.weather"] and offers["agents.tell"]["description"] == "Tells one."
     for name in ("edit", "day", "say", "agents.tell"):
-        assert told[name]["parameters"]["required"] == ["input"]
-    assert PATCH in told["edit"]["parameters"]["properties"]["input"]["description"]
+        assert offers[name]["parameters"]["required"] == ["input"]
+    assert PATCH in offers["edit"]["parameters"]["properties"]["input"]["description"]
     shown = [tool.to_dict() for tool in response.tools]
     assert [tool["type"] for tool in shown] == ["function", "custom", "custom", "custom", "namespace"]
     assert shown[1] == EDIT and shown[3]["format"] == {"type": "text"} and len(shown[4]["tools"]) == 3
@@ -304,7 +304,7 @@ def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: Scrip
         {"type": "output_text", "text": "b", "annotations": [{"type": "citation"}], "logprobs": [], "parsed": None},
         {"type": "refusal", "refusal": " no"},
     ]
-    told = {"status": "completed", "caller": {"type": "direct"}, "async": False, "created_by": "x"}
+    offers = {"status": "completed", "caller": {"type": "direct"}, "async": False, "created_by": "x"}
     items = [
         {"role": "user", "content": "a"},
         {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}], **hidden},
@@ -317,7 +317,7 @@ def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: Scrip
             "status": "completed",
         },
         {"type": "reasoning", "id": "r", "summary": summary, **hidden},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": None, **told},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": None, **offers},
         {"type": "function_call_output", "id": "o", "call_id": "c", "output": "r", "status": "completed"},
         {"type": "reasoning", "id": "r", "summary": [], **hidden},
         {"role": "user", "content": "d"},
@@ -355,7 +355,7 @@ def test_large_grammars_are_read_in_a_thread(url: str) -> None:
         return EDIT | {"format": {"type": "grammar", "syntax": "lark", "definition": f"start: {names}\n{rules}"}}
 
     asked: Any = {"model": "m", "input": "hi", "tools": [edit(20_000)]}
-    response = httpx.post(f"{url}/v1/responses", json=asked)  # the model is told of it, and has a short context
+    response = httpx.post(f"{url}/v1/responses", json=asked)  # the model sees it, and has a short context
     assert (response.status_code, response.json()["param"]) == (400, "input")
     both = [edit(250_000), edit(250_000) | {"name": "other"}]
     response = httpx.post(f"{url}/v1/responses", json=asked | {"tools": [AGENTS | {"tools": both}]})

@@ -1,4 +1,4 @@
-/* What heads that draft a block do beside GEMMs: gates and memories of the tokens above a node, and the page tables of
+/* What heads that draft a block do besides GEMMs: gates and memories of the tokens above a node, and the page tables of
    layers with a window. Small, so one thread, with the GIL. The references are ops/torch/layer_ops.py and
    ops/torch/expansion.py. */
 

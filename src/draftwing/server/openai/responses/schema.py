@@ -71,7 +71,7 @@ class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
 
     @property
     def kind(self) -> str:
-        """Its type; some items may leave it out."""
+        """Returns the item's type; some may leave it out."""
         given = [name for name in self.model_fields_set if getattr(self, name) is not None]
         if given == ["id"]:
             return "item_reference"
@@ -142,7 +142,7 @@ class ResponsesRequest(
 
     @property
     def toolbox(self) -> Toolbox:
-        """Its tools; once `chat` has been called."""
+        """Returns the request's tools; once `chat` has been called."""
         return self._toolbox
 
     @property
@@ -254,7 +254,7 @@ def _add(found: Conversation, item: Item, where: str) -> None:
 
 
 def _thought(item: Item, where: str) -> str:
-    """What a model can read of its reasoning: the text, else a summary; nothing of what another server has made
+    """Returns what a model can read of its reasoning: the text, else a summary; nothing of what another server has made
     unreadable."""
     if item.content is not None:
         return _text(item.content, f"{where}.content", "reasoning_text")

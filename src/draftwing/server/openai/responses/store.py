@@ -15,8 +15,8 @@ from typing import Any
 MAX_RESPONSES = 1024
 SECONDS = 3600.0  # since a response was stored, or gone on from
 LOOK_SECONDS = 60.0  # between two looks for what is older
-_BYTES = 2048  # that a response takes beside its JSON, at most
-_ITEM_BYTES = 256  # and each of its items, beside its id
+_BYTES = 2048  # that a response takes besides its JSON, at most
+_ITEM_BYTES = 256  # and each of its items, besides its id
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Stored:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of memory."""
+        """Returns bytes of memory."""
         ids = sum(map(len, self.ids)) + _ITEM_BYTES * len(self.ids)
         return len(self.head) + self.items_size + ids + _BYTES
 
     @property
     def items_size(self) -> int:
-        """Bytes of the JSON of all its items."""
+        """Returns bytes of the JSON of all its items."""
         return len(self.input) + len(self.output)
 
     @property
@@ -80,23 +80,23 @@ class ResponseStore:
 
     def __init__(
         self,
-        most_bytes: int,
-        most: int = MAX_RESPONSES,
+        max_bytes: int,
+        max_responses: int = MAX_RESPONSES,
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most_bytes, self._most, self._seconds, self._clock = most_bytes, most, seconds, clock
+        self._max_bytes, self._max_responses, self._seconds, self._clock = max_bytes, max_responses, seconds, clock
         self._shares: dict[str, _Share] = {}
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def keeps(self) -> bool:
-        return self._most_bytes > 0
+        return self._max_bytes > 0
 
     @property
     def bytes(self) -> int:
-        """Bytes of all responses that are held."""
+        """Returns bytes of all responses that are held."""
         return sum(share.bytes for share in self._shares.values())
 
     def __len__(self) -> int:
@@ -115,9 +115,9 @@ class ResponseStore:
             for item in stored.ids:
                 share.by_item.setdefault(item, stored.id)
             self._expire()
-            while self.bytes > self._most_bytes:
+            while self.bytes > self._max_bytes:
                 self._drop(max(self._shares.values(), key=lambda share: share.bytes))
-            while len(self) > self._most:
+            while len(self) > self._max_responses:
                 self._drop(max(self._shares.values(), key=lambda share: len(share.responses)))
             self._shares = {name: share for name, share in self._shares.items() if share.responses}
 
@@ -154,7 +154,7 @@ class ResponseStore:
             return stored
 
     def delete(self, client: str, id: str) -> bool:
-        """Whether there was one."""
+        """Returns whether there was one."""
         with self._lock:
             share = self._share(client)
             found = id in share.responses

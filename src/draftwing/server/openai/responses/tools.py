@@ -79,7 +79,7 @@ class ChosenTool(AllowedTool):
 
 @dataclass(frozen=True)
 class Offer:
-    """A tool as the request has it, and the function that the model is told of."""
+    """A tool as the request has it, and the function that the model sees."""
 
     function: Function
     name: str
@@ -88,14 +88,14 @@ class Offer:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """What a model calls a tool."""
+    """Returns what a model calls a tool."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 class Toolbox:
     """The tools of a request.
 
-    functions: those that the model is told of.  choice: among them.  ignored: names of what is left out.
+    functions: those that the model sees.  choice: among them.  ignored: names of what is left out.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class Toolbox:
         if choice.mode is None or not choice.tools:
             raise RequestError("tool_choice must have mode and tools, which are allowed", "tool_choice")
         allowed = {n for i, tool in enumerate(choice.tools) for n in self._named(tool, f"tool_choice.tools.{i}")}
-        # The model is told of no others: without a grammar nothing else would keep it from calling them.
+        # The model sees no others: without a grammar nothing else would keep it from calling them.
         self.functions = [one for one in self.functions if one.name in allowed]
         return ToolChoice(choice.mode)
 
     def _named(self, tool: AllowedTool, where: str) -> list[str]:
-        """What the model calls a tool that the request names; all of a namespace where one is allowed."""
+        """Returns what the model calls a tool that the request names; all of a namespace where one is allowed."""
         if tool.type in HOSTED:
             raise RequestError(f"{where} must not be {tool.type!r}: {_ALONE}", where)
         if tool.type == "namespace" and where != "tool_choice":
@@ -157,7 +157,7 @@ class Toolbox:
 
 
 def shown_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
-    """The tools as a response repeats them: those that the model could be told of."""
+    """The tools as a response repeats them: those that the model could see."""
     return [_shown(tool) for tool in tools if tool.type not in HOSTED]
 
 

@@ -21,7 +21,7 @@ export function lines(series, length, words, most = 0) {
   return svg;
 }
 
-/** Shares of a whole beside each other, and what they are. parts: [class, name, value, words]. */
+/** Shares of a whole next to each other, and what they are. parts: [class, name, value, words]. */
 export function shares(parts) {
   const bar = h("div", { class: "stack" });
   for (const [kind, name, value] of parts) {

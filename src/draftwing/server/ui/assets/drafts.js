@@ -1,4 +1,4 @@
-// The panel beside the conversation: the tree of a step, figures, and a time line to go back and forth.
+// The panel next to the conversation: the tree of a step, figures, and a time line to go back and forth.
 
 import { byId, h, number, s } from "./dom.js";
 import { chooseFile, saveFile } from "./files.js";

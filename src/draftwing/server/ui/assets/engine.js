@@ -18,7 +18,7 @@ export class Engine {
     byId("engine").append(this.message);
   }
 
-  /** Looks as long as it is told to. */
+  /** Looks as long as it is asked to. */
   async look() {
     if (this.stopper) return;
     this.stopper = new AbortController();

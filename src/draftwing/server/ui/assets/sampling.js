@@ -1,4 +1,4 @@
-// What may be asked beside the question: fields of a request, as they are typed, checked and sent. No elements here.
+// What may be asked with the question: fields of a request, as they are typed, checked and sent. No elements here.
 
 export const NUMBERS = [
   // Field of the request, words, lowest, highest, whole numbers alone, words where nothing is asked.

@@ -10,7 +10,7 @@ export function toJson(conversations) {
   return JSON.stringify({ format: FORMAT, version: VERSION, conversations: conversations.map(toKeep) }, null, 1);
 }
 
-/** Conversations of a file; beside ours, a list of messages { role, content } is one. Raises an Error in words. */
+/** Conversations of a file; besides ours, a list of messages { role, content } is one. Raises an Error in words. */
 export function fromJson(text) {
   let data;
   try {
