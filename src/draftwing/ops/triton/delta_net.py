@@ -1,12 +1,12 @@
 """Gated delta nets over chunks and trees, by the plain recurrence. The reference is `ops.torch.delta_net`.
 
-Three launches a layer: what goes into the recurrence, for all tokens at once (`_inputs_kernel`); the recurrence, walk by
-walk (`ops.triton.delta_plan`), of each head in slices of value_dim that know nothing of each other; the gated norm.
+Three launches a layer: what goes into the recurrence, for all tokens at once (`_inputs_kernel`); the recurrence, walk
+by walk (`ops.triton.delta_plan`), of each head in slices of value_dim that know nothing of each other; the gated norm.
 With S [key_dim, value_dim] as the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d;
 S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting.
 
-A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens that
-are run again go through the same compiled kernels, which know of nothing else than of a token's own inputs.
+A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
+that are run again go through the same compiled kernels, which know of nothing else than of a token's own inputs.
 """
 
 # mypy: allow-untyped-defs
