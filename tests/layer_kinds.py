@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwing.kv.pool import StateSpec
+from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
@@ -18,7 +18,7 @@ from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVecto
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
 from draftwing.ops.torch.state import ancestor_slots, scan
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import Ranks, Share
@@ -134,6 +134,75 @@ class Convolution(Mixer):
     __call__ = forward
 
 
+@dataclass(frozen=True)
+class DeltaConfig(MixerConfig):
+    """A gated delta net, whose state is kept by row."""
+
+    spec: DeltaSpec
+
+    def keeps(self) -> DeltaSpec:
+        return self.spec
+
+    @property
+    def width(self) -> int:
+        return self.spec.value_heads * self.spec.value_dim
+
+    def weights(self, hidden: int) -> int:
+        return hidden * (self.spec.channels + 2 * self.width + 2 * self.spec.value_heads)
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        def whole(axis: int, size: int) -> Cut:
+            return Cut(axis, Share(0, size, size))
+
+        parts = (("qkv", self.spec.channels), ("z", self.width), ("ba", 32))
+        return [
+            *(StoredMatrix(f"delta.{name}", name, 0, size, False, whole(0, size)) for name, size in parts),
+            StoredMatrix("delta.out", "out", 0, hidden, False, whole(1, self.width)),
+            StoredVector("delta.conv", "conv", self.spec.channels),
+            *(StoredVector(f"delta.{name}", name, self.spec.value_heads) for name in ("decay", "dt_bias")),
+            StoredVector("delta.norm", "norm", self.spec.value_dim),
+        ]
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> DeltaNet:
+        return DeltaNet(self, layer, pool_layer, dtype, device, in_size)
+
+
+class DeltaNet(Mixer):
+    def __init__(
+        self,
+        config: DeltaConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
+    ) -> None:
+        super().__init__()
+        self.pool_layer, spec, self.form = pool_layer, config.spec, layer.weight_format
+        self.heads = spec.value_heads
+        self.qkv, self.z, self.ba = (
+            Linear(in_size, size, False, dtype, device, layer.weight_format)
+            for size in (spec.channels, config.width, 32)  # as many as one tile of a product has
+        )
+        self.out = Linear(config.width, layer.hidden, False, dtype, device, layer.weight_format)
+        self.conv = nn.Parameter(torch.zeros(spec.channels, spec.conv_width, dtype=dtype, device=device))
+        self.decay, self.dt_bias = (nn.Parameter(torch.zeros(self.heads, device=device)) for _ in range(2))
+        self.norm = nn.Parameter(torch.ones(spec.value_dim, device=device))
+
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.z, self.ba, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        b, a = (part.contiguous() for part in self.ba(x)[:, : 2 * self.heads].chunk(2, 1))
+        weights = DeltaWeights(self.conv.float(), self.decay, self.dt_bias, self.norm, 1e-6)
+        y = attend.delta(self.pool_layer, DeltaInputs(self.qkv(x), self.z(x), b, a), weights)
+        return self.out(y, residual)
+
+    __call__ = forward
+
+
 ATTENTION = AttentionConfig(4, 2, 16)
 # As many heads of queries in all of the first three, and other keys and values in each; the fourth has fewer heads.
 MIXED = (
@@ -145,7 +214,14 @@ MIXED = (
 READS_0, READS_1 = AttentionConfig(4, 2, 16, kv_from=0, qk_norm=True), AttentionConfig(4, 4, 32, rope=1, kv_from=1)
 SHARED = (ATTENTION, MIXED[1], READS_0, MIXED[3], READS_1)
 RECURRENT = (RecurrenceConfig(64), ATTENTION, ConvolutionConfig(96), RecurrenceConfig(32))
+DELTA = (
+    DeltaConfig(DeltaSpec(2, 4, 16, 16, 4)),
+    DeltaConfig(DeltaSpec(2, 4, 16, 16, 4, tiled=True)),
+    ATTENTION,
+    DeltaConfig(DeltaSpec(2, 2, 16, 32, 4)),
+)
 KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": RECURRENT}
+HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA}
 
 
 def config_of(mixers: Sequence[MixerConfig], positions: int = 128) -> ModelConfig:

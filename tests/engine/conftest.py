@@ -21,6 +21,7 @@ from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.kv.row_states import RowStates, delta_specs
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
@@ -31,6 +32,7 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.suffix_drafter import SuffixDrafter
@@ -62,6 +64,12 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
             elif name.endswith("bias"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
+            elif name.endswith("conv"):  # [channels, 1, taps]
+                weight.copy_(torch.randn(weight.shape, generator=generator) / 2)
+            elif name.endswith("mixer.norm"):
+                weight.fill_(1)
+            elif name.endswith("decay"):
+                weight.copy_(-torch.rand(weight.shape, generator=generator))
             elif name.endswith("sinks"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) + 1)
     return model.to(device=device, dtype=dtype).eval()
@@ -200,10 +208,11 @@ class Rig:
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
         book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
-        deferral=None,
+        deferral=None, states=None,
     ):  # fmt: skip
         """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
-        pool, where it is not the model's. deferral: of prompts, where it is not what an engine on a CPU has."""
+        pool, where it is not the model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of
+        a model with recurrent layers."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
@@ -219,8 +228,12 @@ class Rig:
             deferral = AT_ONCE if dev.has_own_memory or fake_device else DraftKVBacklog.deferral(drafter, dev, chunk)
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)
-        backend = attn(self.pool)
         menu = self.policy.menu
+        if delta_specs(layers):
+            states = states or StateSizes(4 * rows, 16, 4)
+            nodes = max(shape.nodes for shape in menu)
+            self.pool.states = RowStates.of(layers, states.slots, rows, nodes, model.dtype, dev.device)
+        backend = attn(self.pool)
         spans = {s: s.nodes if drafter is None else drafter.span(s) for s in menu}
         max_span, max_commit = max(spans.values()), max(s.max_commit for s in menu)
         length = CONTEXT + max_span + max_commit + ROOM
@@ -247,6 +260,7 @@ class Rig:
             model.config.vocab_size,
             frozenset(filter(drafter.lags, menu)) if drafter is not None else frozenset(),
             deferral=deferral,
+            states=states,
         )
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)

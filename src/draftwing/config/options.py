@@ -191,6 +191,11 @@ class Options:
     max_total_tokens: int | None = option(
         None, MEMORY, "tokens in the KV cache, in place of a share of the memory", minimum=2
     )
+    state_memory_fraction: float = option(
+        0.5, MEMORY,
+        "of a model with recurrent layers: share of the memory for the KV cache that their states take, two for each "
+        "running request and the others for cached prefixes", minimum=0.01, maximum=0.99,
+    )  # fmt: skip
     max_running_requests: int | None = option(
         None, MEMORY, "requests that run at once; others wait (default: CPU 64; CUDA 64 to 256, by its memory)",
         minimum=1, maximum=65536, common=True,

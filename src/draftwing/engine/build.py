@@ -46,6 +46,7 @@ from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.sched.policy import FixedShape, MostTokens, ShapePolicy
 from draftwing.sched.prices import Prices
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
 from draftwing.spec.token_map import load_token_map
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
@@ -222,7 +223,7 @@ def assemble(
     rows, chunk = options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
     made = make_executor(options, model, precision, device, drafter, policy.menu)
-    executor, pool, context, pool_tokens, spans, graph_size = made
+    executor, pool, context, pool_tokens, spans, graph_size, states = made
     executor.broadcast = broadcast
     executor.on_result = None if broadcast.digest is None else broadcast.digest.add
     if options.deterministic and not device.ops.exact_by_design and not executor.run_on_all_ranks(keeps_bits):
@@ -261,6 +262,7 @@ def assemble(
             lagging=frozenset(filter(drafter.lags, policy.menu)) if drafter is not None else frozenset(),
             deferral=executor.deferral,
             credited=options.drafter_spec.credited,
+            states=StateSizes(states) if states else None,
         ),
         policy,
         spans,

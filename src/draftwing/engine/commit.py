@@ -93,6 +93,8 @@ class CommitStage:
             self._table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
             None if mark is None else self._calibration,
         )  # fmt: skip
+        if self._table.states is not None:
+            self._ops.advance_states(self._table.states, step.rows, prefix_len)
         if self._backlog is not None:
             self._backlog.keep_by_slot(batch.write_slots, verified.aux_hidden)
         if drafter is not None:
@@ -112,6 +114,8 @@ class CommitStage:
         table = self._table
         rows = upload.rows
         table.kv_len.index_copy_(0, rows, upload.kv_len)
+        if table.states is not None:
+            self._ops.advance_states(table.states, rows, upload.kv_len - 1)
         zero = torch.zeros_like(rows)
         token, drawn, confidence = zero, zero, zero + self._confidence if self._confidence else zero
         logprobs: Download | None = None

@@ -28,6 +28,7 @@ from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.stats import Reporter
 from draftwing.errors import CheckpointError
 from draftwing.grammar import GrammarCompiler
+from draftwing.kv.row_states import state_bytes
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config
@@ -171,8 +172,17 @@ class Engine:
             "committed_tokens": self.reporter.total_tokens,
             "graph_replays": self.parts.executor.replays,
             "explain": self.explainer and self.explainer.now,
+            **self._state_stats(),
             **self.reporter.stats(),
         }
+
+    def _state_stats(self) -> dict[str, Any]:
+        """Of a model with recurrent layers."""
+        slots = self.parts.sched.kv.states
+        if slots is None:
+            return {}
+        each = state_bytes(self.parts.pool.layers, self.parts.dtype)
+        return {**slots.stats(), "snapshot_bytes": slots.kept * each}
 
     def idle(self) -> bool:
         return self._loop.idle and self._input.empty

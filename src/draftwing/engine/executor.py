@@ -62,6 +62,7 @@ class Executor:
         self.drafter = drafter
         self.table = table
         self.attn = attn
+        table.states = attn.pool.states
         self.device = device
         self.ops = device.ops
         self.graphs = GraphCache(device, table.rows, graph_size)

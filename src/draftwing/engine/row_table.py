@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwing.core import Admission, IntArray, Plan
 from draftwing.engine.devices.base import Device
 from draftwing.kv.pool import zeros_as_written
+from draftwing.ops.row_states import RowStates
 from draftwing.ops.types import SamplingGroups, SamplingRows
 
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens
@@ -57,6 +58,7 @@ class RowTable:
         self.floats = zeros(rows + 1, 3, dtype=torch.float32)  # temperature, top_p, min_p
         self.dummy_len = self.kv_len[rows:]  # [1] of the dummy, a view
         self.steps = torch.arange(length, device=device.device)  # 0, 1, ..., to be cut to what is needed
+        self.states: RowStates | None = None  # of a model with recurrent layers
         self._step: tuple[list[bytes], tuple[Tensor, SamplingGroups]] | None = None  # the newest of `upload_step`
 
     def sampling(self, rows: Tensor) -> SamplingRows:
@@ -73,6 +75,7 @@ class RowTable:
 
     def upload(self, plan: Plan) -> Upload:
         """Brings a prefill to the device: one copy, then the scatters of what the host decided."""
+        self._give_states(plan)
         parts = [*_pack_state(plan, self.length), *_sampling_groups(plan), *_pack_chunks(plan)]
         rows, noisy, filtered, banning, *chunks = self._send(parts)
         return Upload(rows, SamplingGroups(noisy, filtered, banning), *chunks)
@@ -91,8 +94,14 @@ class RowTable:
 
     def upload_state(self, plan: Plan) -> None:
         """What a tree step changes of row state: often nothing."""
+        self._give_states(plan)
         if plan.admits or plan.new_slots:
             self._send(_pack_state(plan, self.length))
+
+    def _give_states(self, plan: Plan) -> None:
+        if len(plan.states):
+            assert self.states is not None, "state slots of a model without recurrent layers"
+            self.states.set(self.device.upload(plan.states.ravel()).view(-1, 4))
 
     def _send(self, sections: list[IntArray]) -> list[Tensor]:
         """Copies them to the device, scatters those of `_pack_state`, and returns the others. Each begins at an even

@@ -48,7 +48,7 @@ class RowStates:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return zeros_as_written(shape, dtype, device)
 
-        self.layers = {
+        self.layers: Mapping[int, LayerStates] = {
             layer: LayerStates(
                 spec,
                 zeros(slots + 2, spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32),

@@ -65,6 +65,7 @@ class LayerStates(NamedTuple):
 class RowStates(Protocol):
     """As `kv.row_states.RowStates`."""
 
+    slots: int  # usable state slots
     nodes: int  # most of one tree
     dummy: int  # the state slot that nobody reads
     layers: Mapping[int, LayerStates]  # by pool layer
@@ -73,6 +74,10 @@ class RowStates(Protocol):
     page: Tensor
     length: Tensor
     node_slots: Tensor
+
+    def set(self, entries: Tensor) -> None:
+        """Gives rows other state slots. entries [S, 4] int64 as `Plan.states`, of different rows."""
+        ...
 
     def advance(self, rows: Tensor, length: Tensor) -> None:
         """Makes what a step wrote of rows [B] what the next one reads. length [B]: tokens in it."""

@@ -36,7 +36,7 @@ class KVManager:
         self.slots, self.room = slots, room
         self.pool = SlotAllocator(slots)
         self.radix = RadixCache(lookahead, cache)
-        self.states = self.radix.states = None if states is None else StateSlots(states, lookahead)
+        self.states = self.radix.states = None if states is None else StateSlots(states, lookahead, cache)
         self.by_row: dict[int, Req] = {}
         self._rows, self._lookahead = rows, lookahead
         self._free_rows = deque(range(rows))  # first in, first out: row-indexed memories are all used

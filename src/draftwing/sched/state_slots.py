@@ -64,12 +64,12 @@ class HeldStates:
 class StateSlots:
     """hits: requests that began with a snapshot."""
 
-    def __init__(self, sizes: StateSizes, lookahead: int) -> None:
-        """lookahead: tokens that a cached prefix must leave of a text."""
+    def __init__(self, sizes: StateSizes, lookahead: int, cache: bool = True) -> None:
+        """lookahead: tokens that a cached prefix must leave of a text.  cache: whether prefixes are kept."""
         assert sizes.slots >= LEAST_SLOTS, f"{sizes.slots} state slots, at the least {LEAST_SLOTS} are needed"
         self.slots, self.every, self.grain = sizes
         self.hits = 0
-        self._lookahead = lookahead
+        self._lookahead, self._cache = lookahead, cache
         self._free = list(range(sizes.slots, 0, -1))
         self._kept: OrderedDict[Node, None] = OrderedDict()  # nodes with snapshots, the least recently used first
         self._pinned = 0  # of these
@@ -79,6 +79,10 @@ class StateSlots:
     def kept(self) -> int:
         """Snapshots in the tree."""
         return len(self._kept)
+
+    def stats(self) -> dict[str, int]:
+        """Counts: all state slots, snapshots, and requests that began with one."""
+        return {"state_slots": self.slots, "snapshots": self.kept, "snapshot_hits": self.hits}
 
     def has_room(self, node: Node) -> bool:
         """Whether a request can run that begins with the state of a node, if it has one."""
@@ -135,6 +139,8 @@ class StateSlots:
     def _positions(self, req: Req, start: int, reach: int) -> set[int]:
         """Where snapshots of its prompt are taken: every so many tokens, where it leaves what is cached, and near its
         end. One prompt takes a quarter of all slots at most, or one."""
+        if not self._cache:
+            return set()
         end, every = len(req.tokens) - 1 - self._lookahead, self.every
         while (end - start) // every > max(self.slots // 4, 1):
             every *= 2

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layer_kinds import KINDS, config_of
+from layer_kinds import HYBRIDS, KINDS, config_of
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
@@ -12,9 +12,11 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import make_executor
+from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.ops import make_ops
+from draftwing.sched.prices import Prices
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -51,7 +53,7 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     rig.drafter.kv_layers, rig.drafter.aux_layers, rig.drafter.lookahead = rig.layers[1:], aux, lookahead
     monkeypatch.setattr(type(rig.device), "free_memory", lambda self: 4 * GB)
     slot = 3 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
-    assert sizing.size_pool(options(), rig, 10**6, 0) == GB // slot
+    assert sizing.size_pool(options(), rig, 10**6, 0).tokens == GB // slot
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
 
 
@@ -72,6 +74,52 @@ def test_the_drafters_layers_follow_what_the_targets_keep(harness, monkeypatch):
     assert made.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
     states = [StateSpec((width,), torch.float32) for width in (64, 96, 32)]
     assert draft.kv_layers == [states[0], KVSpec(2, 16), *states[1:]]
+
+
+@pytest.fixture
+def hybrid(harness, monkeypatch):
+    """Of recurrent layers and attention, with 1 GB for their pool."""
+    if harness.device != "cpu":
+        pytest.skip("with a memory that the test makes up")
+    model, cpu = harness.model_of(config_of(HYBRIDS["delta"], harness.CONTEXT)), pick_device("cpu")
+    monkeypatch.setattr(type(cpu), "free_memory", lambda self: 4 * GB)
+    return sizing.Rig(model, None, (TREE, PLAIN), torch.float32, cpu)
+
+
+# Of a state: matrices and windows of three layers with 2 key heads, 4, 4 and 2 value heads.
+STATE = 4 * (2 * (4 * 16 * 16 + 3 * 128) + 2 * 16 * 32 + 3 * 128)
+SLOT = 2 * 2 * 16 * 4
+
+
+def test_states_take_their_share_of_the_pool(hybrid, monkeypatch):
+    size = sizing.size_pool(options(state_memory_fraction=0.25), hybrid, 10**6, 0)
+    assert size.states == GB // 4 // STATE and size.tokens == (GB - size.states * STATE) // SLOT
+    few = sizing.size_pool(options(max_total_tokens=640, state_memory_fraction=0.9), hybrid, 10**6, 0)
+    assert few == (640, 6 * 2 + 10), "two for each request, and one for every 64 tokens that are cached"
+    assert sizing.size_pool(options(max_total_tokens=640), hybrid, 10**6, 0) == (640, 640 * SLOT // STATE)
+    with pytest.raises(ConfigError, match=r"for 0 of .* at least: raise --state-memory-fraction"):
+        sizing.size_pool(options(max_total_tokens=640, state_memory_fraction=0.01), hybrid, 10**6, 0)
+
+
+def test_an_engine_has_states_and_its_start_leaves_none(hybrid, monkeypatch):
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
+    sizing.trial(options(), hybrid, graph_size=4)
+    precision = Precision(torch.float32, torch.float32)
+    chosen = options(max_total_tokens=640)
+    made = make_executor(chosen, hybrid.model, precision, hybrid.device, None, hybrid.menu)
+    states = made.executor.table.states
+    assert made.states == 640 * SLOT // STATE == states.slots and states.nodes == TREE.nodes
+    warm_up(made.executor, made.pool, hybrid.menu, Prices(hybrid.menu, False))
+    for layer in states.layers.values():
+        assert not layer.state[:-1].any() and layer.state[-1].any(), "all was the dummy's"
+
+
+def test_a_draft_model_has_no_recurrent_layers(hybrid, harness):
+    draft = DraftLM(harness.model_of(config_of(HYBRIDS["delta"], harness.CONTEXT)), harness.VOCAB)
+    drafter = ModelDrafter(draft, 7, TREE.topk, torch.float32, hybrid.device.ops)
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        precision = Precision(torch.float32, torch.float32)
+        make_executor(options(max_total_tokens=640), hybrid.model, precision, hybrid.device, drafter, hybrid.menu)
 
 
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
@@ -117,9 +165,9 @@ def on_cuda(rig, monkeypatch):
 def test_the_pool_gets_what_steps_and_graphs_leave(on_cuda):
     slot = 2 * 2 * 2 * 16 * 4
     left = 60 * GB - 5 * GB - 2 * 8 * 7 * 10**6 - 2 * GB - 1.6 * GB
-    assert sizing.size_pool(options(), on_cuda, 10**6, 8) == int(left) // slot
-    assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8) == 77
-    assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8) == 20 * GB // slot
+    assert sizing.size_pool(options(), on_cuda, 10**6, 8).tokens == int(left) // slot
+    assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8).tokens == 77
+    assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8).tokens == 20 * GB // slot
 
 
 def test_refusals_name_the_number_to_change(on_cuda):

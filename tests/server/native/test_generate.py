@@ -143,12 +143,17 @@ def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine
         assert data["meta_info"]["finish_reason"] == {"type": "stop", "matched": c[0]}
 
 
-def test_health_and_infos(client: TestClient, engine: FakeEngine) -> None:
+def test_health_and_infos(client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     health = client.get("/health")
     assert health.status_code == 200 and health.content == b""
     info = client.get("/server_info").json()
     assert info["port"] == 30000 and info["speculative_algorithm"] == "none" and info["random_seed"] == 7
     assert info["max_total_num_tokens"] == 4 * CONTEXT and info["context_length"] == CONTEXT
+    engine_stats = engine.stats
+    assert "snapshots" not in info["internal_states"][0]["memory_usage"]
+    monkeypatch.setattr(engine, "stats", lambda: {**engine_stats(), "snapshots": 4, "snapshot_bytes": 80})
+    usage = client.get("/server_info").json()["internal_states"][0]["memory_usage"]
+    assert (usage["snapshots"], usage["snapshot_bytes"]) == (4, 80)
     assert info["weight_bytes"] == {"Q8_0": 34}
     assert info["floor"] == {"memory_gb_s": 17e-6, "read_ms": 2.0, "plain_step_ms": 8.0, "share": 0.25}
     assert client.get("/model_info").json()["served_model_name"] == "echo"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import NOBODY, PLAIN, Admission, Chunk, Plan, TreeShape
+from draftwing.core import NOBODY, PLAIN, Admission, Chunk, IntArray, Plan, TreeShape
 from draftwing.engine.executor import Executor
 from draftwing.engine.startup.prices import filled
 from draftwing.ops.types import Draft
@@ -27,6 +27,9 @@ def keeps_bits(executor: Executor) -> bool:
     table, model = executor.table, executor.model
     slots = executor.attn.pool.slots
     rows = min(ROWS, table.rows, max(slots // (4 * TREE), 1))
+    most = TREE
+    if table.states is not None:
+        rows, most = min(rows, table.states.slots // 2), min(TREE, table.states.nodes)
     count = max(min(TOKENS, table.length - TREE - 1, slots // rows - TREE), 1)
     text = np.random.default_rng(0).integers(model.config.vocab_size, size=count).tolist()
     with filled(executor, rows, 0, count + TREE):
@@ -40,7 +43,9 @@ def keeps_bits(executor: Executor) -> bool:
         together = _prompts(executor, text, [(0, count)], rows)
         same = same and all(torch.equal(part, expected) for part in together.split(count))
         for at in range(1, count - TREE, 11):
-            for size, nodes in ((1, 1), (rows, 1), (1, TREE), (rows, TREE)):
+            for size, nodes in ((1, 1), (rows, 1), (1, most), (rows, most)):
+                if table.states is not None:
+                    _prompts(executor, text, [(0, at)], size)  # a step goes on from a state of all tokens before it
                 found = _step(executor, text, at, size, nodes)
                 same = same and torch.equal(found, expected[at : at + nodes].repeat(size, 1))
     return same
@@ -48,14 +53,26 @@ def keeps_bits(executor: Executor) -> bool:
 
 def _prompts(executor: Executor, text: list[int], parts: list[tuple[int, int]], rows: int) -> Tensor:
     """The hidden states of the text, in parts one after the other, each of so many rows together: [rows * T, H]."""
-    found = []
+    found: list[Tensor] = []
     request, every = GenerationRequest("", text, SamplingParams(temperature=0.0)), np.arange(rows)
     for begin, end in parts:
         admits = tuple(Admission(row, text, NOBODY, request, seed=0) for row in range(rows)) if not begin else ()
         chunks = tuple(Chunk(row, begin, end - begin, end == len(text)) for row in range(rows))
-        plan = Plan(0, "prefill", every, every, PLAIN, end, admits, chunks=chunks)
+        states = NOBODY if executor.table.states is None else _states(rows, len(found), begin)
+        plan = Plan(0, "prefill", every, every, PLAIN, end, admits, chunks=chunks, states=states)
         found.append(executor.states(plan).clone())
+    if executor.table.states is not None:
+        executor.table.states.set(torch.from_numpy(_states(rows, len(found), parts[-1][1])).to(found[0].device))
     return torch.cat(found)
+
+
+def _states(rows: int, number: int, length: int) -> IntArray:
+    """`Plan.states` before part `number` of prompts that have `length` tokens so far: what a part writes the next one
+    reads, as after a commit."""
+    two = 1 + 2 * np.arange(rows)
+    own = two + number % 2, two + 1 - number % 2
+    read = own[1] if number else np.zeros_like(two)
+    return np.stack((np.arange(rows), read, own[0], np.full(rows, length)), 1)
 
 
 def _step(executor: Executor, text: list[int], at: int, rows: int, nodes: int) -> Tensor:

@@ -16,7 +16,9 @@ from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, deferral_of, hidden_bytes, row_length, size_pool
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import FP8, KVPool
+from draftwing.kv.row_states import delta_specs, record_bytes, state_bytes
 from draftwing.models.decoder import DecoderModel
+from draftwing.sched.state_slots import ROW_SLOTS
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.simulate import Simulation
 
@@ -37,6 +39,7 @@ class Made(NamedTuple):
     pool_tokens: int
     spans: dict[TreeShape, int]
     graph_size: int  # largest batch with graphs
+    states: int  # slots for states of recurrent layers, 0 without such layers
 
 
 def make_executor(
@@ -60,8 +63,10 @@ def make_executor(
     assert wanted <= config.max_positions, "what is more was refused"
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
     room = max_commit + max_span + 1 + (LAG_ROOM if rig.draft_layers else 0)  # past the context, in a row
-    pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
-    pool_tokens = model.ranks.least(pool_tokens)
+    if delta_specs(rig.draft_layers):
+        raise ConfigError("a draft model cannot have recurrent layers: expected attention alone")
+    sizes = size_pool(options, rig, row_length(wanted + room), graph_size)
+    pool_tokens, states = model.ranks.least(sizes.tokens), model.ranks.least(sizes.states)
     if not options.max_total_tokens:  # more could only ever cache prefixes
         pool_tokens = min(pool_tokens, 2 * rows * wanted)
     context = min(wanted, pool_tokens - max_span - max_commit)
@@ -76,6 +81,7 @@ def make_executor(
     length = row_length(context + room)
     scales = model.kv_scales.of(model.pool_owners) if kv_dtype == FP8 else ()
     pool = KVPool(rig.layers, pool_tokens, kv_dtype, device.device, scales)
+    pool.states = rig.states(states, rows)
     if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
         log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
     parts = model.kv_layers, rig.draft_layers
@@ -83,6 +89,13 @@ def make_executor(
     hidden_gb = pool_tokens * hidden_bytes(options, rig) / 1e9
     kept = f", hidden states for it {hidden_gb:.2f} GB" if hidden_gb else ""
     log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB%s", pool_tokens, target_gb, draft_gb, kept)
+    if states:
+        each = state_bytes(rig.layers, model.dtype) / 1e6
+        log.info(
+            "states of recurrent layers: %d of %.1f MB, %.2f GB; %d for each running request, the others for cached "
+            "prefixes; records of drafts up to %.2f GB",
+            states, each, states * each / 1e3, ROW_SLOTS, record_bytes(rig.layers, rows, rig.nodes, model.dtype) / 1e9,
+        )  # fmt: skip
     log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
 
     model.set_max_positions(length)
@@ -100,4 +113,4 @@ def make_executor(
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
-    return Made(executor, pool, context, pool_tokens, spans, graph_size)
+    return Made(executor, pool, context, pool_tokens, spans, graph_size, states)

@@ -19,10 +19,12 @@ from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, SlotSpec
+from draftwing.kv.row_states import RowStates, delta_specs, record_bytes, state_bytes
 from draftwing.models.decoder import DecoderModel
 from draftwing.requests.request import MAX_PREDICTED, GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import EditTable
+from draftwing.sched.state_slots import GRAIN, LEAST_SLOTS, ROW_SLOTS
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.prediction import PredictedOutput
 
@@ -53,6 +55,15 @@ class Rig(NamedTuple):
         return [*self.model.kv_layers, *self.draft_layers]
 
     @property
+    def nodes(self) -> int:
+        """Of the largest tree."""
+        return max(shape.nodes for shape in self.menu)
+
+    def states(self, slots: int, rows: int) -> RowStates | None:
+        """Those of recurrent layers, if there are any."""
+        return RowStates.of(self.layers, slots, rows, self.nodes, self.model.dtype, self.device.device)
+
+    @property
     def first_draft_layer(self) -> int:
         """Pool layer of the drafter's first."""
         return len(self.model.kv_layers)
@@ -64,11 +75,45 @@ def row_length(entries: int) -> int:
     return -(-entries // 16) * 16
 
 
-def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
-    """Tokens that the KV pool holds; length: of a row of the row table."""
+class PoolSize(NamedTuple):
+    """tokens: that the KV pool holds.  states: slots for states of recurrent layers, 0 without such layers."""
+
+    tokens: int
+    states: int
+
+
+def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolSize:
+    """length: of a row of the row table. Raises ConfigError where there is no room."""
+    slot_bytes = max(KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig), 1)
+    fraction = options.state_memory_fraction if delta_specs(rig.layers) else 0.0
     if options.max_total_tokens:
-        return options.max_total_tokens
-    slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig)
+        tokens = options.max_total_tokens
+        budget = int(tokens * slot_bytes * fraction / (1 - fraction))
+        return PoolSize(tokens, state_slots(options, rig, budget, tokens))
+    budget = pool_budget(options, rig, length, graph_size, slot_bytes)
+    states = state_slots(options, rig, int(budget * fraction), budget // slot_bytes)
+    return PoolSize((budget - states * state_bytes(rig.layers, rig.model.dtype)) // slot_bytes, states)
+
+
+def state_slots(options: Options, rig: Rig, budget: int, tokens: int) -> int:
+    """How many states have room in so many bytes, beside a KV pool of so many tokens: no more than could be used.
+    Raises ConfigError where one request alone has not got what it needs."""
+    each, rows = state_bytes(rig.layers, rig.model.dtype), options.max_running_requests
+    if not each:
+        return 0
+    assert rows
+    slots = min(budget // each, ROW_SLOTS * rows + tokens // GRAIN)
+    if slots < LEAST_SLOTS:
+        raise ConfigError(
+            f"{budget / 1e9:.2f} GB for states of recurrent layers have room for {slots} of {each / 1e6:.1f} MB, "
+            f"expected {LEAST_SLOTS} at least: raise --state-memory-fraction, --mem-fraction-static or "
+            "--max-total-tokens"
+        )
+    return slots
+
+
+def pool_budget(options: Options, rig: Rig, length: int, graph_size: int, slot_bytes: int) -> int:
+    """Bytes of the KV pool and of states."""
     if rig.device.has_own_memory:
         budget = cuda_budget(options, rig, length, graph_size)
     else:
@@ -81,7 +126,7 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
                 f"no memory is left for the KV pool ({free / 1e9:.2f} GB free): lower the model's size or dtype, "
                 "raise --mem-fraction-static, or set --max-total-tokens"
             )
-    return budget // slot_bytes
+    return budget
 
 
 def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int:
@@ -93,6 +138,7 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     rows = options.max_running_requests + 1
     tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length)
     tables += unseen_bytes(rows, rig, deferral_of(options, rig))
+    tables += record_bytes(rig.layers, rows - 1, rig.nodes, rig.model.dtype)
     needed = step + graphs + tables
     sizes = (
         f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB: "
@@ -172,6 +218,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
     length = row_length(longest + 2 * shape.max_commit + span + LAG_ROOM)  # two steps
     pool = KVPool(rig.layers, length, rig.kv_dtype, rig.device.device)
+    pool.states = rig.states(LEAST_SLOTS, rows)
     table = RowTable(rows, length, rig.device)
     attn = rig.device.ops.attention(pool, options.deterministic)
     rig.model.set_max_positions(length)

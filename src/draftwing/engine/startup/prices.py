@@ -181,6 +181,8 @@ def _fill(executor: Executor, rows: int, context: int, space: int, touched: bool
 def set_context(executor: Executor, rows: int, context: int) -> None:
     """Of the first rows, as if nothing had been committed since."""
     executor.table.kv_len[:rows] = context
+    if executor.table.states is not None:
+        executor.table.states.length[:rows] = context
 
 
 @torch.inference_mode()
@@ -188,4 +190,6 @@ def _empty(executor: Executor, rows: int) -> None:
     table = executor.table
     for state in (table.page_table, table.tokens, table.kv_len, table.last):
         state[:rows] = 0
+    if table.states is not None:
+        table.states.read[:rows] = table.states.write[:rows] = table.states.dummy
     executor.restore_calibration()

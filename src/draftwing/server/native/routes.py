@@ -28,6 +28,8 @@ from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, Gene
 from draftwing.server.schema import split_prompts
 from draftwing.server.service import Service
 
+STATE_NUMBERS = ("state_slots", "snapshots", "snapshot_bytes", "snapshot_hits")  # of a model with recurrent layers
+
 
 def add_native_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     _add_generate(app, service)
@@ -150,6 +152,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
                     "token_capacity": info.max_total_tokens,
                     "free_tokens": stats["free_tokens"],
                     "cached_tokens": stats["cached_tokens"],
+                    **{name: stats[name] for name in STATE_NUMBERS if name in stats},
                 },
                 "num_verified_rows": stats["verified_rows"],
                 "num_committed_tokens": stats["committed_tokens"],
