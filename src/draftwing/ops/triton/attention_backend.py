@@ -41,14 +41,9 @@ class PagedAttention:
         self.exact = exact
         self.workspace = Workspace(pool.kv[0].device)
         self._tiles: dict[HeadShape, tuple[int, int]] = {}
-        self._owners: Tensor | None = None
-
-    @property
-    def owners(self) -> Tensor:
-        """Which query of the newest batch wrote a slot [slots + 1] int32, for `short_conv.sources_of`."""
-        if self._owners is None:
-            self._owners = torch.zeros(self.pool.slots + 1, dtype=torch.int32, device=self.pool.kv[0].device)
-        return self._owners
+        # Which query of the newest batch wrote a slot, for `short_conv.sources_of`.
+        has_states = any(kv.dim() == 2 and kv.shape[1] for kv in pool.kv)
+        self.owners = pool.kv[0].new_zeros(pool.slots + 1 if has_states else 0, dtype=torch.int32)
 
     def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
         return TritonAttend(self, batch, first_layer, settled)

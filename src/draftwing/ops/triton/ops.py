@@ -15,6 +15,7 @@ from draftwing.ops.triton.draft_extend import TritonExpansionOps
 from draftwing.ops.triton.layer_ops import TritonLayerOps
 from draftwing.ops.triton.merge import TritonMergeOps
 from draftwing.ops.triton.ngram import TritonNGramOps
+from draftwing.ops.triton.row_states import TritonStateOps
 from draftwing.ops.triton.sampling import TritonSamplingOps
 from draftwing.ops.triton.suffix import TritonSuffixOps
 from draftwing.ops.triton.tree import TritonTreeOps
@@ -32,6 +33,7 @@ class TritonOps(
     TritonNGramOps,
     TritonSuffixOps,
     TritonLayerOps,
+    TritonStateOps,
     TorchOps,
 ):
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
