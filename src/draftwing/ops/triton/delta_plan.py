@@ -73,7 +73,7 @@ def _source(position, read, records, index, WIDTH: tl.constexpr):
     do_not_specialize_on_alignment=["rows", "prefix_len", "path", "path_len", "starts", "slots", "sources", "tokens",
                                     "steps", "walks", "segments"],
 )  # fmt: skip
-def _tree_kernel(
+def _plan_trees_kernel(
     sources, tokens, steps, walks, segments, rows, prefix_len, path, path_len, starts, table, slots,
     reads, writes, pages, lengths, node_slots, table_stride, count, trees, each, depth, cap,
     RAGGED: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr, CAP_PAD: tl.constexpr,
@@ -166,7 +166,7 @@ def _tree_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "spans", "segments", "sources", "tokens", "steps", "walks"])
-def _chunk_kernel(
+def _plan_chunks_kernel(
     sources, tokens, steps, walks, segments, spans, rows, reads, writes,
     OF_SPAN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +222,7 @@ def plan_chunks(states: RowStates, batch: Batch, width: int) -> Walks:
     sizes = count * width, count * 4, count, chunks * 4
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     blocks = triton.cdiv(max(chunk.length for chunk in batch.chunks), _BLOCK)
-    _chunk_kernel[(chunks, blocks)](
+    _plan_chunks_kernel[(chunks, blocks)](
         *parts, sent, sent[len(segments) :], batch.rows, states.read, states.write, OF_SPAN=_OF_SPAN, WIDTH=width,
         BLOCK=_BLOCK, num_warps=4, **launch_options(device),
     )  # fmt: skip
@@ -246,7 +246,7 @@ def plan_trees(states: RowStates, batch: Batch, width: int) -> Walks:
     known = torch.zeros(tokens, 4, dtype=torch.int32, device=device)  # trees may have no queries
     sizes = tokens * width, count * steps, count * 4, count * 4
     sources, walk_steps, walks, segments = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    _tree_kernel[(count,)](
+    _plan_trees_kernel[(count,)](
         sources, known, walk_steps, walks, segments, batch.rows, batch.prefix_len, path, path_len, starts, batch.table,
         batch.write_slots, states.read, states.write, states.page, states.length, states.node_slots,
         batch.table.stride(0), count, trees, each, depth, steps, RAGGED=ragged is not None, NODES=nodes,
