@@ -78,15 +78,15 @@ def _unit(x, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=_ANY)
 def _inputs_kernel(
-    made, dots, gate, qkv, b, a, conv, decay, dt_bias, windows, inputs, gates, sources, tokens,
+    made, numbers, qkv, b, a, conv, decay, dt_bias, windows, inputs, gates, sources, tokens,
     qkv_stride, b_stride, a_stride, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    TILED: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
-    and keys of unit length, and values; dots [tokens, KEY_HEADS]: products of query and key; gate
-    [tokens, 2, VALUE_HEADS]: decay and beta; all float32."""
+    and keys of unit length, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the product of query and
+    key; all float32."""
     start(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
@@ -115,7 +115,10 @@ def _inputs_kernel(
         )
         k = _unit(k, EPS)
         tl.store(made + token64 * CHANNELS + channel, k, mask=mask)
-        tl.store(dots + token64 * KEY_HEADS + head, tl.sum(q * k, 1), mask=head < KEY_HEADS)
+        dot = tl.sum(q * k, 1)
+        for each in tl.static_range(VALUE_HEADS // KEY_HEADS):
+            theirs = head + each * KEY_HEADS if TILED else head * (VALUE_HEADS // KEY_HEADS) + each
+            tl.store(numbers + (token64 * VALUE_HEADS + theirs) * 4 + 2, dot, mask=head < KEY_HEADS)
     elif live & (block < BLOCKS - 1):
         head = (block - KEY_BLOCKS) * VALUES + tl.arange(0, VALUES)
         dim = tl.arange(0, VALUE_PAD)
@@ -133,20 +136,32 @@ def _inputs_kernel(
             x += tl.load(dt_bias + head, mask=mask, other=0.0)
             log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
             beta = _sigmoid(tl.load(b + token64 * b_stride + head, mask=mask, other=0.0).to(tl.float32))
-            into = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
-            tl.store(into, log_decay, mask=mask & (record >= 0))
-            tl.store(into + VALUE_HEADS, beta, mask=mask & (record >= 0))
+            its = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
+            tl.store(its, log_decay, mask=mask & (record >= 0))
+            tl.store(its + VALUE_HEADS, beta, mask=mask & (record >= 0))
         else:
             its = gates + known.to(tl.int64) * (2 * VALUE_HEADS) + head
             log_decay = tl.load(its, mask=mask, other=0.0)
             beta = tl.load(its + VALUE_HEADS, mask=mask, other=0.0)
-        tl.store(gate + token64 * (2 * VALUE_HEADS) + head, tl.exp(log_decay), mask=mask)
-        tl.store(gate + token64 * (2 * VALUE_HEADS) + VALUE_HEADS + head, beta, mask=mask)
+        into = numbers + (token64 * VALUE_HEADS + head) * 4
+        tl.store(into, tl.exp(log_decay), mask=mask)
+        tl.store(into + 1, beta, mask=mask)
+
+
+@triton.jit
+def _loaded(at, mask, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _one(numbers, index, which: tl.constexpr):
+    """Of four, all of which each thread has."""
+    return tl.sum(tl.where(index == which, numbers, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=_ANY)
 def _walk_kernel(
-    out, made, dots, gate, state, steps, walks, segments, queries,
+    out, made, numbers, state, steps, walks, segments, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +180,8 @@ def _walk_kernel(
     mask = is_key[:, None] & is_column[None, :]
     within = state + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + column[None, :]
     size: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    same = tl.zeros([COLUMNS], tl.int32)  # so that numbers are fetched ahead as vectors are
+    EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
+    four = tl.arange(0, 4)
     s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
     done = 0
     for segment in range(first, end):
@@ -174,15 +190,14 @@ def _walk_kernel(
             token = tl.load(steps + step)
             token64 = token.to(tl.int64)
             its = made + token64 * CHANNELS
-            q = tl.load(its + key_head * KEY_DIM + key, mask=is_key, other=0.0)
-            k = tl.load(its + (KEY_HEADS + key_head) * KEY_DIM + key, mask=is_key, other=0.0)
-            v = tl.load(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, mask=is_column, other=0.0)
-            dot = tl.load(dots + token64 * KEY_HEADS + key_head + same)
-            decay = tl.load(gate + token64 * (2 * VALUE_HEADS) + head + same)
-            beta = tl.load(gate + token64 * (2 * VALUE_HEADS) + VALUE_HEADS + head + same)
+            q = _loaded(its + key_head * KEY_DIM + key, is_key, EVEN)
+            k = _loaded(its + (KEY_HEADS + key_head) * KEY_DIM + key, is_key, EVEN)
+            v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
+            number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
+            decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
             by_key, by_query = tl.sum(s * k[:, None], 0), tl.sum(s * q[:, None], 0)
             d = beta * (v - decay * by_key)
-            s = s * decay[None, :] + k[:, None] * d[None, :]
+            s = s * decay + k[:, None] * d[None, :]
             o = decay * by_query + dot * d
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
         done = until
@@ -231,16 +246,16 @@ def delta_net(
     assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
     assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
     tokens = plan.tokens.shape[0]
-    made, dots = torch.empty(tokens, spec.channels, device=device), torch.empty(tokens, spec.key_heads, device=device)
-    gate = torch.empty(tokens, 2, spec.value_heads, device=device)
+    made = torch.empty(tokens, spec.channels, device=device)
+    numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
     key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
     keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
     options = launch_options(device)
     _inputs_kernel[(tokens * blocks,)](
-        made, dots, gate, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
+        made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
         plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
-        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, WIDTH=spec.conv_width,
+        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled, WIDTH=spec.conv_width,
         KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
         HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS, num_warps=4,
         **options,
@@ -248,7 +263,7 @@ def delta_net(
     columns = columns or min(max(SLICE // key_pad, 4), value_pad)
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), plan.walks.shape[0])](
-        o, made, dots, gate, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
+        o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
         KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, **options,
     )  # fmt: skip
