@@ -11,7 +11,10 @@ from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, Ragged
 from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.torch.ops import TorchOps
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 TritonOps = pytest.importorskip("draftwing.ops.triton.ops").TritonOps
+delta_net = pytest.importorskip("draftwing.ops.triton.delta_net")
 
 GPU = torch.cuda.is_available()  # else small sizes: Triton's interpreter takes long
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
@@ -44,6 +47,21 @@ def test_as_in_torch(spec: DeltaSpec, dtype: torch.dtype, device: torch.device) 
         x, y = (x[:dummy], y[:dummy]) if i in (states, states + 1) else (x, y)
         x, y = (x[:ROWS], y[:ROWS]) if i > states + 1 else (x, y)
         torch.testing.assert_close(x.cpu(), y, rtol=wide, atol=wide)
+
+
+def test_softplus_of_decays_that_are_all_but_one(device: torch.device) -> None:
+    """As exactly as a GPU's exp, also where it is small."""
+    x = torch.linspace(-30, 30, 256, device=device)
+    out = torch.empty_like(x)
+    _softplus_kernel[(1,)](out, x, SIZE=256)
+    expected = torch.log1p(x.double().exp())
+    torch.testing.assert_close(out.double(), expected, rtol=5e-6, atol=0)
+
+
+@triton.jit
+def _softplus_kernel(out, x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, delta_net._softplus(tl.load(x + at)))
 
 
 def test_dead_nodes_give_zeros(spec: DeltaSpec, device: torch.device) -> None:
@@ -141,6 +159,7 @@ def test_a_step_in_a_cuda_graph(spec: DeltaSpec, large: bool, device: torch.devi
     batch, inputs = captured.moved(captured.trees(PARENTS)), captured.inputs(ROWS * len(PARENTS))
     rows, keep = torch.arange(ROWS, device=device), [part.clone() for part in kept(captured)]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         captured.run(batch, inputs)  # compiles
     stream.synchronize()
