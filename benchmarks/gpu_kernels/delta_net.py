@@ -1,4 +1,4 @@
-"""Gated delta nets and short convolutions: microseconds of a layer inside a CUDA graph, beside what its bytes take.
+"""Gated delta nets and short convolutions: microseconds of a layer inside a CUDA graph, against what its bytes take.
 
     python benchmarks/gpu_kernels/delta_net.py [sweep]
 

@@ -101,7 +101,7 @@ def test_bits_are_those_of_one_chunk(device: torch.device) -> None:
 
 
 class Texts:
-    """One text, whose tokens are row 1's in trees beside those of row 0 with other tokens; each call runs the next."""
+    """One text, whose tokens are row 1's in trees, and those of row 0 are others; each call runs the next."""
 
     def __init__(self, ops: TorchOps, inputs: DeltaInputs) -> None:
         self.steps, self.inputs, self.at = steps_of(ops, LARGE, torch.bfloat16), inputs, 0
