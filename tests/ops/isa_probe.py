@@ -12,7 +12,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable
-
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.types import BlockRows, Draft, SamplingRows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from delta_steps import DeltaSteps  # noqa: E402
+from delta_steps import DeltaSteps
 
 Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]
 CASES: dict[str, Case] = {}
