@@ -188,8 +188,9 @@ def _walk_kernel(
     EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
     four = tl.arange(0, 4)
     s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
-    done = 0
     for segment in range(first, end):
+        # Read, not carried from segment to segment: Triton 3.6 drops such a lower bound when it pipelines the inner loop.
+        done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
         until, slot = tl.load(segments + segment * 2), tl.load(segments + segment * 2 + 1)
         for step in tl.range(done, until, num_stages=STAGES):
             token = tl.load(steps + step)
@@ -205,7 +206,6 @@ def _walk_kernel(
             s = s * decay + k[:, None] * d[None, :]
             o = decay * by_query + dot * d
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
-        done = until
         if slot >= 0:
             tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
 

@@ -54,7 +54,7 @@ def _picked(values, index, at):
 @triton.jit
 def _tree_of(starts, trees, query, LANES: tl.constexpr):
     """starts [trees + 1] -> the tree that has the query"""
-    found = 0
+    found = tl.full((), 0, tl.int32)
     for at in range(0, trees + 1, LANES):
         lane = at + tl.arange(0, LANES)
         found += tl.sum(tl.where(tl.load(starts + lane, mask=lane <= trees, other=query + 1) <= query, 1, 0), 0)
