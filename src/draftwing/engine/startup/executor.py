@@ -67,8 +67,8 @@ def make_executor(
         raise ConfigError("a draft model cannot have recurrent layers: expected attention alone")
     if device.has_own_memory and delta_specs(model.kv_layers):
         raise ConfigError(
-            "gated delta nets on a GPU: their kernels are there, but texts with and without drafts have not been compared "
-            "on one since their last fault was mended; expected --device cpu"
+            "gated delta nets on a GPU: their kernels are there, but texts with and without drafts are not yet compared "
+            "on one; expected --device cpu"
         )
     sizes = size_pool(options, rig, row_length(wanted + room), graph_size)
     pool_tokens, states = model.ranks.least(sizes.tokens), model.ranks.least(sizes.states)

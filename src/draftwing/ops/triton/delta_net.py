@@ -189,7 +189,7 @@ def _walk_kernel(
     four = tl.arange(0, 4)
     s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
     for segment in range(first, end):
-        # Read, not carried from segment to segment: Triton 3.6 drops such a lower bound when it pipelines the inner loop.
+        # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
         done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
         until, slot = tl.load(segments + segment * 2), tl.load(segments + segment * 2 + 1)
         for step in tl.range(done, until, num_stages=STAGES):
