@@ -163,7 +163,7 @@ def check_device(options: Options, device: Device, config: ModelConfig) -> None:
     """Raises ConfigError for what options and the model ask for and the device cannot give."""
     if device.has_own_memory and any(isinstance(layer.mixer.keeps(), DeltaSpec) for layer in config.layers):
         raise ConfigError(
-            "gated delta nets on a GPU: there are kernels, but texts with and without drafts are not yet compared on one; "
+            "gated delta nets on a GPU: texts with and without drafts are not yet compared on one; "
             "expected --device cpu"
         )
     if options.deterministic and not device.ops.batch_invariant:
