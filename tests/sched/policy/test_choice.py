@@ -72,7 +72,12 @@ def test_prompts_that_wait_are_noted_whatever_is_asked_for(predicted: bool) -> N
     for _ in range(RECENT):
         assert choice.choose(reqs, [Chunk(0, 0, 100, True)], True) == (TREE if predicted else PLAIN)
     assert prefills.crowded_out and choice.suspended and len(policy.asked) == (0 if predicted else RECENT)
-    assert choice.context(reqs).latency_slack == 0 == choice.context(reqs, [Chunk(0, 0, 9, True)]).latency_slack
+    context = choice.context(reqs)
+    assert context.latency_slack == 0 == choice.context(reqs, [Chunk(0, 0, 9, True)]).latency_slack
+    (chosen,) = (entry for entry in choice.explain(reqs, context) if entry["chosen"])
+    assert chosen["shape"] == (TREE if predicted else PLAIN), "what is explained is what runs"
+    choice.skip_prompts(reqs, reqs, 0)
+    assert not choice.suspended, "whoever waited is gone"
 
 
 def test_which_steps_are_a_price() -> None:
