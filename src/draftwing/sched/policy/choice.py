@@ -81,9 +81,10 @@ class ShapeChoice:
         return self.policy.choose(self.context(ready, prefilled, backlog))
 
     def explain(self, ready: Sequence[Req], context: StepContext) -> list[dict[str, Any]]:
-        """Returns for each option what `choose` would decide by, now, as `ShapePolicy.explain`. context: of `ready`."""
-        entries = self.policy.explain(context)
-        if not ready or not self._is_given(ready):
+        """Returns for each option what `choose` would decide by, now, as `ShapePolicy.explain`; nothing where nobody is
+        ready. context: of `ready`."""
+        entries = self.policy.explain(context) if ready else []
+        if not self._is_given(ready):
             return entries
         return [entry | {"chosen": i == 0, "tried": False, "late": False} for i, entry in enumerate(entries)]
 
