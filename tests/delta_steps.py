@@ -20,15 +20,15 @@ Make = Callable[..., Tensor]  # of a shape, in the model's dtype
 
 
 class DeltaSteps:
-    """`make` gives numbers around 0 of a shape. The rows' texts are of their own."""
+    """`make` gives numbers around 0 of a shape, on the device. The rows' texts are of their own."""
 
     def __init__(self, ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype, make: Make) -> None:
         self.ops, self.spec, self.dtype, self.make = ops, spec, dtype, make
-        cpu = torch.device("cpu")
-        self.pool = KVPool([spec], ROWS * LONGEST, dtype, cpu)
-        self.states = RowStates({0: spec}, 2 * ROWS + 1, ROWS, NODES, dtype, cpu)
+        self.device = ops.device
+        self.pool = KVPool([spec], ROWS * LONGEST, dtype, self.device)
+        self.states = RowStates({0: spec}, 2 * ROWS + 1, ROWS, NODES, dtype, self.device)
         self.pool.states = self.states
-        self.states.set(torch.tensor([[0, 1, 2, 0], [1, 3, 4, 0]]))
+        self.states.set(torch.tensor([[0, 1, 2, 0], [1, 3, 4, 0]], device=self.device))
         heads = spec.value_heads
         self.weights = DeltaWeights(
             make(spec.channels, spec.conv_width).float() / 2, -make(heads).float().abs(), make(heads).float(),
@@ -46,7 +46,14 @@ class DeltaSteps:
         return DeltaInputs(*both.tensor_split((spec.channels,), 1), *gates.chunk(2, 1))
 
     def run(self, batch: Batch, inputs: DeltaInputs) -> Tensor:
-        return self.backend.bind(batch, 0).delta(0, inputs, self.weights)
+        return self.backend.bind(self.moved(batch), 0).delta(0, inputs, self.weights)
+
+    def moved(self, batch: Batch) -> Batch:
+        """Everything but the host's part on the device, where what is there already stays where it is."""
+        return Batch(*(part.to(self.device) if isinstance(part, torch.Tensor) else part for part in batch))
+
+    def advance(self, lengths: torch.Tensor) -> None:
+        self.ops.advance_states(self.states, torch.arange(ROWS, device=self.device), lengths.to(self.device))
 
     def chunks(self, lengths: tuple[int, int], saves: tuple[tuple[int, int], ...] = ()) -> Batch:
         """The next chunk of each row."""
@@ -75,7 +82,7 @@ class DeltaSteps:
 
     def commit(self, nodes: int, accepted: list[int]) -> None:
         """After a step of trees."""
-        self.ops.advance_states(self.states, torch.arange(ROWS), self.kv_len)
+        self.advance(self.kv_len)
         order = accepted + [node for node in range(nodes) if node not in accepted]
         for row in range(ROWS):
             here = self.table[row, self.kv_len[row] :][:nodes]
@@ -87,7 +94,7 @@ class DeltaSteps:
         for lengths, saves in (((3, 70), ()), ((80, 2), ((1, 5), (66, 5)))):
             yield self.run(self.chunks(lengths, saves), self.inputs(sum(lengths)))
             self.kv_len += torch.tensor(lengths)
-            self.ops.advance_states(self.states, torch.arange(ROWS), self.kv_len - 1)
+            self.advance(self.kv_len - 1)
         for parents, accepted in ((PARENTS, ACCEPTED), ([0], [0]), (PARENTS, [0]), ([0, 0, 1], [0, 1, 2]), ([0], [0])):
             yield self.run(self.trees(parents), self.inputs(ROWS * len(parents)))
             self.commit(len(parents), accepted)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from exactness import CHAIN, DEEP, TOKENS, TREE, answer
 from layer_kinds import HYBRIDS, config_of
 
@@ -20,7 +21,11 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("windows", "blocks")]  # the device's own kernels
-pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS], indirect=True, scope="session")
+CUDA = pytest.param(
+    "windows cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS, CUDA], indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session", params=list(HYBRIDS))
@@ -151,6 +156,8 @@ def test_aborts(harness, case):
 
 def test_a_start_tries_out_whether_bits_are_kept(harness, case, monkeypatch):
     ops = pick_device("cpu").ops
+    if harness.device != "cpu":
+        pytest.skip("the model is not on the CPU")
     if not ops.exact_by_design or case[0].config.weight_format != DENSE:
         pytest.skip("what torch makes of a row of logits depends on the batch, and what is packed is tried elsewhere")
     model = harness.model_of(case[0].config)
@@ -229,6 +236,8 @@ BROKEN: list[Patch] = [not_advanced, half_advanced, wrong_slot, too_long, snapsh
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_rule_is_noticed(harness, case, broken, monkeypatch):
+    if harness.device != "cpu":
+        pytest.skip("the rules are those of every device")
     broken(monkeypatch)
     monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # C asks nobody
     with pytest.raises(AssertionError):

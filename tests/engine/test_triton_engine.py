@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from layer_kinds import HYBRIDS, KINDS, config_of
 from reference.exact_heads import exact_dspark
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +73,21 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
     if rig.drafter is not None:
         assert tree in rig.stats.shapes
         assert not isinstance(rig.drafter, BlockDrafter) or rig.accept_length > 2
+
+
+@pytest.mark.parametrize("name", ["delta", "recurrent"])
+def test_recurrent_layers(harness, interpreted, name):
+    """Gated delta nets and short convolutions; plain steps are trees of one node through the same kernels."""
+    model = harness.model_of(config_of((HYBRIDS | KINDS)[name], harness.CONTEXT))
+    prompts, params = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]], [harness.greedy(6), harness.seeded(4, top_k=20, top_p=0.9)]
+    expected = harness.plain_answers(model, prompts, params)
+    book = harness.make_book(prompts, expected)
+    rig = harness.Rig(
+        model, drafter="oracle", book=book, miss=2, policy=harness.Cycle(TREE, PLAIN, PART), rows=2, lag=1, chunk=4,
+        attn=partial(interpreted.ops.attention, exact=True), fake_device=interpreted,
+    )  # fmt: skip
+    assert rig.answer(prompts, params).tokens == expected.tokens
+    assert rig.accept_length > 1
 
 
 class Operations(TorchDispatchMode):

@@ -73,6 +73,23 @@ def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompi
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
 
 
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+def test_gated_delta_nets_have_one_kernel_for_chunks_and_trees(job: precompile.Job, tmp_path: Path) -> None:
+    """Whose bits then cannot differ; plans of both are made on the device."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | HYBRID))
+    lines = printed_by(CHILD, job)
+    names = [name for name, _ in json.loads(lines[-1])]
+    assert [names.count(f"_{name}_kernel") for name in ("inputs", "walk", "norm")] == [1, 1, 1]
+    assert {"_plan_trees_kernel", "_plan_chunks_kernel", "_advance_kernel", "_prefill_kernel"} <= set(names)
+
+
 WHILE_SERVING = """
 import json, pickle, random, sys
 import numpy as np

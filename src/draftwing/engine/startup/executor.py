@@ -65,6 +65,11 @@ def make_executor(
     room = max_commit + max_span + 1 + (LAG_ROOM if rig.draft_layers else 0)  # past the context, in a row
     if delta_specs(rig.draft_layers):
         raise ConfigError("a draft model cannot have recurrent layers: expected attention alone")
+    if device.has_own_memory and delta_specs(model.kv_layers):
+        raise ConfigError(
+            "gated delta nets on a GPU: their kernels are there, but texts with and without drafts have not been compared "
+            "on one since their last fault was mended; expected --device cpu"
+        )
     sizes = size_pool(options, rig, row_length(wanted + room), graph_size)
     pool_tokens, states = model.ranks.least(sizes.tokens), model.ranks.least(sizes.states)
     if not options.max_total_tokens:  # more could only ever cache prefixes

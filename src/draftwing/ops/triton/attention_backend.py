@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from draftwing.ops.attention import Attend, AttentionKind, Batch, ChunkSpan, HeadNorms, HeadShape, KernelAttend, Pool
+from draftwing.ops.attention import (
+    Attend,
+    AttentionKind,
+    Batch,
+    ChunkSpan,
+    DeltaInputs,
+    DeltaWeights,
+    HeadNorms,
+    HeadShape,
+    KernelAttend,
+    Pool,
+)
 from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
+from draftwing.ops.triton.delta_net import delta_net
+from draftwing.ops.triton.delta_plan import Walks, plan_chunks, plan_trees
 from draftwing.ops.triton.rope import rope_and_write
+from draftwing.ops.triton.short_conv import short_conv, sources_of
 
 
 class PagedAttention:
@@ -26,6 +41,9 @@ class PagedAttention:
         self.exact = exact
         self.workspace = Workspace(pool.kv[0].device)
         self._tiles: dict[HeadShape, tuple[int, int]] = {}
+        # Which query of the newest batch wrote a slot, for `short_conv.sources_of`.
+        has_states = any(kv.dim() == 2 and kv.shape[1] for kv in pool.kv)
+        self.owners = pool.kv[0].new_zeros(pool.slots + 1 if has_states else 0, dtype=torch.int32)
 
     def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
         return TritonAttend(self, batch, first_layer, settled)
@@ -53,6 +71,8 @@ class TritonAttend(KernelAttend):
         super().__init__(backend.pool, batch, first_layer)
         self._backend, self._settled = backend, settled
         self._tiles: dict[HeadShape, Tensor] = {}  # of the batch's chunks
+        self._walks: dict[int, Walks] = {}  # by the convolution's width
+        self._sources: dict[int, Tensor] = {}  # the same of short convolutions
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._backend.pool.kv[self._first_layer + layer]
@@ -60,6 +80,22 @@ class TritonAttend(KernelAttend):
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales)
         return True
+
+    def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
+        batch, kept, width = self._batch, self._backend.pool.kv[self._first_layer + layer], taps.shape[1]
+        if width not in self._sources:
+            self._sources[width] = sources_of(batch, width - 1, self._backend.owners)
+        return short_conv(made, taps, kept, batch.write_slots, self._sources[width])
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        states = self._backend.pool.states
+        assert states is not None, "only a pool with states of rows has such layers"
+        kept = states.layers[self._first_layer + layer]
+        width = kept.spec.conv_width
+        if width not in self._walks:
+            plan = plan_chunks if self._batch.chunks else plan_trees
+            self._walks[width] = plan(states, self._batch, width)
+        return delta_net(kept, self._walks[width], inputs, weights)
 
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""

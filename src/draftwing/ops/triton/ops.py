@@ -15,6 +15,7 @@ from draftwing.ops.triton.draft_extend import TritonExpansionOps
 from draftwing.ops.triton.layer_ops import TritonLayerOps
 from draftwing.ops.triton.merge import TritonMergeOps
 from draftwing.ops.triton.ngram import TritonNGramIndex
+from draftwing.ops.triton.row_states import TritonStateOps
 from draftwing.ops.triton.sampling import TritonSamplingOps
 from draftwing.ops.triton.suffix import TritonSuffixIndex
 from draftwing.ops.triton.tree import TritonTreeOps
@@ -30,6 +31,7 @@ class TritonOps(
     TritonBlockOps,
     TritonSamplingOps,
     TritonLayerOps,
+    TritonStateOps,
     TorchOps,
 ):
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""

@@ -1,0 +1,160 @@
+"""Gated delta nets and short convolutions: microseconds of a layer inside a CUDA graph, against what its bytes take.
+
+    python benchmarks/gpu_kernels/delta_net.py [sweep]
+
+Shapes are those of Qwen3.5-27B, 9B and 0.8B in bfloat16. A step reads the state of each row and writes one, reads its
+tokens' inputs and leaves them as records, and with drafts runs two accepted tokens again. `sweep`: other columns and
+stages of a program of the recurrence, for plain steps, a tree and a chunk of the largest shape.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from timing import replay_us
+
+from draftwing.kv.row_states import RowStates
+from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights
+from draftwing.ops.row_states import DeltaSpec
+from draftwing.ops.triton import delta_net
+from draftwing.ops.triton.delta_plan import Walks, plan_chunks, plan_trees
+from draftwing.ops.triton.short_conv import short_conv, sources_of
+
+SHAPES = {name: DeltaSpec(16, heads, 128, 128, 4) for name, heads in (("27B", 48), ("9B", 32), ("0.8B", 16))}
+NODES, AGAIN, CONTEXT = 16, 2, 1024  # AGAIN: tokens that a step with drafts runs again
+HALF, CUDA = torch.bfloat16, torch.device("cuda")
+LAYERS = 8  # with states of their own, so that none is in the cache from the call before
+
+
+def copy_rate() -> float:
+    """Bytes per microsecond of a copy."""
+    x = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / replay_us(lambda: y.copy_(x))
+
+
+class Net:
+    """`LAYERS` layers of a shape and the states of some rows."""
+
+    def __init__(self, spec: DeltaSpec, rows: int) -> None:
+        self.spec, self.rows = spec, rows
+        self.states = RowStates(dict.fromkeys(range(LAYERS), spec), 2 * rows + 1, rows, NODES, HALF, CUDA)
+        at = torch.arange(rows, device=CUDA)
+        self.states.set(torch.stack((at, 1 + 2 * at, 2 + 2 * at, 0 * at), 1))
+        self.table = 1 + torch.arange((rows + 1) * CONTEXT, device=CUDA).view(rows + 1, CONTEXT)
+        self.weights = DeltaWeights(
+            torch.randn(spec.channels, 4, device=CUDA), -torch.rand(spec.value_heads, device=CUDA),
+            torch.zeros(spec.value_heads, device=CUDA), torch.ones(spec.value_dim, device=CUDA), 1e-6,
+        )  # fmt: skip
+
+    def inputs(self, tokens: int) -> DeltaInputs:
+        spec = self.spec
+        both = torch.randn(tokens, spec.channels + spec.value_heads * spec.value_dim, device=CUDA).to(HALF)
+        gates = torch.randn(tokens, 2 * spec.value_heads, device=CUDA).to(HALF)
+        return DeltaInputs(*both.tensor_split((spec.channels,), 1), *gates.chunk(2, 1))
+
+    def trees(self, nodes: int, chain: bool = False) -> Batch:
+        """One of each row; a node of a tree has two children."""
+        paths = [[0]]
+        for node in range(1, nodes):
+            paths.append([*paths[node - 1 if chain else (node - 1) // 2], node])
+        depth, rows, again = max(map(len, paths)), torch.arange(self.rows, device=CUDA), AGAIN * (nodes > 1)
+        path = torch.tensor([[*own, *[0] * (depth - len(own))] for own in paths], device=CUDA)
+        lengths = torch.tensor([len(own) for own in paths], device=CUDA).repeat(self.rows, 1)
+        self.states.page.zero_()
+        self.states.node_slots[: self.rows, 1, :AGAIN] = self.table[: self.rows, :AGAIN]
+        slots = self.table[: self.rows, again : again + nodes].flatten()
+        prefix = torch.full_like(rows, again)
+        return Batch(rows, slots, slots, slots, self.table, prefix, path.repeat(self.rows, 1, 1), lengths, nodes)
+
+    def chunk(self, tokens: int) -> Batch:
+        at = torch.arange(tokens, device=CUDA)
+        return Batch(at[:1], at, at, at, self.table, at[:1], chunks=(ChunkSpan(0, 0, 0, tokens),))
+
+    def plan(self, batch: Batch) -> Walks:
+        return (plan_chunks if batch.chunks else plan_trees)(self.states, batch, self.spec.conv_width)
+
+    def micros(self, batch: Batch, columns: int = 0, stages: int = delta_net.STAGES) -> float:
+        """Of a layer, without the plan."""
+        inputs, layers, plan = self.inputs(len(batch.write_slots)), self.states.layers, self.plan(batch)
+
+        def all_layers() -> None:
+            for layer in range(LAYERS):
+                delta_net.delta_net(layers[layer], plan, inputs, self.weights, columns, stages)
+
+        return replay_us(all_layers, 5, least=True) / LAYERS
+
+    def least(self, batch: Batch, rate: float) -> float:
+        """Microseconds that a layer's bytes take."""
+        spec, tokens, rows = self.spec, len(batch.write_slots), len(batch.rows)
+        values, record = spec.value_heads * spec.value_dim, spec.record_bytes(HALF)
+        again = 0 if batch.chunks or tokens == rows else rows * AGAIN * record
+        own = tokens * ((1 if batch.chunks else 2) * record + 2 * HALF.itemsize * values)
+        return (2 * rows * spec.state_bytes(HALF) + own + again) / rate
+
+
+def bench(rate: float) -> None:
+    for name, spec in SHAPES.items():
+        for rows in (1, 16, 64):
+            net = Net(spec, rows)
+            for nodes, chain in ((1, True), (4, True), (4, False), (16, False)):
+                batch, what = net.trees(nodes, chain), "chain" if chain else "tree"
+                show(f"{name}, {rows} rows, a {what} of {nodes}", net.micros(batch), net.least(batch, rate))
+        net = Net(spec, 1)
+        for tokens in (512, 4096):
+            batch = net.chunk(tokens)
+            show(f"{name}, a chunk of {tokens}", net.micros(batch), net.least(batch, rate))
+    net = Net(SHAPES["27B"], 64)
+    for nodes in (1, 16):
+        batch = net.trees(nodes)
+        show(f"plan of 64 trees of {nodes}, once a step", replay_us(lambda batch=batch: net.plan(batch)), 0.0)
+    for rows, tokens in ((1, 1), (64, 1), (1, 512)):
+        show(f"short convolution, 2048 channels, {rows} rows, {tokens} tokens", *convolution(rows, tokens, rate))
+
+
+def convolution(rows: int, tokens: int, rate: float) -> tuple[float, float]:
+    """One of `rows` and `tokens` is 1. -> microseconds of a layer, and of its bytes alone"""
+    count, kept = rows * tokens, torch.zeros(8193, 2048, dtype=HALF, device=CUDA)
+    made, taps = torch.randn(count, 3 * 2048, device=CUDA).to(HALF), torch.randn(2048, 3, device=CUDA)
+    at, which = torch.arange(count, device=CUDA), torch.arange(rows, device=CUDA)
+    table = 1 + torch.arange(8192, device=CUDA).view(64, 128)
+    batch = Batch(which, at, at, 1 + at, table, 0 * which, chunks=(ChunkSpan(0, 0, 0, tokens),))
+    if tokens == 1:
+        path = torch.zeros(rows, 1, 1, dtype=torch.int64, device=CUDA)
+        slots = table[:rows, 5].contiguous()
+        batch = batch._replace(
+            write_slots=slots, prefix_len=0 * which + 5, path=path, path_len=path[..., 0] + 1, chunks=()
+        )
+    elif tokens > 1:
+        batch = batch._replace(table=table.view(1, -1))
+    slots, sources = batch.write_slots, sources_of(batch, 2, torch.zeros(8193, dtype=torch.int32, device=CUDA))
+    took = replay_us(lambda: [short_conv(made, taps, kept, slots, sources) for _ in range(LAYERS)])
+    return took / LAYERS, count * 5 * 2048 * HALF.itemsize / rate
+
+
+def sweep(rate: float) -> None:
+    for columns in (8, 16, 32):
+        for stages in (2, 3, 4, 6):
+            for rows, nodes in ((1, 1), (16, 1), (1, 16), (1, 0)):
+                net = Net(SHAPES["27B"], rows)
+                batch, what = (net.trees(nodes), f"{nodes} nodes") if nodes else (net.chunk(512), "a chunk of 512")
+                label = f"27B, {columns} columns, {stages} stages, {rows} rows, {what}"
+                show(label, net.micros(batch, columns, stages), net.least(batch, rate))
+
+
+def show(label: str, took: float, least: float) -> None:
+    print(f"{label:60} {took:9.1f} us   bytes alone {least:8.1f} us", flush=True)
+
+
+@torch.inference_mode()
+def main() -> None:
+    started, rate = time.monotonic(), copy_rate()
+    print(f"{torch.cuda.get_device_name()}: {rate / 1e6:.2f} TB/s of a copy")
+    (sweep if "sweep" in sys.argv else bench)(rate)
+    print(f"{time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What the commit of a step does with states of rows, in one launch. The reference is `kv.row_states`."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.ops.row_states import RowStates
+from draftwing.ops.triton.common import lanes, launch_options, start
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "prefix_len"])
+def _advance_kernel(
+    reads, writes, pages, lengths, node_slots, rows, prefix_len,
+    NODES: tl.constexpr, NODES_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (B), of one warp, for it overwrites what it has read."""
+    start(PDL)
+    row = tl.load(rows + tl.program_id(0))
+    read, write, page = tl.load(reads + row), tl.load(writes + row), 1 - tl.load(pages + row)
+    tl.store(reads + row, write)
+    tl.store(writes + row, read)
+    tl.store(pages + row, page)
+    tl.store(lengths + row, tl.load(prefix_len + tl.program_id(0)) + 1)
+    node = tl.arange(0, NODES_PAD)
+    tl.store(node_slots + (row * 2 + page) * NODES + node, tl.zeros([NODES_PAD], tl.int64), mask=node < NODES)
+
+
+class TritonStateOps:
+    """Overrides that of `TorchOps`."""
+
+    device: torch.device
+
+    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor) -> None:
+        """Makes what a step of trees wrote of rows [B] what the next one reads: the states after their roots.
+        prefix_len [B]: tokens before these; of a prefill's chunk, all but its last."""
+        rows, prefix_len = rows.contiguous(), prefix_len.contiguous()
+        assert rows.dtype == prefix_len.dtype == torch.int64 and rows.shape == prefix_len.shape
+        _advance_kernel[(len(rows),)](
+            states.read, states.write, states.page, states.length, states.node_slots, rows, prefix_len,
+            NODES=states.nodes, NODES_PAD=lanes(states.nodes), num_warps=1, **launch_options(rows.device),
+        )  # fmt: skip
