@@ -106,7 +106,8 @@ def main() -> None:
         for i in range(0, len(usable), BATCH):
             answer(llm, kind, usable[i : i + BATCH], args, count)
             print(f"{kind}: {min(i + BATCH, len(usable))} of {len(usable)}", end="\r", file=sys.stderr, flush=True)
-    print(f"shape {args.shape}, temperature {args.temperature}, accept length {llm.engine.accept_length:.2f}")
+    accepted = llm.engine.stats()["accept_length"]
+    print(f"shape {args.shape}, temperature {args.temperature}, acceptance length {accepted:.2f}")
     for name, times in sorted(count.items()):
         print(f"{name:60s} {times}")
     llm.close()

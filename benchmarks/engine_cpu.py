@@ -93,7 +93,7 @@ def load_transformers(dtype: torch.dtype) -> Any:
 
     from draftwing.models.hub import fetch_default_model
     from draftwing.models.loader import load_model
-    from draftwing.models.weight_map import checkpoint_tensors
+    from draftwing.models.weight_map import checkpoint_names, stored_tensors
 
     ours = load_model(fetch_default_model(), dtype, "cpu")
     c = ours.config
@@ -105,7 +105,7 @@ def load_transformers(dtype: torch.dtype) -> Any:
         bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(dtype).eval()
-    missing, unexpected = model.load_state_dict(dict(checkpoint_tensors(ours, c)), strict=False)
+    missing, unexpected = model.load_state_dict(dict(stored_tensors(ours, checkpoint_names(c))), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     return model
 

@@ -56,7 +56,7 @@ def answers(
     ) as llm:  # fmt: skip
         marker = llm.engine.tokenizer.encode("</think>", add_special_tokens=False)
         found = llm.chat(asked, params)
-        reported = f"accept length {llm.engine.accept_length:.2f}"
+        reported = f"acceptance length {llm.engine.stats()['accept_length']:.2f}"
     texts = [list(one.token_ids) for one in found]
     retracted = sum(one.meta_info["num_retractions"] for one in found)
     reported += f", {retracted} preempted, {forced(texts, marker)} ended where the budget says"

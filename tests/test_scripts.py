@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,13 @@ OFF_IS_FREE = ["--drafters=NGRAM", "--batches=1", "--pairs=2", "--tokens=8"]
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_it_can_be_imported(path: Path) -> None:
+    """With all that its functions import of the package."""
     script(path)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("draftwing"):
+            home = importlib.import_module(str(node.module))
+            for name in (alias.name for alias in node.names):
+                assert hasattr(home, name) or find_spec(f"{node.module}.{name}"), f"{node.module} has no {name}"
 
 
 def test_shell_scripts_can_be_read() -> None:

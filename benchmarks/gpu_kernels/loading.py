@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from draftwing.engine.devices import pick_device
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.loader import load_model
-from draftwing.models.weight_map import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops import upload
 
 CONFIG = {
@@ -80,7 +80,7 @@ def write(folder: Path, gigabytes: float, form: str = "bfloat16") -> None:
         shard.clear()
         count += 1
 
-    for name, tensor in checkpoint_tensors(model, model.config):
+    for name, tensor in stored_tensors(model, checkpoint_names(model.config)):
         shard.update(stored(name, tensor, form))
         if sum(part.nbytes for part in shard.values()) > SHARD_BYTES:
             flush()

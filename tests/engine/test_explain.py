@@ -21,18 +21,17 @@ class Sched:
     """A scheduler whose load is set, with a policy that drafts nothing."""
 
     def __init__(self) -> None:
-        self.choice, self.policy, self.requests, self.asked = self, self, 2, 0
+        self.choice, self.requests, self.asked = self, 2, 0
         self.suspended = False
 
-    def next_context(self) -> Any:
-        return SimpleNamespace(confidences=[1] * self.requests, kv_tokens=100 * self.requests)
-
-    def explain(self, context: Any) -> list[dict[str, Any]]:
+    def explain(self) -> tuple[Any, list[dict[str, Any]]]:
         self.asked += 1
-        return [{"shape": CHAIN, "price_ms": 4.0, "gain": 1.0, "rate": 750.0, "chosen": False, "tried": False,
-                 "late": self.suspended},
-                {"shape": PLAIN, "price_ms": 2.0, "gain": 0.0, "rate": 1000.0, "chosen": True, "tried": False,
-                 "late": False}]  # fmt: skip
+        context = SimpleNamespace(confidences=[1] * self.requests, kv_tokens=100 * self.requests)
+        entries = [
+            {"shape": CHAIN, "price_ms": 4.0, "gain": 1.0, "rate": 750.0, "chosen": False, "late": self.suspended},
+            {"shape": PLAIN, "price_ms": 2.0, "gain": 0.0, "rate": 1000.0, "chosen": True, "late": False},
+        ]
+        return context, [entry | {"tried": False} for entry in entries]
 
 
 def test_it_looks_and_logs_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,6 +63,12 @@ def result(count, proposed, seconds=0.0, depth=3, levels=None, sources=LOOKUP):
     )
 
 
+def test_nothing_is_suspended_while_nobody_runs():
+    busy, idle = scheduler(0), scheduler()
+    busy.choice.suspended = idle.choice.suspended = True
+    assert [Reporter(sched).stats()["drafts_suspended"] for sched in (busy, idle)] == [True, False]
+
+
 def credited(name):
     return find_drafter(name).credited
 

@@ -13,6 +13,7 @@ from block_ops import blocks
 from decoder_configs import changed, decoder_config
 from torch import Tensor
 
+from draftwing.core import Chunk
 from draftwing.kv.pool import KVPool
 from draftwing.layers.config import NormConfig
 from draftwing.layers.linear import Linear
@@ -131,13 +132,8 @@ def trees(count: int) -> Batch:
 
 def chunks(count: int) -> Batch:
     """Of a row that begins, and perhaps one that has 11 tokens."""
-
-    class Chunk:
-        def __init__(self, start: int, length: int) -> None:
-            self.start, self.length, self.final = start, length, True
-
-    some = [Chunk(0, count - count // 3)] + ([Chunk(11, count // 3)] if count // 3 else [])
-    table, spans = page_table(), spans_of(some)  # type: ignore[arg-type]
+    some = [Chunk(0, 0, count - count // 3, True)] + ([Chunk(1, 11, count // 3, True)] if count // 3 else [])
+    table, spans = page_table(), spans_of(some)
     positions = torch.cat([torch.arange(span.start, span.start + span.length) for span in spans])
     slots = torch.cat([table[span.row, span.start : span.start + span.length] for span in spans])
     rows, none = torch.arange(len(spans)), torch.zeros(0, dtype=torch.int64)

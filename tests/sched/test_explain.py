@@ -68,6 +68,14 @@ def test_what_has_no_price() -> None:
     assert "nothing is known of its cost" in seen[0]["why"] and seen[1]["why"] == "chosen"
 
 
+def test_what_runs_in_any_case() -> None:
+    """A predicted output, of which no confidence says how good it is."""
+    found = options(2, (0.0, 0.0), 0)
+    assert summary(found, 2).startswith("trees of 8 tokens, 4 deep are drafted: ")
+    found[0]["rate"] = found[0]["price_ms"] = found[0]["gain"] = None
+    assert summary(found, 2) == "trees of 8 tokens, 4 deep are drafted, whatever they cost"
+
+
 def test_a_report_is_plain_data() -> None:
     found = report(options(64, (32.0, 11.52), 2), 64, 9000)
     assert json.loads(json.dumps(found)) == found

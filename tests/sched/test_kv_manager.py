@@ -187,9 +187,10 @@ def test_who_waits_is_not_compared_again_before_each_step(monkeypatch: pytest.Mo
     assert not kv.prefix_being_computed(first, tokens) and admit(kv, first)
     assert kv.prefix_being_computed(second, other, {first}) is False, "whoever does not go on now is not waited for"
     compared.clear()
-    for _ in range(5):
-        assert kv.prefix_being_computed(second, other)
-    assert len(compared) == 1
+    stranger = request("c", [7] * 2 * MIN_SHARED_TOKENS)
+    for held in ((), (), {stranger}, {stranger}, ()):
+        assert kv.prefix_being_computed(second, other, held)
+    assert len(compared) == 1, "others that do not go on, as requests with grammars, change nothing"
     assert not kv.prefix_being_computed(second, other, {first})
     prefill(kv, first)
     assert not kv.prefix_being_computed(second, other) and len(compared) == 3, (

@@ -34,13 +34,12 @@ class Explainer:
         at = self._clock()
         if at < self._reported + REPORT_SECONDS:
             return
-        context = self._sched.next_context()
+        context, entries = self._sched.explain()
         requests = len(context.confidences)
         if not requests:
             return
         self._reported = at
-        choice = self._sched.choice
-        self.now = report(choice.policy.explain(context), requests, context.kv_tokens, choice.suspended)
+        self.now = report(entries, requests, context.kv_tokens, self._sched.choice.suspended)
         if self.busiest is None or requests >= self.busiest["requests"]:
             self.busiest = self.now
         if self._logs and at >= self._logged + LOG_SECONDS:

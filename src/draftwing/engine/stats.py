@@ -194,7 +194,7 @@ class Reporter:
             "plain_step": self.plain_step,
             "timed_seconds": self.timed_seconds,
             "speedup": self.speedup,
-            "drafts_suspended": sched.choice.suspended,
+            "drafts_suspended": bool(sched.running) and sched.choice.suspended,
         }
 
     def watch(self, plan: Plan, result: StepResult) -> None:

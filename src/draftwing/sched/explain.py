@@ -46,12 +46,12 @@ def summary(entries: Sequence[Entry], requests: int, suspended: bool = False) ->
     with_rate = [entry for entry in drafts if entry["rate"] is not None]
     if plain is None or chosen is None or not drafts:
         return "nothing is drafted: there is no drafter"
-    if plain["rate"] is None or not with_rate:
+    if plain["rate"] is None or chosen["rate"] is None or not with_rate:
         if chosen["shape"] != PLAIN:
             return f"{described(chosen['shape'])} are drafted, whatever they cost"
         return "nothing is drafted: there is nothing to propose, or drafts are too large for so many requests"
     best = chosen if chosen["shape"] != PLAIN else max(with_rate, key=lambda entry: entry["rate"])
-    if not best["gain"]:
+    if not best["gain"] and chosen["shape"] == PLAIN:
         return f"nothing is drafted: for none of {_count(requests)} is there anything to propose"
     cost, brings = best["price_ms"] / plain["price_ms"], (requests + best["gain"]) / requests
     shape = best["shape"]

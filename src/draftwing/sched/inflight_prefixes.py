@@ -50,8 +50,12 @@ class InflightPrefixes:
         self._waiting.setdefault(_head(req.salt, tokens), set()).add(req)
 
     def remembers(self, req: Req, tokens: IntArray) -> bool:
-        """Whether a request waits still, as `remember` was told."""
+        """Returns whether a request still waits, as `remember` noted."""
         return req in self._waiting.get(_head(req.salt, tokens), ())
+
+    def any_held(self, req: Req, tokens: IntArray, held: Container[Req]) -> bool:
+        """Returns whether a prompt that begins like its own does not go on now. held: see `common_prefixes`."""
+        return any(other in held for other in self._alike(req, tokens))
 
     def has(self, req: Req, held: Container[Req] = ()) -> bool:
         """Whether there is a prompt of the very same tokens. held: see `common_prefixes`."""

@@ -63,11 +63,12 @@ class KVManager:
         request, so that it should wait. held: who does not go on now."""
         if not self.radix.enabled:
             return False
-        if not held and self._inflight.remembers(req, tokens):
+        steady = not held or not self._inflight.any_held(req, tokens, held)  # what is found holds until one is dropped
+        if steady and self._inflight.remembers(req, tokens):
             return True
         same = self.states is None and self._inflight.has(req, held)  # with states it says where one is to be kept
         waits = same or self._saves(req, tokens, held)
-        if waits and not held:
+        if waits and steady:
             self._inflight.remember(req, tokens)
         return waits
 

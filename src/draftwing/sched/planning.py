@@ -83,9 +83,8 @@ def divided(most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequ
         prices = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
         alike = len({(req.request.client, req.request.priority) for req in (*ready, *todo)}) == 1
         longest = prefills.max_seconds([req.unsent * prices[req] * TICK for req in todo], len(ready), alike)
-        cheapest = max(
-            round(prefills.token_seconds(0) / TICK), 1
-        )  # rounded as all prices are, or there would be more than `most`
+        # Rounded as all prices are, or there would be more than `most`.
+        cheapest = max(round(prefills.token_seconds(0) / TICK), 1)
         budget = min(round(longest / TICK), most * cheapest)
     given = dict.fromkeys(todo, 0)
     for _, equals in groupby(todo, lambda req: req.request.priority):

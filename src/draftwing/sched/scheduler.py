@@ -282,10 +282,12 @@ class Scheduler:
         self.choice.planned(self._steps, chosen, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
-    def next_context(self) -> StepContext:
-        """Returns what the policy would be told of a step that was planned now; for whoever explains."""
+    def explain(self) -> tuple[StepContext, list[dict[str, Any]]]:
+        """Returns what the policy would be given of a step of all who decode that was planned now, and each option as
+        `ShapePolicy.explain` does."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        return self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready))
+        context = self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready))
+        return context, self.choice.explain(ready, context)
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(

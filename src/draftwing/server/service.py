@@ -214,9 +214,9 @@ class Service:
     def check_room(self, count: int, held: int = 1) -> None:
         """Refuses so many answers, before anything is done for them that takes longer. Raises QueueFull where too many
         wait, and RequestError where it is too many for one request. held: see `preparing`."""
-        max_tokens = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
-        if count > max_tokens:
-            raise RequestError(f"one request takes at most {max_tokens} answers; found {count}", "n")
+        limit = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
+        if count > limit:
+            raise RequestError(f"one request takes at most {limit} answers; found {count}", "n")
         self.engine.quota.check(client_name(), count, held)
 
     async def submit(

@@ -120,7 +120,7 @@ class Drafter(ABC):
     kv_layers: Sequence[SlotSpec] = ()  # its layers in the pool, after the target's
     from_tokens: bool = False  # whether its KV is made of tokens alone, and nobody else learns from `extend`
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
-    in_parts: bool = True  # whether parts of its trees are verified for any row, see `Load.whole`
+    in_parts: bool = True  # whether parts of its trees are verified for any row, see `StepContext.full_trees_only`
     initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result has it
     calibration: Calibration  # of all drafts by grade and depth, kept by the executor, which sets it
     fixed_confidence: bool = True  # whether that is what it always is, so that `confidence` need not be called

@@ -39,6 +39,7 @@ class Watched(FixedShape):
         self.sees_predictions = sees_predictions
         self.asked: list[StepContext] = []
         self.is_cost: list[bool] = []
+        self.learnt: list[list[int]] = []  # confidences
 
     def choose(self, context: StepContext) -> TreeShape:
         self.asked.append(context)
@@ -46,6 +47,7 @@ class Watched(FixedShape):
 
     def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
         self.is_cost.append(is_cost)
+        self.learnt.append(list(context.confidences))
 
 
 def tree_step(number: int, rows: int = 2, guided: int = 0) -> Plan:
@@ -72,7 +74,12 @@ def test_prompts_that_wait_are_noted_whatever_is_asked_for(predicted: bool) -> N
     for _ in range(RECENT):
         assert choice.choose(reqs, [Chunk(0, 0, 100, True)], True) == (TREE if predicted else PLAIN)
     assert prefills.crowded_out and choice.suspended and len(policy.asked) == (0 if predicted else RECENT)
-    assert choice.context(reqs).latency_slack == 0 == choice.context(reqs, [Chunk(0, 0, 9, True)]).latency_slack
+    context = choice.context(reqs)
+    assert context.latency_slack == 0 == choice.context(reqs, [Chunk(0, 0, 9, True)]).latency_slack
+    (chosen,) = (entry for entry in choice.explain(reqs, context) if entry["chosen"])
+    assert chosen["shape"] == (TREE if predicted else PLAIN), "what is explained is what runs"
+    choice.skip_prompts(reqs, reqs, 0)
+    assert not choice.suspended, "whoever waited is gone"
 
 
 def test_which_steps_are_a_price() -> None:
@@ -93,6 +100,24 @@ def test_which_steps_are_a_price() -> None:
     assert [is_cost(behind) for behind in (False, True, False)] == [True, False, True] and not is_cost(False, guided=1)
     found = [is_cost(True) for _ in range(6 * RECENT)]
     assert 3 <= sum(found) <= 7, "where all steps are behind prefills some are taken"
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_rows_that_say_nothing_of_their_shape_are_not_learnt_from(sees: bool) -> None:
+    """Nor are those that are released when the result comes; the others by what they promised when it was planned."""
+    policy = Watched(sees)
+    choice, reqs = ShapeChoice(policy, PrefillBudget(), draws_alike=False), requests(5)
+    for req in reqs:
+        req.confidence = 7
+    reqs[1].limited = reqs[2].skipped = True
+    reqs[3] = requests(1, prediction=[1, 2, 3])[0]
+    reqs[3].confidence = 7
+    choice.planned(0, reqs, False)
+    reqs[0].confidence = 1
+    empty = np.zeros((5, 1), np.int64)
+    result = StepResult(empty, empty[:, 0] + 1, empty, empty, empty[:, 0], 0.01)
+    choice.record(tree_step(0, 5), [*reqs[:4], None], result)
+    assert policy.learnt == [[7, 0, 0, 7 if sees else 0, 0]]
 
 
 @pytest.mark.parametrize("lag", [0, 1])

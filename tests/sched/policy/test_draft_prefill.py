@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from worlds import World
 
-from draftwing.core import MAX_CONFIDENCE, PLAIN, Deferral, TreeShape
+from draftwing.core import MAX_CONFIDENCE, PLAIN, Chunk, Deferral, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.cost import RECENT
@@ -164,7 +164,7 @@ def test_who_comes_when_nobody_runs_is_seen() -> None:
     sched = Scheduler(config, policy, {shape: shape.nodes for shape in policy.menu})
     policy.worth = None
     for _ in range(RECENT):
-        sched._prefills.plan_step((), waiting=True)
+        sched._prefills.plan_step([Chunk(0, 0, 100, False)], waiting=True)
     assert sched._prefills.crowded_out
     reqs = [
         Req(GenerationRequest(str(i), [i] * 30, SamplingParams(max_new_tokens=9)), 0, 39, frozenset()) for i in range(2)

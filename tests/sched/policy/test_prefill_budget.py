@@ -147,6 +147,9 @@ def test_there_is_no_slack_while_prompts_wait_all_the_time() -> None:
     assert budget.latency_slack(part(100)) > 0
     for _ in range(RECENT):
         budget.plan_step([], waiting=True)
+    assert not budget.crowded_out, "where none is prefilled they wait for something else"
+    for _ in range(RECENT):
+        budget.plan_step(part(1000), waiting=True)
     budget.rest()
     assert not budget.crowded_out
 

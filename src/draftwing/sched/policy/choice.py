@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from draftwing.core import AT_ONCE, LAG, Chunk, Deferral, Plan, StepResult, TreeShape
 from draftwing.sched.policy.cost import OUTDATED, RECENT
@@ -48,10 +49,10 @@ class ShapeChoice:
     def skip_prompts(self, admitted: Sequence[Req], running: Sequence[Req], confidence: int) -> None:
         """Decides which of those who have been admitted a drafter need not see the prompts of. running: all who are.
         confidence: of a request of which nothing is known."""
+        if admitted and len(running) == len(admitted):  # whoever waited before has been answered, or has gone
+            self._prefills.rest()
         if not admitted or self._draft_prefill is None or not self.policy.adapts:
             return
-        if len(running) == len(admitted):  # whoever waited before has been answered, or has gone
-            self._prefills.rest()
         context = StepContext([confidence] * len(running), _kv_tokens(running))
         # Where prompts wait all the time hardly anything will be drafted.
         seen = not self._prefills.crowded_out and self._draft_prefill.should_prefill(
@@ -75,9 +76,21 @@ class ShapeChoice:
         """Decides on the shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts
         of prompts wait for the step. backlog: passes and positions, as of `StepContext`."""
         self._prefills.plan_step(prefilled, waiting)
-        if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
+        if self._is_given(ready):
             return self.policy.menu[0]
         return self.policy.choose(self.context(ready, prefilled, backlog))
+
+    def explain(self, ready: Sequence[Req], context: StepContext) -> list[dict[str, Any]]:
+        """Returns for each option what `choose` would decide by, now, as `ShapePolicy.explain`; nothing where nobody is
+        ready. context: of `ready`."""
+        entries = self.policy.explain(context) if ready else []
+        if not self._is_given(ready):
+            return entries
+        return [entry | {"chosen": i == 0, "tried": False, "late": False} for i, entry in enumerate(entries)]
+
+    def _is_given(self, ready: Sequence[Req]) -> bool:
+        """Whether the largest shape runs in any case: all outputs are predicted, and no confidence tells how well."""
+        return not self.policy.sees_predictions and all(req.request.prediction for req in ready)
 
     def context(
         self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0)

@@ -18,12 +18,9 @@ from draftwing.sched.policy.cost_table import CostTable
 
 VERSION = 2  # of what `to_json` returns
 RECENT = 32  # steps, or samples: what "of late" means wherever the policy forgets
-HOLD = (
-    4  # steps that a choice is kept for, since a look at all options costs the host time; what was learnt of an option
-)
-# is taken to hold for as many
+HOLD = 4  # steps: a choice is kept for so many, as looking at all options costs the host time; what was learnt, too
 RATE = 0.06  # share of a new sample in a mean that is known well
-OUTDATED = 128  # steps in which the least seconds that were seen may double; and that a text is taken to go on for
+OUTDATED = 128  # steps in which the least seconds that were seen may grow by a factor of e; that a text may go on for
 AGREE = 1.25  # factor: two measurements of a step that differ by less say the same, and one step corrects by no more
 DOUBT = 3  # so many steps in a row that take less than one part in so many disprove a measurement; as many make one
 

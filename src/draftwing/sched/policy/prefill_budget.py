@@ -34,7 +34,7 @@ class PrefillBudget:
 
     def __init__(self) -> None:
         self._stalls: deque[float] = deque(maxlen=OUTDATED)  # seconds of the prefill right before each step, 0 without
-        self._waited = 0  # steps in a row for which prompts waited
+        self._waited = 0  # steps in a row that were right behind a prefill, with more prompts waiting
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of steps that decoded
         self._usual, self._shortest = 0.0, math.inf  # seconds of such a step
         # Sums over prefills, the newer the heavier: of products of (1, tokens, keys) / seconds, and of these alone.
@@ -82,9 +82,9 @@ class PrefillBudget:
 
     def plan_step(self, prefilled: Sequence[Chunk], waiting: bool) -> None:
         """Notes that a step of requests that decode is planned. prefilled: right before it.  waiting: whether a part of
-        a prompt waits for it."""
+        a prompt waits for it. Prompts that wait for something else, as for a grammar, make no gap longer."""
         self._stalls.append(self.seconds(prefilled))
-        self._waited = self._waited + 1 if waiting else 0
+        self._waited = self._waited + 1 if waiting and prefilled else 0
 
     def rest(self) -> None:
         """Notes that nobody runs."""

@@ -248,6 +248,7 @@ class TreePolicy(ShapePolicy):
         decision, held = self.decide(context), self._holding(context) if any(context.confidences) else None
         chosen = decision.chosen if held is None else held
         free = self._options(context._replace(latency_slack=math.inf))
+        late = free.keys() - decision.options.keys() if decision.options else set[int]()
         return [
             {
                 "shape": shape,
@@ -256,7 +257,7 @@ class TreePolicy(ShapePolicy):
                 "rate": free[i].rate if i in free else None,
                 "chosen": i == chosen,
                 "tried": i == chosen != (self._best if held is not None else decision.best),
-                "late": i in free and i not in decision.options,
+                "late": i in late,
             }
             for i, shape in enumerate(self.menu)
         ]
