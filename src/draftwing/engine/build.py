@@ -230,6 +230,8 @@ def assemble(
     assert chunk, "it has a value on every device"
     made = make_executor(options, model, precision, device, drafter, policy.menu)
     executor, pool, context, pool_tokens, spans, graph_size, states = made
+    rows = rows_of(options, states)
+    options = replace(options, max_running_requests=rows)  # what a server says of itself
     executor.broadcast = broadcast
     executor.on_result = None if broadcast.digest is None else broadcast.digest.add
     if options.deterministic and not device.ops.exact_by_design and not executor.run_on_all_ranks(keeps_bits):
@@ -255,7 +257,7 @@ def assemble(
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
-            max_rows=rows_of(options, states),
+            max_rows=rows,
             max_span=max(spans.values()),
             vocab=model.config.vocab_size,
             chunk_tokens=chunk if chunk > 0 else pool_tokens,
