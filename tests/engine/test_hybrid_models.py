@@ -58,3 +58,16 @@ def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
     file = write(tmp_path / "mtp-model.gguf", theirs.config, state, only_mtp=True)
     found = texts(folder, "NEXTN", "float32", speculative_draft_model_path=str(file))
     assert found == texts(folder, "none", "float32")
+
+
+@pytest.mark.slow
+def test_no_more_requests_run_than_have_states(tmp_path: Path) -> None:
+    """And the engine says so; the others wait."""
+    folder = saved(tmp_path, reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512))
+    write_tokenizer(folder)
+    options = {**ENGINE, "state_memory_fraction": 0.15, "speculative_algorithm": "NGRAM"}
+    with LLM(str(folder), **options) as llm:
+        slots, rows = llm.engine.stats()["state_slots"], llm.engine.info.options.max_running_requests
+        assert 1 < rows == slots // 2 < ENGINE["max_running_requests"]
+        done = llm.generate([[i] * 9 for i in range(3 * rows)], {"temperature": 0, "max_new_tokens": 4})
+    assert all(answer.meta_info["finish_reason"]["type"] == "length" for answer in done)

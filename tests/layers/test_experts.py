@@ -8,11 +8,14 @@ from block_ops import BlockTorchOps
 from group_ops import GroupTorchOps
 from torch import Tensor
 
-from draftwing.layers.experts import ExpertLinear
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.linear_ops.base import PackMode, WeightFormat
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
+from draftwing.models.decoder import pack_layers
 from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import MXRows, QuantizedRows
@@ -111,3 +114,16 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
         assert set(layer.op.sizes) == {"mxfp4"}
     if case == "groups triton":
         assert set(layer.op.sizes) == {"int4"}
+
+
+@pytest.mark.parametrize("ops", ["cpu"], indirect=True)
+def test_a_shared_expert_makes_the_same_of_a_row_in_any_batch(ops: TorchOps) -> None:
+    """Its gate, too: torch's sigmoid of a tensor's last elements, which fill no vector, has other bits."""
+    generator = torch.Generator().manual_seed(0)
+    experts = ExpertConfig(4, 2, 32, shared=48)
+    mixture = ExpertMLP(LayerConfig(64, AttentionConfig(4, 2, 16), 48, experts=experts), torch.float32, CPU)
+    for param in mixture.parameters():
+        param.data.normal_(0, 0.3, generator=generator)
+    pack_layers(mixture, ops, PackMode(True))
+    x = torch.randn(160, 64, generator=generator)
+    assert torch.equal(torch.cat([mixture(row) for row in x.split(1)]), mixture(x))

@@ -226,6 +226,7 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**QWEN35_TEXT, "layer_types": ["sliding_attention"] * 32}, "layer_types = 'sliding_attention'"),
         ({**QWEN35_TEXT, "linear_num_value_heads": 24}, "found 24 and 16"),
         ({**QWEN35_TEXT, "partial_rotary_factor": 3 / 256, "rope_parameters": None}, "that are turned, found 3"),
+        ({**QWEN35_TEXT, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0}}, "are turned, found 0"),
         ({**LLAMA2_7B, "attn_output_gate": True}, "attn_output_gate = True"),
         ({**LFM2_12B, "conv_bias": True}, "conv_bias = True"),
         ({**LFM2_12B, "conv_L_cache": 1}, "must be at least 2, found 1"),

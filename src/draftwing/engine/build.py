@@ -28,7 +28,7 @@ from draftwing.engine.startup.capability import capability, in_words
 from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
-from draftwing.engine.startup.memory import row_length
+from draftwing.engine.startup.memory import row_length, rows_of
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.engine.startup.prices import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
@@ -226,10 +226,12 @@ def assemble(
 ) -> Parts:
     """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept.  broadcast: tells
     the other ranks, which have made their executors, too."""
-    rows, chunk = options.max_running_requests, options.chunked_prefill_size
-    assert rows and chunk, "they have a value on every device"
+    chunk = options.chunked_prefill_size
+    assert chunk, "it has a value on every device"
     made = make_executor(options, model, precision, device, drafter, policy.menu)
     executor, pool, context, pool_tokens, spans, graph_size, states = made
+    rows = rows_of(options, states)
+    options = replace(options, max_running_requests=rows)  # what a server says of itself
     executor.broadcast = broadcast
     executor.on_result = None if broadcast.digest is None else broadcast.digest.add
     if options.deterministic and not device.ops.exact_by_design and not executor.run_on_all_ranks(keeps_bits):

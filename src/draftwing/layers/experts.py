@@ -84,9 +84,9 @@ class ExpertMLP(nn.Module):
         """The residual stream and what the expert of all rows adds to it."""
         if self.shared is None:
             return residual
-        # Its sum has the same bits in any batch.
+        # Sum and sigmoid have the same bits in any batch; torch's sigmoid has other ones at a tensor's end.
         gate = self._ops.exact_logits(x, self.shared_gate, torch.zeros_like(x[:, :1], dtype=torch.int64))
-        made = torch.sigmoid(gate).to(x.dtype) * self.shared(x)
+        made = self._ops.gate(gate, torch.ones_like(gate)).to(x.dtype) * self.shared(x)
         return made if residual is None else residual + made
 
     def _inner(self, x: Tensor) -> tuple[Tensor, Routed]:

@@ -71,9 +71,11 @@ def ropes(
 
 def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
     """How many elements of a head are turned, 0: all. share: where the config does not say."""
-    key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
+    given = fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
     share = fields.number("partial_rotary_factor", 0, 1, share)
-    dims = int(head_dim * fields.inner(key).number("partial_rotary_factor", 0, 1, share))
+    dims = int(head_dim * given.number("partial_rotary_factor", 0, 1, share))
+    if not dims:
+        raise given.unlike("partial_rotary_factor", f"a share of which some of a head's {head_dim} elements are turned")
     return 0 if dims == head_dim else dims
 
 

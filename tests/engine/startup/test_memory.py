@@ -85,16 +85,29 @@ def hybrid(harness, monkeypatch):
 # Of a state: matrices and windows of three layers with 2 key heads, 4, 4 and 2 value heads.
 STATE = 4 * (2 * (4 * 16 * 16 + 3 * 128) + 2 * 16 * 32 + 3 * 128)
 SLOT = 2 * 2 * 16 * 4
+# Of a row: two pages of nodes with the inputs, log decays and betas of these layers.
+RECORDS = 2 * TREE.nodes * 4 * (3 * 128 + 2 * (4 + 4 + 2))
 
 
 def test_states_take_their_share_of_the_pool(hybrid, monkeypatch):
     size = sizing.size_pool(options(state_memory_fraction=0.25), hybrid, 10**6, 0)
-    assert size.states == GB // 4 // STATE and size.tokens == (GB - size.states * STATE) // SLOT
+    assert size.states == (GB // 4 - 7 * RECORDS) // STATE, "six rows, and the dummy, have records"
+    assert size.tokens == (GB - size.states * STATE - 7 * RECORDS) // SLOT
     few = sizing.size_pool(options(max_total_tokens=640, state_memory_fraction=0.9), hybrid, 10**6, 0)
     assert few == (640, 6 * 2 + 10), "two for each request, and one for every 64 tokens that are cached"
     assert sizing.size_pool(options(max_total_tokens=640), hybrid, 10**6, 0) == (640, 640 * SLOT // STATE)
     with pytest.raises(ConfigError, match=r"for 0 of .* at least: raise --state-memory-fraction"):
         sizing.size_pool(options(max_total_tokens=640, state_memory_fraction=0.01), hybrid, 10**6, 0)
+
+
+def test_no_more_requests_run_than_have_states_and_records(hybrid):
+    for budget in range(3 * STATE + 2 * RECORDS, 12 * STATE + 7 * RECORDS, 1000):
+        states = sizing.state_slots(options(), hybrid, budget, 640, RECORDS)
+        rows = sizing.rows_of(options(), states)
+        assert 1 <= rows <= 6 and states * STATE + (rows + 1) * RECORDS <= budget
+        assert rows == 6 or (2 * STATE + RECORDS) * (rows + 1) + RECORDS > budget, "one more has room"
+    with pytest.raises(ConfigError, match=r"for 2 of .* at least"):
+        sizing.state_slots(options(), hybrid, 3 * STATE + 2 * RECORDS - 1, 640, RECORDS)
 
 
 def test_an_engine_has_states_and_its_start_leaves_none(hybrid, monkeypatch):

@@ -13,7 +13,7 @@ from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.executor import Executor
 from draftwing.engine.precision import Precision
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.memory import Rig, deferral_of, hidden_bytes, row_length, size_pool
+from draftwing.engine.startup.memory import Rig, deferral_of, hidden_bytes, row_length, rows_of, size_pool
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import FP8, KVPool
 from draftwing.kv.row_states import delta_specs, record_bytes, state_bytes
@@ -89,14 +89,18 @@ def make_executor(
     hidden_gb = pool_tokens * hidden_bytes(options, rig) / 1e9
     kept = f", hidden states for it {hidden_gb:.2f} GB" if hidden_gb else ""
     log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB%s", pool_tokens, target_gb, draft_gb, kept)
+    running = rows_of(options, states)
     if states:
         each = state_bytes(rig.layers, model.dtype) / 1e6
+        records = record_bytes(rig.layers, running, rig.nodes, model.dtype) / 1e9
         log.info(
             "states of recurrent layers: %d of %.1f MB, %.2f GB; %d for each running request, the others for cached "
             "prefixes; records of drafts up to %.2f GB",
-            states, each, states * each / 1e3, ROW_SLOTS, record_bytes(rig.layers, rows, rig.nodes, model.dtype) / 1e9,
+            states, each, states * each / 1e3, ROW_SLOTS, records,
         )  # fmt: skip
-    log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
+    log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, running)
+    if running < rows:
+        log.warning("states of recurrent layers have room for %d running requests, not %d", running, rows)
 
     model.set_max_positions(length)
     table = RowTable(rows, length, device)

@@ -91,18 +91,27 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolS
         budget = int(tokens * slot_bytes * fraction / (1 - fraction))
         return PoolSize(tokens, state_slots(options, rig, budget, tokens))
     budget = pool_budget(options, rig, length, graph_size, slot_bytes)
-    states = state_slots(options, rig, int(budget * fraction), budget // slot_bytes)
-    return PoolSize((budget - states * state_bytes(rig.layers, rig.model.dtype)) // slot_bytes, states)
+    dtype = rig.model.dtype
+    # CUDA has room for those of all rows already. On a CPU memory is taken as rows are first used.
+    records = 0 if rig.device.has_own_memory else record_bytes(rig.layers, 0, rig.nodes, dtype)
+    states = state_slots(options, rig, int(budget * fraction), budget // slot_bytes, records)
+    taken = states * state_bytes(rig.layers, dtype) + (rows_of(options, states) + 1) * records
+    return PoolSize((budget - taken) // slot_bytes, states)
 
 
-def state_slots(options: Options, rig: Rig, budget: int, tokens: int) -> int:
+def state_slots(options: Options, rig: Rig, budget: int, tokens: int, records: int = 0) -> int:
     """How many states have room in so many bytes, beside a KV pool of so many tokens: no more than could be used.
-    Raises ConfigError where one request alone has not got what it needs."""
+    records: bytes of those of one row, where they are of the budget. Raises ConfigError where one request alone has not
+    got what it needs."""
     each, rows = state_bytes(rig.layers, rig.model.dtype), options.max_running_requests
     if not each:
         return 0
     assert rows
-    slots = min(budget // each, ROW_SLOTS * rows + tokens // GRAIN)
+    budget -= records  # of the dummy row
+    running = min(max(budget, 0) // (ROW_SLOTS * each + records), rows)
+    slots = min(max(budget - running * records, 0) // each, ROW_SLOTS * rows + tokens // GRAIN)
+    if running < rows:
+        slots = min(slots, ROW_SLOTS * running + 1)
     if slots < LEAST_SLOTS:
         raise ConfigError(
             f"{budget / 1e9:.2f} GB for states of recurrent layers have room for {slots} of {each / 1e6:.1f} MB, "
@@ -110,6 +119,13 @@ def state_slots(options: Options, rig: Rig, budget: int, tokens: int) -> int:
             "--max-total-tokens"
         )
     return slots
+
+
+def rows_of(options: Options, states: int) -> int:
+    """How many requests can run at once; states: slots for states, 0 of a model without recurrent layers."""
+    rows = options.max_running_requests
+    assert rows
+    return min(rows, states // ROW_SLOTS) if states else rows
 
 
 def pool_budget(options: Options, rig: Rig, length: int, graph_size: int, slot_bytes: int) -> int:
