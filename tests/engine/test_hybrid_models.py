@@ -3,6 +3,7 @@ lookups and of both."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,23 @@ def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
     file = write(tmp_path / "mtp-model.gguf", theirs.config, state, only_mtp=True)
     found = texts(folder, "NEXTN", "float32", speculative_draft_model_path=str(file))
     assert found == texts(folder, "none", "float32")
+
+
+@pytest.mark.slow
+def test_a_prediction_layer_drafts_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
+    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
+    folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
+    write_tokenizer(folder)
+    prompt, params = [1, 2, 3], SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    found = {}
+    for algorithm in (None, "none"):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, "draftwing"),
+            LLM(str(folder), **ENGINE, speculative_algorithm=algorithm, log_level="info") as llm,
+        ):
+            found[llm.engine.info.options.drafter] = llm.generate([prompt], params)[0].token_ids
+        said = "NEXTN (prediction layers of the checkpoint)" if algorithm is None else "speculative decoding: off"
+        assert said in caplog.text
+    assert set(found) == {"NEXTN", "none"} and found["NEXTN"] == found["none"]

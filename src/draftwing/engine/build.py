@@ -39,6 +39,7 @@ from draftwing.kv.pool import KVPool
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.parallel.group import join
@@ -101,8 +102,10 @@ def build(
 ) -> Parts:
     """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
     rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
-    device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
+    device, config = pick_device(options.device), load_config(path)
     check_target(options, path, config)
+    options = with_own_layers(options, path, config)
+    drafter_spec = options.drafter_spec
     draft_path = _draft_path(options)
     carried = None
     if drafter_spec.heads:
@@ -356,7 +359,8 @@ def log_drafter(options: Options) -> None:
         return
     draft = options.speculative_draft_model_path
     bundled = shipped_head(options.model, options.drafter_spec)
-    source = f" ({'bundled head' if draft == str(bundled) else draft})" if draft else ""
+    own = " (prediction layers of the checkpoint)" if options.drafter_spec.heads else ""
+    source = f" ({'bundled head' if draft == str(bundled) else draft})" if draft else own
     log.info(
         "speculative decoding: %s%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it "
         "off",
