@@ -79,3 +79,17 @@ def test_a_prediction_layer_drafts_by_itself(tmp_path: Path, caplog: pytest.LogC
         said = "NEXTN (prediction layers of the checkpoint)" if algorithm is None else "speculative decoding: off"
         assert said in caplog.text
     assert set(found) == {"NEXTN", "none"} and found["NEXTN"] == found["none"]
+
+
+@pytest.mark.slow
+def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
+    monkeypatch.setattr("draftwing.engine.build.LARGE", VOCAB - 1)
+    monkeypatch.setattr("draftwing.engine.build.FIRST", 100)
+    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
+    folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
+    write_tokenizer(folder)
+    for given, rows in (({}, 102), ({"speculative_token_map": "all"}, VOCAB), ({"speculative_token_map": "50"}, 52)):
+        with LLM(str(folder), **ENGINE, **given) as llm:
+            drafter = llm.engine.parts.executor.drafter
+            assert drafter.head.vocab == rows, "with <eos> and <pad>"

@@ -246,7 +246,9 @@ class Options:
     )
     speculative_token_map: str | None = option(
         None, SPECULATION,
-        "tokens that EAGLE may draft (FR-Spec): a .pt, JSON or text list, or org/repo/file of the hub",
+        "tokens that EAGLE and NEXTN may draft (FR-Spec): a .pt, JSON or text list, org/repo/file of the hub, a count: "
+        "so many, the first of the vocabulary, or all (default: the head's list, else all; on a CPU 32768 of more than "
+        "100000)",
     )  # fmt: skip
     speculative_aux_layer_ids: str = option(
         "auto", SPECULATION,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.config.drafters import shipped_head
+from draftwing.config.drafters import TOKEN_MAP, shipped_head
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
@@ -50,7 +50,7 @@ from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
-from draftwing.spec.token_map import load_token_map
+from draftwing.spec.token_map import FIRST, LARGE, load_token_map
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
 log = logging.getLogger("draftwing")
@@ -123,10 +123,7 @@ def build(
         device.set_threads(options.num_threads)
     check_device(options, device)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
-    tokens = options.speculative_token_map
-    token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
-    if token_ids is not None:
-        check_token_map(options, token_ids)
+    options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large
     ahead = None
     broadcast: RankBroadcast = SINGLE_RANK
     ranks: Ranks = ALONE
@@ -135,7 +132,8 @@ def build(
         ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute))
     try:
         if options.tp_size > 1:
-            broadcast = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device, rank_failed)
+            drafted = None if token_ids is None else token_ids.tolist()
+            broadcast = others = RankProcesses(Setup(options, path, draft_path, drafted, 0, 0), device, rank_failed)
             ranks = others.ranks
         found = capability(device, ranks)
         if ranks.size > 1:
@@ -185,8 +183,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     ranks = join(setup.port, options.tp_size, setup.rank, device.device, device.collectives)
     model = load_with_progress(setup.path, precision, device, options, ranks)
     loaded()
-    tokens = options.speculative_token_map
-    token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)
+    token_ids = None if setup.token_ids is None else torch.tensor(setup.token_ids)
     drafter, policy = make_drafter(options, setup.draft_path or setup.path, token_ids, model, precision, device)
     return make_executor(options, model, precision, device, drafter, policy.menu).executor
 
@@ -331,6 +328,21 @@ def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -
                 f"{name}: the drafts of {shape} for one row must have {part} of shape [1, {shape.nodes}] and type "
                 f"{dtype}; found {list(tensor.shape)} and {tensor.dtype}"
             )
+
+
+def _token_map(
+    options: Options, vocab: int, device: Device, tokenizer: Tokenizer | None
+) -> tuple[Options, Tensor | None]:
+    """The tokens that may be drafted, None: all; and options that name them. On a CPU few of a large vocabulary."""
+    spec, name = options.drafter_spec, options.speculative_token_map
+    if name is None and vocab > LARGE and tokenizer is not None and not device.has_own_memory:
+        name = str(FIRST) if spec.heads and TOKEN_MAP in spec.options else None
+    if name is None:
+        return options, None
+    token_ids = load_token_map(name, vocab, () if tokenizer is None else tokenizer.added_ids)
+    if token_ids is not None:
+        check_token_map(options, token_ids)
+    return replace(options, speculative_token_map=name), token_ids
 
 
 def _draft_path(options: Options) -> Path | None:
