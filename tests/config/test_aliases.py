@@ -44,7 +44,7 @@ def test_entries_are_repositories_at_commits() -> None:
         ({"model": "qwen3-8b", "speculative_algorithm": "NGRAM"}, ("NGRAM", None, None)),
         ({"model": "qwen3-8b", "speculative_algorithm": "none"}, ("none", None, None)),
         ({"model": "qwen3-8b", "load_format": "dummy"}, ("none", None, None)),
-        ({"model": "Qwen/Qwen3-8B"}, ("none", None, None)),
+        ({"model": "Qwen/Qwen3-8B"}, (None, None, None)),  # left to its files
         ({"model": "mimo-7b"}, ("NEXTN", None, None)),
         ({"model": "qwen3-0.6b"}, ("none", None, None)),
     ],

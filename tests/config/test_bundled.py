@@ -53,13 +53,17 @@ def test_the_default_model_is_drafted_for_by_its_head(heads: Path, given: dict[s
     [
         {"speculative_algorithm": "none"},
         {"speculative_algorithm": "None"},
-        {"model": "org/name"},
-        {"model": "/cache/SmolLM2-135M-Instruct.Q4_1.gguf"},
         {"load_format": "dummy"},
+        {"model": "org/name", "load_format": "dummy"},
     ],
 )
 def test_nobody_else_is_drafted_for(heads: Path, given: dict[str, Any]) -> None:
     assert drafting(**given) == ("none", None, None)
+
+
+@pytest.mark.parametrize("model", ["org/name", "/cache/SmolLM2-135M-Instruct.Q4_1.gguf"])
+def test_who_drafts_for_other_models_is_left_to_their_files(heads: Path, model: str) -> None:
+    assert drafting(model=model) == (None, None, None)
 
 
 def test_an_algorithm_alone_takes_the_head_that_comes_with_the_model(heads: Path) -> None:

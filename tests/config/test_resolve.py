@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,14 @@ def test_shapes(
     assert options.speculative_algorithm == drafter["speculative_algorithm"].upper()
     assert options.speculative_shape.tree == shape and options.resolve() == options
     assert ("is a chain" in caplog.text) == (given.get("num_draft_tokens", shape[2]) != shape[2])
+
+
+def test_without_files_nothing_is_decided_for_a_model_that_is_no_alias() -> None:
+    """Numbers of a tree wait until it is known who drafts."""
+    options = Options(model="org/name", speculative_num_steps=2).resolve()
+    assert options.speculative_algorithm is None and not options.drafts and options.resolve() == options
+    chosen = dataclasses.replace(options, speculative_algorithm="NEXTN").resolve()
+    assert chosen.for_engine(CPU_DEFAULTS).speculative_shape == TreeShape(2, 1, 3)
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "eagle3", "NextN"])

@@ -3,6 +3,7 @@ lookups and of both."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,37 @@ def test_no_more_requests_run_than_have_states(tmp_path: Path) -> None:
         assert 1 < rows == slots // 2 < ENGINE["max_running_requests"]
         done = llm.generate([[i] * 9 for i in range(3 * rows)], {"temperature": 0, "max_new_tokens": 4})
     assert all(answer.meta_info["finish_reason"]["type"] == "length" for answer in done)
+
+
+@pytest.mark.slow
+def test_a_prediction_layer_drafts_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
+    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
+    folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
+    write_tokenizer(folder)
+    prompt, params = [1, 2, 3], SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    found = {}
+    for algorithm in (None, "none"):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, "draftwing"),
+            LLM(str(folder), **ENGINE, speculative_algorithm=algorithm, log_level="info") as llm,
+        ):
+            found[llm.engine.info.options.drafter] = llm.generate([prompt], params)[0].token_ids
+        said = "NEXTN (prediction layers of the checkpoint)" if algorithm is None else "speculative decoding: off"
+        assert said in caplog.text
+    assert set(found) == {"NEXTN", "none"} and found["NEXTN"] == found["none"]
+
+
+@pytest.mark.slow
+def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
+    monkeypatch.setattr("draftwing.engine.build.LARGE", VOCAB - 1)
+    monkeypatch.setattr("draftwing.engine.build.FIRST", 100)
+    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
+    folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
+    write_tokenizer(folder)
+    for given, rows in (({}, 102), ({"speculative_token_map": "all"}, VOCAB), ({"speculative_token_map": "50"}, 52)):
+        with LLM(str(folder), **ENGINE, **given) as llm:
+            drafter = llm.engine.parts.executor.drafter
+            assert drafter.head.vocab == rows, "with <eos> and <pad>"

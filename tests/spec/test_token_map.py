@@ -30,6 +30,16 @@ def save(path: Path, content: Any) -> Path:
     return path
 
 
+def test_a_count_takes_the_first_of_the_vocabulary_and_all_takes_all(tmp_path: Path) -> None:
+    first = load_token_map("4", 41, added={39, 2, 40, 99})
+    assert first is not None and first.tolist() == [0, 1, 2, 3, 39, 40], "99 has no row"
+    everything = load_token_map("500", 41)
+    assert everything is not None and everything.tolist() == list(range(41))
+    assert load_token_map("all", 41) is None
+    with pytest.raises(CheckpointError, match="there is no file '0'"):
+        load_token_map("0", 41)
+
+
 @pytest.mark.parametrize("form", ["list", "tuple", "tensor", "int32", "json", "lines", "words"])
 def test_forms(tmp_path: Path, form: str) -> None:
     path = tmp_path / "map"

@@ -231,7 +231,7 @@ class Options:
         None,
         SPECULATION,
         "what drafts tokens; two together: EAGLE3+NGRAM; module:Class: your own; none: no speculation (default: for an "
-        "alias the first of its heads, else none)",
+        "alias the first of its heads, else NEXTN where the checkpoint has prediction layers, else none)",
         aliases=("speculative_algo",),
         metavar=_ALGORITHMS,
         common=True,
@@ -246,7 +246,9 @@ class Options:
     )
     speculative_token_map: str | None = option(
         None, SPECULATION,
-        "tokens that EAGLE may draft (FR-Spec): a .pt, JSON or text list, or org/repo/file of the hub",
+        "tokens that EAGLE and NEXTN may draft (FR-Spec): a .pt, JSON or text list, org/repo/file of the hub, a count: "
+        "so many, the first of the vocabulary, or all (default: the head's list, else all; on a CPU 32768 of more than "
+        "100000)",
     )  # fmt: skip
     speculative_aux_layer_ids: str = option(
         "auto", SPECULATION,
@@ -339,8 +341,8 @@ class Options:
     def resolve(self) -> Options:
         """Checks the options and fills in every default that follows from other options. Raises ConfigError.
 
-        Afterwards `speculative_algorithm` is set, "none" where there is no speculation. The tree of a head is left to
-        `for_engine`.
+        Afterwards `speculative_algorithm` is set, "none" where there is no speculation, and None where that is left to
+        the files of the model (`models.heads.own_layers`). The tree of a head is left to `for_engine`.
         """
         check_fields(self)
         return resolve.resolved(self)
@@ -385,15 +387,14 @@ class Options:
 
     @property
     def drafter_spec(self) -> DrafterSpec:
-        """Returns the drafter's spec; for resolved options. Imports a drafter of the user's own."""
-        assert self.speculative_algorithm is not None, "options are not resolved"
-        return find_drafter(self.speculative_algorithm)
+        """Returns the drafter's spec; for resolved options. Nobody's where that is left to the files of the model.
+        Imports a drafter of the user's own."""
+        return NO_DRAFTER if self.speculative_algorithm is None else find_drafter(self.speculative_algorithm)
 
     @property
     def drafter(self) -> str:
         """The drafter's name; for resolved options."""
         asked = self.speculative_algorithm
-        assert asked is not None, "options are not resolved"
         return asked if isinstance(asked, str) else self.drafter_spec.name
 
     @property

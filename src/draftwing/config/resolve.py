@@ -92,6 +92,8 @@ def _speculation(options: Options) -> Options:
     """Adds to an algorithm the head that comes with the model where that drafts, and what follows from them."""
     given, draft, tokens = options.speculative_algorithm, options.speculative_draft_model_path, None
     drafter = _default(options) if given is None else find_drafter(given)
+    if drafter is None:
+        return options
     if draft is None:
         head = shipped_head(options.model, drafter)
         draft = None if head is None else str(head)
@@ -119,15 +121,16 @@ def _speculation(options: Options) -> Options:
     return options
 
 
-def _default(options: Options) -> DrafterSpec:
-    """Who drafts if nothing is asked for. Nobody for random weights: what a head has learnt of the true ones says
-    nothing of them."""
+def _default(options: Options) -> DrafterSpec | None:
+    """Who drafts if nothing is asked for; None where the model's files say that (`models.heads.own_layers`). Nobody for
+    random weights: what a head has learnt of the true ones says nothing of them."""
     if options.dummy or options.speculative_draft_model_path is not None:
         return NO_DRAFTER
     if shipped_head(options.model, DEFAULT) is not None:
         return DEFAULT
-    heads = ALIASES[options.model].heads if options.model in ALIASES else {}
-    return next(map(head_drafter, heads), NO_DRAFTER)
+    if options.model not in ALIASES:
+        return None
+    return next(map(head_drafter, ALIASES[options.model].heads), NO_DRAFTER)
 
 
 def _check_draft_model(drafter: DrafterSpec, draft: str | None) -> None:

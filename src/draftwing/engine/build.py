@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.config.drafters import shipped_head
+from draftwing.config.drafters import TOKEN_MAP, shipped_head
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
@@ -39,6 +39,7 @@ from draftwing.kv.pool import DeltaSpec, KVPool
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.parallel.group import join
@@ -49,7 +50,7 @@ from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
-from draftwing.spec.token_map import load_token_map
+from draftwing.spec.token_map import FIRST, LARGE, load_token_map
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
 log = logging.getLogger("draftwing")
@@ -101,8 +102,10 @@ def build(
 ) -> Parts:
     """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
     rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
-    device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
+    device, config = pick_device(options.device), load_config(path)
     check_target(options, path, config)
+    options = with_own_layers(options, path, config)
+    drafter_spec = options.drafter_spec
     draft_path = _draft_path(options)
     carried = None
     if drafter_spec.heads:
@@ -120,10 +123,7 @@ def build(
         device.set_threads(options.num_threads)
     check_device(options, device, config)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
-    tokens = options.speculative_token_map
-    token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
-    if token_ids is not None:
-        check_token_map(options, token_ids)
+    options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large
     ahead = None
     broadcast: RankBroadcast = SINGLE_RANK
     ranks: Ranks = ALONE
@@ -132,7 +132,8 @@ def build(
         ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute))
     try:
         if options.tp_size > 1:
-            broadcast = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device, rank_failed)
+            drafted = None if token_ids is None else token_ids.tolist()
+            broadcast = others = RankProcesses(Setup(options, path, draft_path, drafted, 0, 0), device, rank_failed)
             ranks = others.ranks
         found = capability(device, ranks)
         if ranks.size > 1:
@@ -187,8 +188,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     ranks = join(setup.port, options.tp_size, setup.rank, device.device, device.collectives)
     model = load_with_progress(setup.path, precision, device, options, ranks)
     loaded()
-    tokens = options.speculative_token_map
-    token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)
+    token_ids = None if setup.token_ids is None else torch.tensor(setup.token_ids)
     drafter, policy = make_drafter(options, setup.draft_path or setup.path, token_ids, model, precision, device)
     return make_executor(options, model, precision, device, drafter, policy.menu).executor
 
@@ -337,6 +337,21 @@ def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -
             )
 
 
+def _token_map(
+    options: Options, vocab: int, device: Device, tokenizer: Tokenizer | None
+) -> tuple[Options, Tensor | None]:
+    """The tokens that may be drafted, None: all; and options that name them. On a CPU few of a large vocabulary."""
+    spec, name = options.drafter_spec, options.speculative_token_map
+    if name is None and vocab > LARGE and tokenizer is not None and not device.has_own_memory:
+        name = str(FIRST) if spec.heads and TOKEN_MAP in spec.options else None
+    if name is None:
+        return options, None
+    token_ids = load_token_map(name, vocab, () if tokenizer is None else tokenizer.added_ids)
+    if token_ids is not None:
+        check_token_map(options, token_ids)
+    return replace(options, speculative_token_map=name), token_ids
+
+
 def _draft_path(options: Options) -> Path | None:
     if options.speculative_draft_model_path is None:
         return None
@@ -363,7 +378,8 @@ def log_drafter(options: Options) -> None:
         return
     draft = options.speculative_draft_model_path
     bundled = shipped_head(options.model, options.drafter_spec)
-    source = f" ({'bundled head' if draft == str(bundled) else draft})" if draft else ""
+    own = " (prediction layers of the checkpoint)" if options.drafter_spec.heads else ""
+    source = f" ({'bundled head' if draft == str(bundled) else draft})" if draft else own
     log.info(
         "speculative decoding: %s%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it "
         "off",

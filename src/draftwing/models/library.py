@@ -20,6 +20,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.folder import read_json
 from draftwing.models.generation import sampling_defaults
+from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import default_model_file
 from draftwing.models.hub_files import snapshot
 from draftwing.models.language_model import language_model
@@ -106,10 +107,10 @@ def describe(name: str, path: Path) -> dict[str, Any]:
             facts["format"] = _format(config)
         facts["licence"] = licence
         served = load_config(path)
+        options = with_own_layers(Options.from_kwargs(model=name).resolve(), path, served)
     except CheckpointError as error:
         head = _HEAD.search(str(facts.get("architecture", "")))
         return facts | {"unserved": "a draft head" if head else str(error)}
-    options = Options.from_kwargs(model=name).resolve()
     return facts | {
         "architecture": served.architecture,
         "unserved": None,

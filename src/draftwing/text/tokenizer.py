@@ -43,7 +43,9 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1  # highest id + 1
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)  # of tokens that are matched as a whole, special or not
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
         # Byte tokens of a sentencepiece vocabulary; the decoder joins runs of them to characters.

@@ -42,6 +42,7 @@ class Setup(NamedTuple):
     options: Options  # `for_engine`
     path: Path  # of the target
     draft_path: Path | None
+    token_ids: list[int] | None  # that may be drafted
     rank: int
     port: int
 

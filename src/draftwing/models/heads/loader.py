@@ -48,6 +48,7 @@ from draftwing.models.heads.config import (
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import QWENS, MTPHead
+from draftwing.models.heads.own_layers import named_layers, prefixes
 from draftwing.models.language_model import language_model
 from draftwing.models.loader import Stored, Tensors, fill_parameters, load_config
 from draftwing.models.quantised.read import assembled, is_quantised
@@ -182,7 +183,7 @@ def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, S
     CheckpointError for those of another model."""
     raw = read_json(path / "config.json")
     stored = mtp_weights(raw, path).items() if dummy else folder_tensors(path)
-    known = MTP_PREFIXES if target.config.architecture in QWENS else (MTP_PREFIX,)
+    known = prefixes(target.config.architecture)
     own: dict[str, Tensor] = {}
     unserved = None
     for name, tensor in stored:
@@ -222,11 +223,10 @@ def _dropped(path: Path) -> str:
     """What a config says of layers that are not there: quantisers leave them out."""
     if path.suffix == ".gguf":
         return ""
-    raw = language_model(read_json(path / "config.json"))
-    named = next((key for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if raw.get(key)), None)
-    if named is None or raw.get("quantization_config") is None:
+    named = named_layers(path)
+    if named is None or language_model(read_json(path / "config.json")).get("quantization_config") is None:
         return ""
-    return f", though {named} is {show(raw[named])}: whoever quantised it left them out; take them from the original"
+    return f", though {named[0]} is {show(named[1])}: whoever quantised it left them out; take them from the original"
 
 
 def head_kind(weights: Weights, path: Path) -> Kind:

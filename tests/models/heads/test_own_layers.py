@@ -1,0 +1,81 @@
+"""Who drafts where nothing is asked for: the prediction layers that a model's files hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hybrid_gguf import write
+from hybrid_models import layer_weights, reference, saved, with_layer
+
+from draftwing.config.options import Options
+from draftwing.models.heads.own_layers import with_own_layers
+from draftwing.models.library import describe
+from draftwing.models.loader import load_config
+
+
+def chosen(path: Path, **given: Any) -> tuple[str, str | None]:
+    """The drafter, and the name of the file with its layers where that is not the model's."""
+    options = with_own_layers(Options(model=str(path), **given).resolve(), path, load_config(path))
+    draft = options.speculative_draft_model_path
+    assert options.resolve() == options and (draft is None or Path(draft).parent == path.parent)
+    return options.drafter, None if draft is None else Path(draft).name
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])
+def test_the_layers_of_a_folder(tmp_path: Path, kind: str) -> None:
+    theirs = reference(kind)
+    said = {} if kind == "qwen3.5" else {"mtp_num_hidden_layers": None}  # Qwen3-Next has no such key
+    folder = with_layer(tmp_path / "with", theirs, layer_weights(theirs), **said)
+    assert chosen(folder) == ("NEXTN", None)
+    assert describe("x", folder)["drafter"] == "NEXTN"
+    assert chosen(saved(tmp_path / "without", theirs)) == ("none", None)
+
+
+def test_what_is_asked_for_wins(tmp_path: Path) -> None:
+    theirs = reference("qwen3.5")
+    folder = with_layer(tmp_path, theirs, layer_weights(theirs))
+    for algorithm, drafter in (("none", "none"), ("ngram", "NGRAM"), ("NEXTN+SUFFIX", "NEXTN+SUFFIX")):
+        assert chosen(folder, speculative_algorithm=algorithm) == (drafter, None)
+    assert chosen(folder, load_format="dummy") == ("none", None)
+
+
+@pytest.mark.parametrize("gguf", [False, True])
+def test_layers_that_are_said_to_be_there_and_are_not(
+    tmp_path: Path, gguf: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = reference("qwen3.5")
+    if gguf:
+        state = {**theirs.state_dict(), "mtp.norm.weight": theirs.state_dict()["model.norm.weight"]}
+        path = write(tmp_path / "m.gguf", theirs.config, state)
+    else:
+        path = saved(tmp_path, theirs)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
+    with caplog.at_level(logging.WARNING):
+        assert chosen(path) == ("none", None)
+    assert ("nextn_predict_layers is 1" if gguf else "mtp_num_hidden_layers is 1") in caplog.text
+
+
+def test_the_layers_of_a_gguf_file_or_of_the_one_next_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs, wider = reference("qwen3.5"), reference("qwen3.5", hidden_size=32)
+    model, layers = dict(theirs.state_dict()), layer_weights(theirs)
+    whole = write(tmp_path / "Qwen-4B-Q8_0.gguf", theirs.config, {**model, **layers})
+    bare = write(tmp_path / "Qwen-4B-Chat-Q4_K_M.gguf", theirs.config, model)
+    assert chosen(whole) == ("NEXTN", None) and chosen(bare) == ("none", None)
+    both = {**model, **layers}
+    write(tmp_path / "mtp-Other-Q8_0.gguf", theirs.config, both, only_mtp=True)
+    other = {**wider.state_dict(), **layer_weights(wider)}
+    write(tmp_path / "mtp-Qwen-4B-Chat-F32.gguf", wider.config, other, only_mtp=True)
+    (tmp_path / "mtp-Qwen-4B-F16.gguf").write_bytes(b"GGUF")
+    with caplog.at_level(logging.WARNING):
+        assert chosen(bare) == ("none", None), "of another name, of other sizes, broken"
+    assert "mtp-Qwen-4B-F16.gguf does not draft" in caplog.text
+    write(tmp_path / "mtp-Qwen-4B-Q8_0.gguf", theirs.config, both, only_mtp=True)
+    assert chosen(bare) == ("NEXTN", "mtp-Qwen-4B-Q8_0.gguf") and chosen(whole) == ("NEXTN", None)
+    write(tmp_path / "mtp-Qwen-4B-Chat-Q8_0.gguf", theirs.config, both, only_mtp=True)
+    assert chosen(bare) == ("NEXTN", "mtp-Qwen-4B-Chat-Q8_0.gguf")
+    assert chosen(bare, speculative_algorithm="none") == ("none", None)
