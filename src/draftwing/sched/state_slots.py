@@ -62,13 +62,13 @@ class HeldStates:
 
 
 class StateSlots:
-    """hits: requests that began with a snapshot."""
+    """hits: requests that began with a snapshot.  evictions: snapshots whose slots others needed."""
 
     def __init__(self, sizes: StateSizes, lookahead: int, cache: bool = True) -> None:
         """lookahead: tokens that a cached prefix must leave of a text.  cache: whether prefixes are kept."""
         assert sizes.slots >= LEAST_SLOTS, f"{sizes.slots} state slots, at the least {LEAST_SLOTS} are needed"
         self.slots, self.every, self.grain = sizes
-        self.hits = 0
+        self.hits = self.evictions = 0
         self._lookahead, self._cache = lookahead, cache
         self._free = list(range(sizes.slots, 0, -1))
         self._kept: OrderedDict[Node, None] = OrderedDict()  # nodes with snapshots, the least recently used first
@@ -81,8 +81,11 @@ class StateSlots:
         return len(self._kept)
 
     def stats(self) -> dict[str, int]:
-        """Counts: all state slots, snapshots, and requests that began with one."""
-        return {"state_slots": self.slots, "snapshots": self.kept, "snapshot_hits": self.hits}
+        """Counts: all state slots, snapshots, requests that began with one, and snapshots that were evicted."""
+        return {
+            "state_slots": self.slots, "snapshots": self.kept, "snapshot_hits": self.hits,
+            "snapshot_evictions": self.evictions,
+        }  # fmt: skip
 
     def has_room(self, node: Node) -> bool:
         """Whether a request can run that begins with the state of a node, if it has one."""
@@ -119,6 +122,7 @@ class StateSlots:
             if node is None:
                 return 0
             self.drop(node)
+            self.evictions += 1
         return self._free.pop()
 
     # -- requests ---------------------------------------------------------------------------------------------------
