@@ -129,8 +129,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         text = {None: "", True: "same", False: "DIFFERENT"}[one["same"]]
         lines.append(
             f"| {one['drafter']} | {one['sessions']} | {one['prompt_tokens']} | {one['repeated']} | {one['share']:.1%} "
-            f"| {one['snapshots']} of {one['state_slots']} | {one['snapshot_bytes'] / 1e6:.1f} | {one['snapshot_hits']} "
-            f"| {one['snapshot_evictions']} | {one['seconds']:.1f} | {text} |"
+            f"| {one['snapshots']} of {one['state_slots']} | {one['snapshot_bytes'] / 1e6:.1f} "
+            f"| {one['snapshot_hits']} | {one['snapshot_evictions']} | {one['seconds']:.1f} | {text} |"
         )
     return "\n".join(lines)
 

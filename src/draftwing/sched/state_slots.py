@@ -173,7 +173,11 @@ class StateSlots:
         while (end - start) // every > max(self.slots // 4, 1):
             every *= 2
         near = reach - start < self.grain  # to compute them takes less than a state is worth
-        found = {start if near else reach, end // self.grain * self.grain, *range(start // every * every + every, end + 1, every)}
+        found = {
+            start if near else reach,
+            end // self.grain * self.grain,
+            *range(start // every * every + every, end + 1, every),
+        }
         return {position for position in found if position > start}
 
     def want(self, req: Req, position: int) -> int:
