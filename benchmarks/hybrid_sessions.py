@@ -7,8 +7,7 @@ after its thinking, and the result of a tool; so the end of the last prompt and 
 turns the results of the last two tools are rewritten, too. The model is small and random, with the layers of Qwen3.5
 (three delta nets, one attention) and a prediction layer, so its text means nothing; all sessions are greedy.
 
-`repeated` are prompt tokens that an earlier prompt of the session, with its answer, began with, and `from the cache`
-the share of these that were not computed again; a request computes at least one. With drafts every answer is compared
+`repeated` are prompt tokens that an earlier prompt of the session, with its answer, began with, and `cached` the share of these that were not computed again; a request computes at least one. With drafts every answer is compared
 with that of no speculation.
 """
 
@@ -122,7 +121,7 @@ def play(engine: Engine, count: int, turns: int, every: int, lengths: Lengths) -
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| drafts | sessions | prompt tokens | repeated | from the cache | snapshots | MB | hits | evicted | s | text |",
+        "| drafts | sessions | prompt tokens | repeated | cached | snapshots | MB | hits | evicted | s | text |",
         "|---" * 11 + "|",
     ]
     for one in results:
