@@ -7,8 +7,9 @@ after its thinking, and the result of a tool; so the end of the last prompt and 
 turns the results of the last two tools are rewritten, too. The model is small and random, with the layers of Qwen3.5
 (three delta nets, one attention) and a prediction layer, so its text means nothing; all sessions are greedy.
 
-`repeated` are prompt tokens that an earlier prompt of the session, with its answer, began with, and `cached` the share of these that were not computed again; a request computes at least one. With drafts every answer is compared
-with that of no speculation.
+`repeated` are prompt tokens that an earlier prompt of the session, with its answer, began with, and `cached` is the
+share of these that were not computed again; a request computes at least one. With drafts every answer is compared with
+that of no speculation.
 """
 
 from __future__ import annotations
