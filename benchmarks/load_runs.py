@@ -44,6 +44,7 @@ class Answered:
     end: float = 0.0
     tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
 
     def seen(self, tokens: list[int], now: float) -> None:
         if not self.tokens:
@@ -171,6 +172,7 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
             answer.seen(output.token_ids, now)
             written += len(output.token_ids)
             if output.finish_reason is not None:
+                answer.meta = output.meta
                 done.append(running.pop(output.uid))
         if len(done) >= (at_once or 1) and not marks:
             marks.append((now, written))

@@ -309,7 +309,7 @@ MUST = {
 }
 
 
-@pytest.mark.parametrize("examples", [140, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [170, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_random_requests_aborts_steps_and_preemptions(examples: int) -> None:
     Serving.seen.clear()
     run_state_machine_as_test(Serving, settings=settings(RANDOM, max_examples=examples))

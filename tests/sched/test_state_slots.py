@@ -187,6 +187,54 @@ def test_the_least_recently_used_is_evicted_and_none_that_is_about_to_be_read() 
     kv.check_idle()
 
 
+def turn(kv: KVManager, text: list[int], steps: int = 3) -> Req:
+    req = request(text)
+    run(kv, req, steps=steps)
+    end(kv, req)
+    return req
+
+
+def test_sessions_that_take_turns_keep_the_ends_of_their_prompts() -> None:
+    """With fewer slots than they leave snapshots, of which most are of no use again."""
+    kv = manager(StateSizes(14, 16, 4), slots=2000)
+    texts = [[session] * 20 for session in range(1, 6)]
+    for number in range(5):
+        for session, text in enumerate(texts):
+            req = turn(kv, text)
+            assert req.cached_tokens >= (len(text) - 20 if number else 0), (number, session)
+            text += [50 + number] * 16
+    assert states_of(kv).evictions > 20
+
+
+def test_what_several_begin_with_is_kept_as_long_as_what_is_waited_for() -> None:
+    kv = manager(StateSizes(12, 100, 4))
+    common = [*range(12)]
+    for number in range(3):
+        turn(kv, [*common, *[20 + number] * 9])
+    for number in range(4):
+        turn(kv, [60 + number] * 9)
+    assert found(kv, [*common, 90])[0] == 12
+
+
+def test_what_nobody_comes_back_to_is_evicted_at_last() -> None:
+    kv = manager(StateSizes(8, 100, 4))
+    for number in range(20):
+        turn(kv, [10 + number] * 9)
+    text = [*range(12)]
+    for number in range(4):
+        req = turn(kv, text)
+        assert (req.cached_tokens > 0) == (number > 0)
+        text = [*req.tokens, 5, 5]
+
+
+def test_no_state_for_a_few_tokens() -> None:
+    """Where a prompt leaves what is cached near the snapshot that it begins with."""
+    kv = manager(StateSizes(40, 100, 8))
+    turn(kv, [*range(29)], steps=0)
+    turn(kv, [*range(27), *[90] * 3], steps=0)
+    assert found(kv, [*range(27), 80]) == (24, 27)
+
+
 def test_kv_that_is_evicted_takes_its_snapshot_along() -> None:
     kv = manager(StateSizes(8, 100, 4), slots=30)
     first = request([*range(13)])

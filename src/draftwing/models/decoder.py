@@ -230,7 +230,9 @@ class DecoderModel(nn.Module):
                 streams[i] = x
         x = self.norm(x) if normed is None else normed
         streams[self.final_aux_layer] = x
-        return x, torch.cat([streams[i] for i in aux_layers], -1) if aux_layers else None
+        if len(aux_layers) < 2:
+            return x, streams[aux_layers[0]] if aux_layers else None
+        return x, self._ops.beside(*(streams[i] for i in aux_layers))
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final

@@ -180,14 +180,14 @@ class KVManager:
         del self.by_row[req.row]
         self._free_rows.append(req.row)
 
-    def _keep_states(self, req: Req, states: StateSlots, found: Sequence[tuple[int, int]]) -> None:
-        """Gives states of a request's committed tokens, each with its position, to the tree."""
+    def _keep_states(self, req: Req, states: StateSlots, found: Sequence[tuple[int, int]], last: int = 0) -> None:
+        """Gives states of a request's committed tokens, each with its position, to the tree. last: of its prompt."""
         for position, slot in found:
             node = self.radix.node_at(self._known(req), req.salt, position) if self.radix.enabled else None
             if node is None:
                 states.free(slot)
             else:
-                states.keep(node, slot)
+                states.keep(node, slot, position == last)
 
     def _known(self, req: Req) -> IntArray:
         """The tokens that its committed KV depends on."""
@@ -203,7 +203,9 @@ class KVManager:
         self._inflight.drop(req)
         node = self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
         if self.states is not None:
-            self._keep_states(req, self.states, self.states.shared(req))
+            found = self.states.shared(req)
+            last = max((position for position, _ in found), default=0)
+            self._keep_states(req, self.states, found, last)
         assert req.node is not None
         self.radix.lock(node)
         self.radix.unlock(req.node)

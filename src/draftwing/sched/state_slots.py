@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -62,64 +63,92 @@ class HeldStates:
 
 
 class StateSlots:
-    """hits: requests that began with a snapshot."""
+    """hits: requests that began with a snapshot.  evictions: snapshots whose slots others needed."""
 
     def __init__(self, sizes: StateSizes, lookahead: int, cache: bool = True) -> None:
         """lookahead: tokens that a cached prefix must leave of a text.  cache: whether prefixes are kept."""
         assert sizes.slots >= LEAST_SLOTS, f"{sizes.slots} state slots, at the least {LEAST_SLOTS} are needed"
         self.slots, self.every, self.grain = sizes
-        self.hits = 0
+        self.hits = self.evictions = 0
         self._lookahead, self._cache = lookahead, cache
         self._free = list(range(sizes.slots, 0, -1))
-        self._kept: OrderedDict[Node, None] = OrderedDict()  # nodes with snapshots, the least recently used first
+        # Nodes with snapshots, each queue the first to be evicted first. A conversation goes on from the last snapshot
+        # of its prompt, once: `_next` has those that are waited for (True) or that several began with. `_past` has what
+        # it has gone past, and what only helps where an end is replaced; it is evicted before.
+        self._next: OrderedDict[Node, bool] = OrderedDict()
+        self._past: OrderedDict[Node, None] = OrderedDict()
         self._pinned = 0  # of these
         self._entries: dict[int, tuple[int, int, int]] = {}  # of the next plan, by row
 
     @property
     def kept(self) -> int:
         """Snapshots in the tree."""
-        return len(self._kept)
+        return len(self._next) + len(self._past)
 
     def stats(self) -> dict[str, int]:
-        """Counts: all state slots, snapshots, and requests that began with one."""
-        return {"state_slots": self.slots, "snapshots": self.kept, "snapshot_hits": self.hits}
+        """Counts: all state slots, snapshots, requests that began with one, and snapshots that were evicted."""
+        return {
+            "state_slots": self.slots, "snapshots": self.kept, "snapshot_hits": self.hits,
+            "snapshot_evictions": self.evictions,
+        }  # fmt: skip
 
     def has_room(self, node: Node) -> bool:
         """Whether a request can run that begins with the state of a node, if it has one."""
-        free = len(self._free) + len(self._kept) - self._pinned
+        free = len(self._free) + self.kept - self._pinned
         return free - (node.state > 0 and not node.pins) >= ROW_SLOTS
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def keep(self, node: Node, slot: int) -> None:
-        """A node gets a snapshot, and the slot is the tree's; free where it has one."""
+    def keep(self, node: Node, slot: int, awaited: bool) -> None:
+        """A node gets a snapshot, and the slot is the tree's; free where it has one. awaited: whether it is the last
+        one of a prompt."""
         if node.state:
             self._free.append(slot)
         else:
             node.state = slot
-        self._kept[node] = None
-        self._kept.move_to_end(node)
+        if awaited:
+            self._past.pop(node, None)
+            self._await(node, True)
+        elif node not in self._next and node not in self._past:
+            self._past[node] = None
+            self._past.move_to_end(node, last=False)
 
     def drop(self, node: Node) -> None:
         """A node loses its snapshot."""
         assert not node.pins, "a row is about to read it"
-        del self._kept[node]
+        del (self._next if node in self._next else self._past)[node]
         self._free.append(node.state)
         node.state = 0
 
     def drop_all(self) -> None:
         """Of all nodes whose state no row is about to read."""
-        for node in [node for node in self._kept if not node.pins]:
+        for node in [node for node in (*self._past, *self._next) if not node.pins]:
             self.drop(node)
 
     def _take(self) -> int:
-        """A free slot, or that of the least recently used snapshot; 0 where there is none."""
+        """A free slot, or that of the first snapshot to be evicted; 0 where there is none."""
         if not self._free:
-            node = next((node for node in self._kept if not node.pins), None)
+            node = next((node for node in chain(self._past, self._next) if not node.pins), None)
             if node is None:
                 return 0
             self.drop(node)
+            self.evictions += 1
         return self._free.pop()
+
+    def _begun(self, node: Node) -> None:
+        """A request begins with a snapshot."""
+        self.hits += 1
+        if self._next.pop(node, False):
+            self._past[node] = None
+        else:
+            self._past.pop(node, None)
+            self._await(node, False)
+
+    def _await(self, node: Node, first: bool) -> None:
+        self._next[node] = first
+        self._next.move_to_end(node)
+        if len(self._next) > self.slots // ROW_SLOTS:  # as many as can run: others have been left, most likely
+            self._past[self._next.popitem(last=False)[0]] = None
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -127,8 +156,7 @@ class StateSlots:
         """A request has its row, and room. node, length: at whose state it begins, and how many tokens that has.
         reach: how many of its tokens have cached KV."""
         if node.state:
-            self.hits += 1
-            self._kept.move_to_end(node)
+            self._begun(node)
             self._pinned += not node.pins
             node.pins += 1
         read, write, spare = node.state, self._take(), self._take()
@@ -144,7 +172,12 @@ class StateSlots:
         end, every = len(req.tokens) - 1 - self._lookahead, self.every
         while (end - start) // every > max(self.slots // 4, 1):
             every *= 2
-        found = {reach, end // self.grain * self.grain, *range(start // every * every + every, end + 1, every)}
+        near = reach - start < self.grain  # to compute them takes less than a state is worth
+        found = {
+            start if near else reach,
+            end // self.grain * self.grain,
+            *range(start // every * every + every, end + 1, every),
+        }
         return {position for position in found if position > start}
 
     def want(self, req: Req, position: int) -> int:
@@ -229,13 +262,13 @@ class StateSlots:
 
     def check_idle(self) -> None:
         """With nothing running every slot is free or a snapshot."""
-        count = len(self._free) + len(self._kept)
+        count = len(self._free) + self.kept
         assert count == self.slots and not self._pinned, f"{count} state slots are accounted for, of {self.slots}"
 
     def check_integrity(self, running: Iterable[Req], nodes: Iterable[Node]) -> None:
         """Every slot has one owner. nodes: of the tree."""
         with_state = {node for node in nodes if node.state}
-        assert with_state == set(self._kept), "a snapshot is of no node of the tree"
+        assert with_state == {*self._next, *self._past}, "a snapshot is of no node of the tree"
         held = [req.states for req in running if req.states is not None]
         slots = [*self._free, *(node.state for node in with_state)]
         for one in held:

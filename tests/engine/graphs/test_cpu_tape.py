@@ -14,6 +14,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.tape import Recording, record
 from draftwing.ops.torch import onednn
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -201,3 +202,25 @@ def test_more_rows_than_few_are_not_recorded():
     stages = RecordedStages(pick_device("cpu"), 9)
     assert stages.key(TreeShape(2, 2, 5), 1) == Key(TreeShape(2, 2, 5), 1)
     assert stages.key(TreeShape(2, 2, 5), 2) is None and stages.key(PLAIN, FEW_ROWS + 1) is None
+
+
+def test_a_last_stage_that_is_torch_s_own_leaves_the_others_recorded() -> None:
+    stages, key = RecordedStages(pick_device("cpu"), 0), Key(PLAIN, 1)
+    for _ in range(3):
+        made = stages.run("verify", key, lambda: torch.empty(4))
+        stages.run("commit", (key, False), lambda made=made: made + 1, keep=True)
+    assert len(stages) == 1 and stages.replays == 1 and stages.key(PLAIN, 1) == key
+    for _ in range(2):
+        stages.run("draft", key, lambda: torch.ones(4) + 1)
+    assert stages.key(PLAIN, 1) is None
+
+
+def test_gates_of_several_rows_are_recorded() -> None:
+    """They lie among what the same GEMM makes."""
+    layer_ops = make_ops(torch.device("cpu"))
+    made, x = torch.randn(3, 40, dtype=torch.bfloat16), torch.randn(3, 16, dtype=torch.bfloat16)
+    recording, out = record(lambda: layer_ops.gate(made[:, :16], x))
+    assert isinstance(recording, Recording) and torch.equal(out, layer_ops.gate(made[:, :16].contiguous(), x))
+    made.normal_()
+    recording.replay()
+    assert torch.equal(out, layer_ops.gate(made[:, :16].contiguous(), x))

@@ -18,6 +18,7 @@ from draftwing.spec.drafter import Drafter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+LAST = "commit"  # stage of a step
 
 
 def foreign_steps(drafter: Drafter | None) -> Literal["", "drafts", "all"]:
@@ -37,8 +38,8 @@ class RecordedStages(GraphCache):
     """A `GraphCache` that captures in passing. Its keys have memory of their own, so all that a stage gives lasts.
 
     A step of few rows is recorded if all that its stages do are calls of the C kernels, as with weights in blocks or in
-    bfloat16. `refused` has those of which this turned out not to be so; they run as they are written. So do steps in
-    which code from outside of this package runs.
+    bfloat16. `refused` has those of which this turned out not to be so, and last stages, where it is they alone; these
+    run as they are written. So do steps in which code from outside of this package runs.
     """
 
     def __init__(self, device: Device, dummy_row: int, drafter: Drafter | None = None) -> None:
@@ -69,12 +70,13 @@ class RecordedStages(GraphCache):
         step = key if isinstance(key, Key) else key[0]  # a commit's has more
         first = (stage, key) not in self._met  # it may make constants, which are no part of a step
         self._met.add((stage, key))
-        if first or step in self.refused:
+        if first or step in self.refused or (stage, key) in self.refused:
             return fn(*inputs)
         recording, out = record(lambda: fn(*inputs))
         if isinstance(recording, Recording):
             self._recorded[stage, key] = recording, out
         else:
-            self.refused.add(step)
+            # The results of the stages before the last have to be where the next ones were recorded to read them.
+            self.refused.add((stage, key) if stage == LAST else step)
             logger.debug("steps of %s are not recorded: %s of %s is torch's own", step, recording, stage)
         return out

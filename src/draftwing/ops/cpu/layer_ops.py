@@ -118,7 +118,8 @@ class CpuLayerOps(LayerOps):
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
         if x.dtype not in DTYPES or type(x) is not Tensor:
             return super().gate(gate, x)
-        gate, x = gate.contiguous(), x.contiguous()
+        x = x.contiguous()
+        gate = gate if gate.is_contiguous() else self.beside(gate)  # which is no operation of torch's
         assert gate.shape == x.shape and gate.dtype == x.dtype
         out = torch.empty_like(x)
         self.raw.gate(out.data_ptr(), gate.data_ptr(), x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)

@@ -1,0 +1,250 @@
+"""Decoding of models with recurrent layers on a CPU, and llama.cpp on the same file in the same run.
+
+    python benchmarks/hybrid_cpu.py --out result.json [--size 0.8B] [--quantised Q8_0] [--contexts 100,2000,8000]
+
+The files have the shapes of Qwen3.5 and random weights, so acceptance is simulated (`--accept-length`, of three drafts)
+and texts are worthless; llama.cpp decodes without drafts. Everyone takes turns; a figure is the median of the rounds, a
+ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes.
+`llama_cpp_build.py` says what a build of llama.cpp needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from llama_cpp_build import CACHE, ISAS, build
+from load_runs import Job, drive, let_go, listed, machine, sampling
+
+from draftwing.config.options import Options
+from draftwing.engine.engine import Engine
+
+VOCAB, HEAD_DIM, STATE, TAPS, INTERVAL = 248_320, 256, 128, 4, 4
+LLAMA = "llama.cpp"
+DRAFTERS = {  # options of each engine
+    "none": {},
+    "NEXTN": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
+    "NGRAM": {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4},
+}
+
+
+class Size(NamedTuple):
+    """heads, kv_heads: of attention; key_heads, value_heads: of delta nets."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    key_heads: int
+    value_heads: int
+
+
+SIZES = {"0.8B": Size(24, 1024, 3584, 8, 2, 16, 16), "4B": Size(32, 2560, 9216, 16, 4, 16, 32)}
+# As llama.cpp's mixtures have them: of matrices, and of the embedding, which is the head as well.
+MIXTURES = {"Q8_0": ("Q8_0", "Q8_0"), "Q4_K": ("Q4_K", "Q6_K")}
+# Bytes of a block before which its float16 factors are, and the factors that make the variance of random values 1:
+# 8 bits; 6 bits and a scale of 8; 4 bits times a scale of 6 less a minimum of 6.
+FACTORS = {
+    "Q8_0": (0, (1 / 73.9,)), "Q6_K": (208, (1 / 1365,)), "Q4_K": (0, (1 / 258, 7.5 / 258)),
+}  # fmt: skip
+
+
+def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
+    """A matrix [rows, bytes of a row] whose values have a variance of 1 / columns."""
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (rows * columns // values, size), np.uint8)
+    at, factors = FACTORS[kind]
+    factor = (np.array(factors) / columns**0.5).astype(np.float16).view(np.uint8)
+    blocks[:, at : at + len(factor)] = factor
+    return blocks.reshape(rows, -1)
+
+
+def matrices(size: Size, block: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns of those of a layer, or of the prediction layer, which comes last and attends."""
+    hidden, keys, values = size.hidden, size.key_heads * STATE, size.value_heads * STATE
+    queries, kv = size.heads * HEAD_DIM, size.kv_heads * HEAD_DIM
+    found = {"ffn_gate": (size.ffn, hidden), "ffn_up": (size.ffn, hidden), "ffn_down": (hidden, size.ffn)}
+    if block == size.layers:
+        found["nextn.eh_proj"] = (hidden, 2 * hidden)
+    elif (block + 1) % INTERVAL:
+        return found | {
+            "attn_qkv": (2 * keys + values, hidden), "attn_gate": (values, hidden), "ssm_out": (hidden, values),
+            "ssm_beta": (size.value_heads, hidden), "ssm_alpha": (size.value_heads, hidden),
+        }  # fmt: skip
+    return found | {
+        "attn_q": (2 * queries, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
+        "attn_output": (hidden, queries),
+    }  # fmt: skip
+
+
+def vectors(size: Size, block: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """What is float32 of a layer."""
+    ones = np.ones(size.hidden, np.float32)
+    found = {"attn_norm.weight": ones, "post_attention_norm.weight": ones}
+    if block == size.layers:
+        found |= {f"nextn.{name}.weight": ones for name in ("enorm", "hnorm", "shared_head_norm")}
+    elif (block + 1) % INTERVAL:
+        channels = (2 * size.key_heads + size.value_heads) * STATE
+        return found | {
+            "ssm_conv1d.weight": rng.standard_normal((channels, TAPS), np.float32) / 2,
+            "ssm_norm.weight": np.ones(STATE, np.float32),
+            "ssm_a": -np.exp(rng.uniform(-3, 0.5, size.value_heads)).astype(np.float32),
+            "ssm_dt.bias": np.zeros(size.value_heads, np.float32),
+        }
+    return found | {f"attn_{name}_norm.weight": np.ones(HEAD_DIM, np.float32) for name in "qk"}
+
+
+def write_random(path: Path, size: Size, mixture: tuple[str, str], longest: int) -> None:
+    """A file with random weights and a prediction layer. mixture: of `MIXTURES`."""
+    rng, (kind, head_kind) = np.random.default_rng(0), mixture
+    writer = GGUFWriter(path, "qwen35")
+    writer.add_block_count(size.layers + 1)
+    writer.add_nextn_predict_layers(1)
+    writer.add_context_length(longest)
+    writer.add_embedding_length(size.hidden)
+    writer.add_feed_forward_length(size.ffn)
+    writer.add_head_count(size.heads)
+    writer.add_head_count_kv(size.kv_heads)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e7)
+    writer.add_rope_dimension_count(HEAD_DIM // 4)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(TAPS)
+    writer.add_ssm_state_size(STATE)
+    writer.add_ssm_group_count(size.key_heads)
+    writer.add_ssm_time_step_rank(size.value_heads)
+    writer.add_ssm_inner_size(size.value_heads * STATE)
+    writer.add_full_attention_interval(INTERVAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(VOCAB - 3))])
+    writer.add_token_types([1] * VOCAB)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(1)
+
+    def add(name: str, rows: int, columns: int, kind: str) -> None:
+        writer.add_tensor(
+            f"{name}.weight", random_blocks(kind, rows, columns, rng), raw_dtype=GGMLQuantizationType[kind]
+        )
+
+    add("token_embd", VOCAB, size.hidden, head_kind)
+    writer.add_tensor("output_norm.weight", np.ones(size.hidden, np.float32))
+    for block in range(size.layers + 1):
+        for name, (rows, columns) in matrices(size, block).items():
+            add(f"blk.{block}.{name}", rows, columns, kind)
+        for name, values in vectors(size, block, rng).items():
+            writer.add_tensor(f"blk.{block}.{name}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def make_engine(args: Any, file: Path, drafter: str) -> Engine:
+    given: dict[str, Any] = {**DRAFTERS[drafter], "speculative_algorithm": drafter, "log_level": "warning"}
+    if drafter != "none":
+        given["simulate_accept_length"] = args.accept_length
+    tokens = max(4 * max(args.contexts), 32768)  # a state takes as much memory as 1,600 of them
+    return Engine(
+        Options.from_kwargs(
+            model=str(file), device="cpu", num_threads=args.threads, max_total_tokens=tokens, max_running_requests=2,
+            **given,
+        )
+    )  # fmt: skip
+
+
+def ours(engine: Engine, prompt: list[int], tokens: int) -> dict[str, float]:
+    """Tokens per second of an answer after its first, and of the prompt."""
+    ((answer,), _, _) = drive(engine, [Job(prompt, sampling(0.0, tokens, 0))], 1)
+    made = len(answer.tokens)
+    return {"prompt": len(prompt) / answer.first, "decode": (made - 1) / (answer.end - answer.first)}
+
+
+def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> float:
+    """Tokens per second of llama-bench: of a prompt, or of an answer after a prompt."""
+    what = ["-p", context, "-n", 0] if prompt else ["-p", 0, "-n", tokens, "-d", context]
+    programs = build(args.isa, args.cache)
+    command = [programs / "llama-bench", "-m", file, "-t", args.threads, "-r", 1, "-o", "json", *what]
+    out = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, check=True).stdout
+    return float(json.loads(out)[0]["avg_ts"])
+
+
+def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> dict[str, Any]:
+    prompt = [random.Random(context).randrange(VOCAB) for _ in range(context)]
+    prompts = {LLAMA: theirs(args, file, context, args.tokens, True)}
+    for name, engine in engines.items():
+        prompts[name] = ours(engine, prompt, 8)["prompt"]
+    rounds, loads = defaultdict[str, list[float]](list), list[float]()
+    for _ in range(args.rounds):
+        loads.append(os.getloadavg()[0])
+        rounds[LLAMA].append(theirs(args, file, context, args.tokens, False))
+        for name, engine in engines.items():
+            rounds[name].append(ours(engine, prompt, args.tokens)["decode"])
+    ratios = {
+        name: statistics.median(mine / base for mine, base in zip(rates, rounds[LLAMA], strict=True))
+        for name, rates in rounds.items()
+    }
+    found = {"decode": {name: statistics.median(rates) for name, rates in rounds.items()}, "ratio": ratios}
+    recorded = {name: len(engine.parts.executor.graphs) for name, engine in engines.items()}
+    return {**found, "prompt": prompts, "load": loads, "rounds": dict(rounds), "recorded": recorded}
+
+
+def table(results: dict[int, Any]) -> str:
+    """Tokens per second, and in brackets how many times llama.cpp's."""
+    lines = ["| context | of | prompt | decoding |", "|---|---|---|---|"]
+    for context, found in results.items():
+        for name, rate in found["decode"].items():
+            prompt = found["prompt"][name]
+            first = f"{prompt:.0f} ({prompt / found['prompt'][LLAMA]:.2f}x)"
+            lines.append(f"| {context} | {name} | {first} | {rate:.1f} ({found['ratio'][name]:.2f}x) |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="0.8B")
+    parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0")
+    parser.add_argument("--contexts", type=listed(int), default=[100, 2000, 8000])
+    parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
+    parser.add_argument("--accept-length", type=float, default=2.51)
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--isa", choices=ISAS, default="native", help="that llama.cpp is built for")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="of builds of llama.cpp")
+    parser.add_argument("--files", type=Path, help="a folder that keeps the files")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"
+        if not file.exists():
+            write_random(file, SIZES[args.size], MIXTURES[args.quantised], 32768)
+        engines = {name: make_engine(args, file, name) for name in args.drafters}
+        results = {}
+        for context in args.contexts:
+            results[context] = compare(args, file, context, engines)
+            print(context, results[context], flush=True)
+        for engine in engines.values():
+            let_go(engine)
+    if args.out:
+        about = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "size": args.size, "kind": args.quantised}
+        args.out.write_text(json.dumps(about | {"contexts": results}, indent=1), encoding="utf8")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
