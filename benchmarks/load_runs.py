@@ -220,7 +220,7 @@ def check_pinned(steps: Sequence[Step], shape: TreeShape) -> None:
 def fixed_shapes(engine: Engine) -> list[TreeShape]:
     """Shapes of the menu that verify all nodes that are drafted by all drafters: what a user can pin."""
     menu = engine.parts.sched.choice.policy.menu
-    return [shape for shape in menu if not shape.verified and not shape.by]
+    return [shape for shape in menu if not shape.verified and not shape.proposer]
 
 
 def name_of(shape: TreeShape) -> str:

@@ -62,14 +62,16 @@ class Case:
         queries = self.q.expand(length, -1, -1).contiguous()
         return prefill(queries, self.kv, self.table, 0, start, tiling)[-1]
 
-    def run(self, exact: bool = True, tiling: object = None, workspace: object = None, settled: bool = False) -> Tensor:
+    def run(
+        self, exact: bool = True, tiling: object = None, workspace: object = None, inputs_ready: bool = False
+    ) -> Tensor:
         heads, dim = self.q.shape[1:]
         out = self.q.new_full((self.q.shape[0], heads * dim), torch.nan)
         workspace = workspace or attention.Workspace(self.q.device)
         tiling = tiling or (TINY if exact else ONE_LANE)
         attention.tree_attention(
             self.q, self.kv, self.table, self.rows, self.prefix, self.path, self.path_len, out, workspace, exact, 0,
-            tiling, settled=settled,
+            tiling, inputs_ready=inputs_ready,
         )  # fmt: skip
         assert not workspace.take("tickets", 1, torch.int32).any(), "tickets are left behind"
         return out

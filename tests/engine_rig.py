@@ -10,7 +10,7 @@ import torch
 from decoder_configs import decoder_config
 from thread_ranks import lead, shares_of
 
-from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
+from draftwing.core import MAX_CONFIDENCE, NO_DEFERRAL, PLAIN, Output, TokenLogprobs
 from draftwing.engine.devices import pick_device
 from draftwing.engine.draft_kv_backlog import ROOM, DraftKVBacklog
 from draftwing.engine.executor import Executor
@@ -141,7 +141,7 @@ class OracleDrafter:
             torch.cat((torch.ones_like(root, dtype=torch.bool)[:, None], alive), 1),
         )
 
-    def lags(self, shape):
+    def skips_extend(self, shape):
         return shape == PLAIN
 
     def watch(self, seen):
@@ -240,7 +240,9 @@ class Rig:
             drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, secret=1)  # one on all ranks
         self.drafter = drafter
         if deferral is None:
-            deferral = AT_ONCE if dev.has_own_memory or fake_device else DraftKVBacklog.deferral(drafter, dev, chunk)
+            deferral = (
+                NO_DEFERRAL if dev.has_own_memory or fake_device else DraftKVBacklog.deferral(drafter, dev, chunk)
+            )
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)
         menu = self.policy.menu
@@ -273,7 +275,7 @@ class Rig:
             initial_confidence,
             ahead,
             model.config.vocab_size,
-            frozenset(filter(drafter.lags, menu)) if drafter is not None else frozenset(),
+            frozenset(filter(drafter.skips_extend, menu)) if drafter is not None else frozenset(),
             deferral=deferral,
             states=states,
         )

@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--draft", type=json.loads, metavar="JSON", help="keys of the draft model's config")
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
-    from draftwing.engine.startup.prices import experts_at_random
+    from draftwing.engine.startup.measure_costs import experts_at_random
 
     given = options_of(args.options)
     begin = time.monotonic()

@@ -372,7 +372,7 @@ def host(menu: Sequence[TreeShape], rows: int, varies: bool) -> Figures:
     return {"us": 1e4 * min(choose), "record": 1e4 * min(record)}
 
 
-PAIR = (*tree_menu(TREE)[:-1], *(shape._replace(by=LOOKUP_ALONE) for shape in match_menu(TREE)[:-1]), PLAIN)
+PAIR = (*tree_menu(TREE)[:-1], *(shape._replace(proposer=LOOKUP_ALONE) for shape in match_menu(TREE)[:-1]), PLAIN)
 CELLS["host / trees / 8"] = partial(host, tree_menu(TREE), 8, False)
 CELLS["host / lookup / 8"] = partial(host, match_menu(TreeShape(11, 10, 12)), 8, True)
 CELLS["host / pair / 8"] = partial(host, PAIR, 8, True)

@@ -15,13 +15,13 @@ import numpy as np
 from worlds import H200
 
 from draftwing.core import (
-    AT_ONCE,
     MARK_ONE,
     MARK_SURVIVAL,
     MAX_CONFIDENCE,
+    NO_DEFERRAL,
     PLAIN,
     Chunk,
-    Deferral,
+    DraftDeferral,
     Plan,
     StepResult,
     TreeShape,
@@ -362,7 +362,7 @@ class DraftModel(Served):
         config = SchedulerConfig(
             330_000, 128, self.TREE.nodes, 8192, initial_confidence=self.CONFIDENCE if drafts else 0,
             lagging=frozenset([PLAIN] if drafts else []),
-            deferral=Deferral(32_768, 8192, True) if drafts else AT_ONCE,
+            deferral=DraftDeferral(32_768, 8192, True) if drafts else NO_DEFERRAL,
         )  # fmt: skip
         policy = TreePolicy(menu, cost, True, self.CONFIDENCE) if drafts else FixedShape(PLAIN)
         self.sched = Scheduler(config, policy, {shape: shape.nodes for shape in menu})

@@ -40,14 +40,14 @@ class TreeShape(NamedTuple):
     nodes: nodes that are drafted for each row, the root included.
     verified: nodes that the target verifies for each row of a batch on average, chosen over the batch as a whole
         (`ops.assign`); 0: all.
-    by:    which of a pair of drafters: `BOTH`, or one `ALONE`.
+    proposer: which of a pair of drafters: `BOTH`, or one `ALONE`.
     """
 
     depth: int
     topk: int
     nodes: int
     verified: int = 0
-    by: int = 0
+    proposer: int = 0
 
     @property
     def tree(self) -> tuple[int, int, int]:
@@ -71,8 +71,10 @@ PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, wher
 SOURCES = ("other", "model", "lookup", "both")
 OTHER, MODEL, LOOKUP = range(3)
 MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
-LAG = 32  # most committed positions of a row that a drafter with KV sees in one pass over rows
-TEXT_LAG = 512  # most that the KV of a drafter may lack which is made of tokens alone; others may lack `LAG`
+MAX_BACKLOG = 32  # most committed positions of a row that a drafter with KV sees in one pass over rows
+MAX_TEXT_BACKLOG = (
+    512  # most that the KV of a drafter may lack which is made of tokens alone; others may lack `MAX_BACKLOG`
+)
 
 
 class TokenLogprobs(NamedTuple):
@@ -135,7 +137,7 @@ class Chunk(NamedTuple):
     start: int
     length: int
     final: bool  # the last chunk of the prompt: its last row's logits are sampled
-    kept: int | None = None  # place of what the drafter may see of it later, see `Deferred`; None: it sees it at once
+    kept: int | None = None  # place of what the drafter may see of it later, see `DraftChunk`; None: it sees it at once
     saves: tuple[tuple[int, int], ...] = ()  # snapshots of a recurrent model: (tokens of the chunk, state slot)
 
 
@@ -148,7 +150,7 @@ class PromptPart(NamedTuple):
     params: LogprobParams
 
 
-class Deferral(NamedTuple):
+class DraftDeferral(NamedTuple):
     """How much of prompts a drafter with KV may see later than the target, in one pass over several chunks.
 
     places: positions of all prompts of which the target's auxiliary hidden states are kept; 0: it sees every chunk at
@@ -160,14 +162,14 @@ class Deferral(NamedTuple):
     places: int = 0
     most: int = 0
     from_tokens: bool = False
-    lag: int = TEXT_LAG
+    lag: int = MAX_TEXT_BACKLOG
     by_slot: bool = False
 
 
-AT_ONCE = Deferral()
+NO_DEFERRAL = DraftDeferral()
 
 
-class Deferred(NamedTuple):
+class DraftChunk(NamedTuple):
     """Positions `[start, start + length)` of a row's text that a drafter has not seen, though it has seen all before.
     What it needs of them beside tokens is kept in the places `[at, at + length)`."""
 
@@ -177,14 +179,14 @@ class Deferred(NamedTuple):
     at: int
 
 
-class CatchUp(NamedTuple):
+class DraftExtend(NamedTuple):
     """What a drafter with KV has not seen yet, and is to see now: text that the host knows, and then committed
     positions of rows, as far as the device has come."""
 
     rows: IntArray  # [C] distinct; some may have been released
     behind: int  # upper bound of the positions that it has not seen, of any of them
     max_kv_len: int  # upper bound of their kv_len
-    texts: tuple[Deferred, ...] = ()  # of prompts of rows that have been released, and of answers
+    texts: tuple[DraftChunk, ...] = ()  # of prompts of rows that have been released, and of answers
     passes: int = 1  # in which it sees all this
     late: bool = False  # after the plan's uploads: all rows are the plan's, and their slots may change with it
 
@@ -219,11 +221,13 @@ class Plan:
     thinking: IntArray = field(default_factory=lambda: NOBODY)  # with a thinking budget
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
-    catch_up: CatchUp | None = None  # comes before `admits`, `new_slots` and all else of the plan, unless it is `late`
+    catch_up: DraftExtend | None = (
+        None  # comes before `admits`, `new_slots` and all else of the plan, unless it is `late`
+    )
     # [S, 4] of models with recurrent layers: rows, and the state slots that their next steps read and write, and tokens
     # in the former; -1: as the device has it. Come with the uploads, of distinct rows.
     states: IntArray = field(default_factory=lambda: NOBODY)
-    shown: tuple[Deferred, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
+    shown: tuple[DraftChunk, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
 
     @cached_property
     def special(self) -> bool:

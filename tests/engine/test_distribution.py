@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from made_up_prices import OnMadeUpMachine
+from made_up_costs import OnMadeUpMachine
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_rig import Chosen, InTurn
 
-from draftwing.core import AT_ONCE, LAG, LOOKUP_ALONE, PLAIN, CatchUp, Deferral, TreeShape
+from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, NO_DEFERRAL, PLAIN, DraftDeferral, DraftExtend, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.draft_kv_backlog import ROOM, DraftKVBacklog
 from draftwing.engine.row_table import RowTable
@@ -33,7 +33,12 @@ WIDTH = 6
 
 
 def drafts_of(
-    harness: Any, kind: str, lagging: bool, lag: int, deferral: Deferral = AT_ONCE, dtype: torch.dtype = torch.bfloat16
+    harness: Any,
+    kind: str,
+    lagging: bool,
+    lag: int,
+    deferral: DraftDeferral = NO_DEFERRAL,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[torch.Tensor]:
     """Every draft of a run, with the state that it was made from."""
     ops, model = make_ops(torch.device("cpu")), harness.tiny_model(dtype=dtype)
@@ -45,8 +50,8 @@ def drafts_of(
         head.pack(ops)
     drafter = make_model_drafter(head, 7, TREE.topk, dtype, ops)
     if not lagging:
-        drafter.lags = lambda shape: False
-    now_and_then = InTurn(PLAIN, PLAIN, TREE, *[PLAIN] * (LAG + 7), TREE, TREE)
+        drafter.skips_extend = lambda shape: False
+    now_and_then = InTurn(PLAIN, PLAIN, TREE, *[PLAIN] * (MAX_BACKLOG + 7), TREE, TREE)
     rig = harness.Rig(model, drafter=drafter, policy=now_and_then, lag=lag, attn=ops.attention, deferral=deferral)
     found, propose = [], drafter.propose
     layer = len(model.kv_layers)
@@ -76,8 +81,10 @@ def test_the_same_bits(on_cpu: Any, kind: str, lag: int) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("deferral", [Deferral(0, 100, True), Deferral(0, 50, True, 20)], ids=["late", "at rest"])
-def test_text_that_the_host_knows_is_seen_as_a_prompt_is(on_cpu: Any, lag: int, deferral: Deferral) -> None:
+@pytest.mark.parametrize(
+    "deferral", [DraftDeferral(0, 100, True), DraftDeferral(0, 50, True, 20)], ids=["late", "at rest"]
+)
+def test_text_that_the_host_knows_is_seen_as_a_prompt_is(on_cpu: Any, lag: int, deferral: DraftDeferral) -> None:
     """Of several rows in a pass, and by a drafter that needs tokens alone further behind than a pass over rows goes."""
     expected = drafts_of(on_cpu, "STANDALONE", False, lag, dtype=torch.float32)
     passes, see = [], DraftKVBacklog._see
@@ -99,7 +106,7 @@ def test_hidden_states_beside_spoilt_slots_are_zeroed(on_cpu: Any) -> None:
     model = on_cpu.tiny_model()
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
     drafter = make_model_drafter(head, 7, TREE.topk, torch.float32, make_ops(torch.device("cpu")))
-    rig = on_cpu.Rig(model, drafter=drafter, deferral=Deferral(0, 50, by_slot=True))
+    rig = on_cpu.Rig(model, drafter=drafter, deferral=DraftDeferral(0, 50, by_slot=True))
     kept = rig.executor._backlog._slots.fill_(float("nan"))
     rig.executor.clear(np.array([3, 5]))
     assert torch.isfinite(kept).all(1).nonzero().flatten().tolist() == [3, 5]
@@ -109,17 +116,17 @@ def test_hidden_states_beside_spoilt_slots_are_zeroed(on_cpu: Any) -> None:
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
 def test_hidden_states_that_lie_with_the_slots(on_cpu: Any, kind: str, lag: int, monkeypatch: Any) -> None:
     """A drafter that saw neither prompts nor answers while nothing was drafted is where one is that saw all."""
-    monkeypatch.setattr("draftwing.sched.lag.RESTED", -1)
+    monkeypatch.setattr("draftwing.sched.draft_backlog.RESTED", -1)
     expected = drafts_of(on_cpu, kind, False, lag, dtype=torch.float32)
     passes, see = [], DraftKVBacklog._see
     monkeypatch.setattr(
         DraftKVBacklog, "_see", lambda self, parts: (passes.append([part.length for part in parts]), see(self, parts))
     )
-    found = drafts_of(on_cpu, kind, True, lag, Deferral(0, 50, by_slot=True), torch.float32)
+    found = drafts_of(on_cpu, kind, True, lag, DraftDeferral(0, 50, by_slot=True), torch.float32)
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*pair, rtol=0, atol=1e-5)
-    assert max(map(len, passes)) >= 2 and max(map(max, passes)) > LAG and max(map(sum, passes)) <= 50
+    assert max(map(len, passes)) >= 2 and max(map(max, passes)) > MAX_BACKLOG and max(map(sum, passes)) <= 50
 
 
 def mixed_prefills(rig: Any) -> set[tuple[bool, ...]]:
@@ -145,12 +152,12 @@ def test_a_long_prompt_beside_a_short_one_at_rest(
     monkeypatch.setattr(
         "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
     )  # a slow machine prefills less at once
-    monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
-    monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
+    monkeypatch.setattr("draftwing.sched.draft_backlog.RESTED", 2)
+    monkeypatch.setattr("draftwing.sched.draft_backlog.UNSEEN", 30)
     model, policy = on_cpu.tiny_model(), Chosen(TREE)
     prompts, params = [[0, 7, 7], [1, *range(2, 46)], [2, 3, 4, 5, 6, 9]], [on_cpu.greedy(20)] * 3
     book = on_cpu.make_book(prompts, expected := on_cpu.plain_answers(model, prompts, params))
-    deferral = Deferral(0, 16, by_slot=True)
+    deferral = DraftDeferral(0, 16, by_slot=True)
     rig = on_cpu.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, chunk=chunk, deferral=deferral)
     mixed = mixed_prefills(rig)
     rig.submit("0", prompts[0], params[0])
@@ -171,11 +178,11 @@ def test_answers_to_a_prompt_that_was_not_seen(
     on_cpu: Any, lag: int, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They begin to draft together, soon after their prompt; the head sees it once."""
-    monkeypatch.setattr("draftwing.sched.lag.RESTED", 2)
+    monkeypatch.setattr("draftwing.sched.draft_backlog.RESTED", 2)
     model, policy = on_cpu.tiny_model(), Chosen(TREE)
     prompts, params = [[0, 7, 7], [1, *range(2, 46)]], [on_cpu.greedy(20)] * 2
     book = on_cpu.make_book(prompts, expected := on_cpu.plain_answers(model, prompts, params))
-    deferral = Deferral(0, 50, by_slot=True)
+    deferral = DraftDeferral(0, 50, by_slot=True)
     rig = on_cpu.Rig(model, policy=policy, drafter="oracle", book=book, lag=lag, deferral=deferral)
     policy.shape = PLAIN
     rig.submit("0", prompts[0], params[0])
@@ -197,8 +204,8 @@ def test_a_lookup_sees_prompts_that_its_head_does_not(on_cpu: Any, lag: int, mon
     monkeypatch.setattr(
         "draftwing.sched.policy.prefill_budget.PrefillBudget.record", lambda *_: None
     )  # a slow machine prefills less at once
-    monkeypatch.setattr("draftwing.sched.lag.UNSEEN", 30)
-    ops, model, alone = make_ops(torch.device("cpu")), on_cpu.tiny_model(), TreeShape(6, 2, 8, by=LOOKUP_ALONE)
+    monkeypatch.setattr("draftwing.sched.draft_backlog.UNSEEN", 30)
+    ops, model, alone = make_ops(torch.device("cpu")), on_cpu.tiny_model(), TreeShape(6, 2, 8, proposer=LOOKUP_ALONE)
     head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
     head.pack(ops)
     lookup, policy = NGramDrafter(4, ops, capacity=4096), Chosen(TREE, alone)
@@ -271,25 +278,25 @@ class Watcher:
         )
 
 
-@pytest.mark.parametrize(("behind", "sizes"), [(1, ()), (2, (1, 4)), (7, ()), (LAG, (4, 8))])
+@pytest.mark.parametrize(("behind", "sizes"), [(1, ()), (2, (1, 4)), (7, ()), (MAX_BACKLOG, (4, 8))])
 def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> None:
     """sizes: numbers of rows that are tried before; the others are the dummy then."""
     device = pick_device(harness.device)
     g, drafter = torch.Generator().manual_seed(behind), Watcher()
-    table = RowTable(4, 2 * LAG + ROOM + 1, device)
+    table = RowTable(4, 2 * MAX_BACKLOG + ROOM + 1, device)
     pages = torch.randperm(5 * table.length, generator=g).view(5, -1) + 1
     tokens = torch.randint(0, 90, (5, table.length), generator=g)
-    kv_len, rows = torch.tensor([LAG, 50, 40, 2 * LAG, 0]), [3, 1]
+    kv_len, rows = torch.tensor([MAX_BACKLOG, 50, 40, 2 * MAX_BACKLOG, 0]), [3, 1]
     table.page_table[:], table.tokens[:], table.kv_len[:] = pages, tokens, kv_len
     lag = DraftKVBacklog(drafter, table, device.ops, WIDTH, torch.float32, sizes=sizes)
     # Row 1 is one position behind less than row 3, in steps of one position each.
-    known = {3: 2 * LAG - behind, 1: 50 - max(behind - 1, 1)}
+    known = {3: 2 * MAX_BACKLOG - behind, 1: 50 - max(behind - 1, 1)}
     truth = torch.randn(4, table.length, WIDTH, generator=g).to(device.device)
     for row, start in known.items():
         for p in range(start, int(kv_len[row])):
             at, one = torch.tensor([row], device=device.device), torch.ones(1, dtype=torch.int64, device=device.device)
             lag.keep(at, one * p, one, truth[row, p : p + 1], None)
-    lag.catch_up(CatchUp(np.asarray(rows), behind, 2 * LAG), np.asarray([0, 1]), True)
+    lag.catch_up(DraftExtend(np.asarray(rows), behind, 2 * MAX_BACKLOG), np.asarray([0, 1]), True)
     (seen,) = drafter.seen
     size = 4 if sizes else 2
     width = len(seen.ids) // size
@@ -308,7 +315,7 @@ def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> Non
         assert not beyond.any() and not seen.pages[row, end + drafter.tail : start + width + 1].any()
     if sizes:  # no pass has more rows than any that was tried
         lag._sizes = (1,)
-        lag.catch_up(CatchUp(np.asarray(rows), behind, 2 * LAG), np.asarray([0, 1]), True)
+        lag.catch_up(DraftExtend(np.asarray(rows), behind, 2 * MAX_BACKLOG), np.asarray([0, 1]), True)
         assert [one.batch.rows.tolist() for one in drafter.seen[1:]] == [[row] for row in rows]
     assert torch.equal(table.page_table.cpu(), pages), "the page table is what it was"
     assert not lag._unseen.behind.any()
@@ -317,10 +324,10 @@ def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "MTP", "DSPARK"])
 def test_queries_that_are_rounded_up(on_cpu: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: what is added to a prompt's queries changes nothing of its KV."""
-    expected, passes = kv_of_prompts(on_cpu, kind, AT_ONCE)
+    expected, passes = kv_of_prompts(on_cpu, kind, NO_DEFERRAL)
     asked: list[int] = []
     monkeypatch.setattr(TorchOps, "even_rows", lambda self, count: asked.append(count) or -(-count // 16) * 16)
-    for deferral in (AT_ONCE, Deferral(200, 100))[: 1 + (kind in ("EAGLE3", "STANDALONE"))]:
+    for deferral in (NO_DEFERRAL, DraftDeferral(200, 100))[: 1 + (kind in ("EAGLE3", "STANDALONE"))]:
         asked.clear()
         found, passes = kv_of_prompts(on_cpu, kind, deferral)
         assert passes and any(count % 16 for count in asked)
@@ -328,7 +335,7 @@ def test_queries_that_are_rounded_up(on_cpu: Any, kind: str, monkeypatch: pytest
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[torch.Tensor], Any]:
+def kv_of_prompts(harness: Any, kind: str, deferral: DraftDeferral) -> tuple[list[torch.Tensor], Any]:
     """The drafter's KV of prompts in chunks of 5, of which one ends in the middle and is asked for again."""
     ops, model = make_ops(torch.device("cpu")), harness.tiny_model()
     head: Any = DraftLM(harness.tiny_model(seed=1), harness.VOCAB)
@@ -377,11 +384,11 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
 def test_a_prompt_that_is_seen_in_one_pass(on_cpu: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its KV is that of a prompt that is seen chunk by chunk, whatever was aborted and found in the cache."""
-    expected, parts = kv_of_prompts(on_cpu, kind, AT_ONCE)
+    expected, parts = kv_of_prompts(on_cpu, kind, NO_DEFERRAL)
     assert max(span.length for span in parts if not span.final) == 5
-    monkeypatch.setattr("draftwing.sched.lag.RESTED", -1)
-    more = Deferral(0, 22, kind == "STANDALONE", by_slot=kind == "EAGLE3")
-    for deferral in (Deferral(200, 100), Deferral(22, 22), more):
+    monkeypatch.setattr("draftwing.sched.draft_backlog.RESTED", -1)
+    more = DraftDeferral(0, 22, kind == "STANDALONE", by_slot=kind == "EAGLE3")
+    for deferral in (DraftDeferral(200, 100), DraftDeferral(22, 22), more):
         found, passes = kv_of_prompts(on_cpu, kind, deferral)
         assert len(passes) < len(parts) / 2 and max(span.length for span in passes) >= 20
         for one, other in zip(found, expected, strict=True):

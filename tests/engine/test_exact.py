@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_rig import BLOCKS, CUDA, RANKS
-from made_up_prices import OnMadeUpMachine
+from made_up_costs import OnMadeUpMachine
 
-from draftwing.core import LOOKUP_ALONE, PLAIN, Deferral, TreeShape
+from draftwing.core import LOOKUP_ALONE, PLAIN, DraftDeferral, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.drafts import new_calibration
 from draftwing.spec.heads import DraftLM
@@ -21,7 +21,7 @@ from draftwing.spec.suffix_drafter import SuffixDrafter
 
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
-MENU = (TreeShape(6, 2, 8), CHAIN, TreeShape(1, 1, 2), TreeShape(6, 2, 8, by=LOOKUP_ALONE), PLAIN)  # of a pair
+MENU = (TreeShape(6, 2, 8), CHAIN, TreeShape(1, 1, 2), TreeShape(6, 2, 8, proposer=LOOKUP_ALONE), PLAIN)  # of a pair
 
 
 COPIES = ["blocks", "ranks"]  # of what "cpu" shows
@@ -247,7 +247,7 @@ def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case,
 def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, monkeypatch):
     """Aborts at random moments leave every other answer exact and no slot behind (checked after every turn). Half of
     them are of a drafter that sees prompts when it drafts, but for those right after it has drafted."""
-    monkeypatch.setattr("draftwing.sched.lag.RESTED", 0)
+    monkeypatch.setattr("draftwing.sched.draft_backlog.RESTED", 0)
     model, prompts, params, expected, book = case
     generator = torch.Generator().manual_seed(seed)
 
@@ -256,7 +256,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
 
     rig = harness.Rig(
         model, drafter="oracle", policy=harness.Cycle(TREE, CHAIN), book=book, lag=lag, slots=150, chunk=7, miss=1,
-        deferral=Deferral(0, 16, by_slot=True) if (seed + lag) % 2 else Deferral(40, 16),
+        deferral=DraftDeferral(0, 16, by_slot=True) if (seed + lag) % 2 else DraftDeferral(40, 16),
     )  # fmt: skip
     todo, aborted = list(range(36)), set()
 

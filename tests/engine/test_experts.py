@@ -10,7 +10,7 @@ from engine_rig import BLOCKS, CUDA, RANKS
 
 from draftwing.core import TreeShape
 from draftwing.engine.devices import pick_device
-from draftwing.engine.startup.prices import experts_at_random, measure_steps
+from draftwing.engine.startup.measure_costs import experts_at_random, measure_steps
 from draftwing.layers.config import ExpertConfig
 from draftwing.sched.policy.cost import StepCost
 

@@ -98,7 +98,9 @@ class Turns(Cycle):
     """Both of a pair draft, then the lookup alone, deeper, then the model alone, then nobody."""
 
     def __init__(self):
-        super().__init__(TREE, COPIED._replace(by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9))
+        super().__init__(
+            TREE, COPIED._replace(proposer=LOOKUP_ALONE), TREE._replace(proposer=MODEL_ALONE), TreeShape(6, 3, 9)
+        )
 
     def choose(self, load):
         assert all(load.confidences), "the model can always propose"

@@ -16,7 +16,7 @@ from reference.draft_cases import load_head
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Deferral, Deferred, Plan, TreeShape
+from draftwing.core import PLAIN, Admission, Chunk, DraftChunk, DraftDeferral, DraftExtend, Plan, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Download
 from draftwing.engine.request_features import RequestFeatures
@@ -79,14 +79,14 @@ def plans(shape, params, catch_up=False):
     # Of a drafter with KV the chunk that is not the last is deferred.
     chunks = (Chunk(0, 1, 4, True), Chunk(2, 1, 2, False, 4 if catch_up else None))
     yield Plan(0, "prefill", rows, rows, PLAIN, 5, admits, new, chunks, noisy[:1], filtered[:1], banning[:1])
-    seen = (Deferred(2, 1, 2, 4),) if catch_up else ()
+    seen = (DraftChunk(2, 1, 2, 4),) if catch_up else ()
     last = (Chunk(2, 3, 2, True),)
     yield Plan(1, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), last, noisy[:1], filtered[:1], shown=seen)
     yield Plan(2, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 1, False),))
     more = tuple((int(row), 5, np.arange(10 * row + 50, 10 * row + 50 + 20)) for row in rows)
     yield Plan(3, "tree", rows, rows, shape, 5, (), more, (), noisy, filtered, banning)
-    texts = tuple(Deferred(int(row), 1, 2, 2 * i) for i, row in enumerate(rows))
-    late = CatchUp(rows, 3, 5 + shape.max_commit, texts) if catch_up else None
+    texts = tuple(DraftChunk(int(row), 1, 2, 2 * i) for i, row in enumerate(rows))
+    late = DraftExtend(rows, 3, 5 + shape.max_commit, texts) if catch_up else None
     yield Plan(4, "tree", rows, rows, shape, 5 + shape.max_commit, (), (), (), noisy, filtered, banning, catch_up=late)
 
 
@@ -137,7 +137,7 @@ def test_a_step_needs_no_data(on_cpu, drafter, shape, sampling, tmp_path):
             if lookup:
                 drafter = PairDrafter(drafter, NGramDrafter(7, device.ops, capacity=4096), shape, shape)
         rig = on_cpu.Rig(
-            model, shapes=(shape,), drafter=drafter, book=book, fake_device=device, deferral=Deferral(8, 8)
+            model, shapes=(shape,), drafter=drafter, book=book, fake_device=device, deferral=DraftDeferral(8, 8)
         )
         for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)

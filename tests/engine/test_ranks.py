@@ -15,7 +15,7 @@ from reference.exact_heads import MAKERS, disturbed, exact_eagle3
 from thread_ranks import shares_of
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, Deferral, TreeShape
+from draftwing.core import PLAIN, DraftDeferral, TreeShape
 from draftwing.engine.startup.warm_up import try_prompts
 from draftwing.models.heads import base
 from draftwing.models.loader import load_model
@@ -84,7 +84,7 @@ def test_speculation_changes_no_token(case: Case) -> None:
 
 
 def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Case) -> None:
-    rig = case.answer(slots=130, chunk=5, policy=case.h.Cycle(TREE, PLAIN), deferral=Deferral(24, 12))
+    rig = case.answer(slots=130, chunk=5, policy=case.h.Cycle(TREE, PLAIN), deferral=DraftDeferral(24, 12))
     assert rig.sched.retractions > 0
 
 

@@ -11,7 +11,7 @@ from layer_kinds import HYBRIDS, KINDS, config_of
 from reference.exact_heads import exact_dspark
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
+from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, TreeShape
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.layers.config import ExpertConfig
@@ -60,7 +60,9 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
         head = load_draft_head(exact.head.write(tmp_path / "head"), model, "DSPARK", torch.float32, "cpu")
         drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
     shapes = (tree, PLAIN) if drafter else (PLAIN,)
-    deferral = Deferral(12, 6, getattr(drafter, "from_tokens", False)) if hasattr(drafter, "kv_layers") else AT_ONCE
+    deferral = (
+        DraftDeferral(12, 6, getattr(drafter, "from_tokens", False)) if hasattr(drafter, "kv_layers") else NO_DEFERRAL
+    )
     rig = harness.Rig(
         model, shapes=shapes, drafter=drafter, rows=2, lag=1, graph_size=graph_size, chunk=3 if deferral.most else 64,
         deferral=deferral,

@@ -86,7 +86,7 @@ def memories(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         read, kept = made.floats(dtype, 5, 3 * size, scale=scale), made.floats(dtype, 5, 3 * size, scale=scale)
         state = made.floats(dtype, 5, size)
         yield from (ops.gru(read, kept, state), *ops.recur(read, state), ops.gate(read, kept))
-        yield ops.beside(state, read[:, 3:20])
+        yield ops.concat_columns(state, read[:, 3:20])
 
 
 @case

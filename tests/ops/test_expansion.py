@@ -356,7 +356,7 @@ class PathHead:
 
 
 class BatchAttention:
-    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Batch:
+    def bind(self, batch: Batch, first_layer: int, inputs_ready: bool = False) -> Batch:
         return batch
 
 

@@ -268,7 +268,7 @@ def test_beside(dtype: torch.dtype, ops: TorchOps) -> None:
     whole = torch.randn(4, 90, generator=g).to(ops.device, dtype)
     parts = whole[:, 5:38], whole[:, 40:41], whole[::1, 60:].contiguous()
     for some in (parts, parts[:2], parts[:1]):
-        assert torch.equal(ops.beside(*some), torch.cat(some, 1))
+        assert torch.equal(ops.concat_columns(*some), torch.cat(some, 1))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])

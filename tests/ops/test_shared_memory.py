@@ -32,7 +32,7 @@ for batch, nodes, depth, exact, kind in kinds:
         empty(batch * nodes, 32, 128, dtype=half), kv, empty(batch + 1, 8192), empty(batch), empty(batch),
         empty(batch, nodes, depth), empty(batch, nodes), empty(batch * nodes, 4096, dtype=half),
         attention.Workspace(torch.device("meta")), exact, nodes, getattr(attention_common, sys.argv[3]),
-        kind=kind, settled=True,
+        kind=kind, inputs_ready=True,
     )
 if every:
     attention.tree_attention(  # as drafters have it: nothing is read early
@@ -45,7 +45,7 @@ for exact in (True, False)[: 1 + every]:  # 16 trees of 4 nodes on average
     attention.tree_attention(
         empty(64, 32, 128, dtype=half), kv, empty(17, 8192), empty(64), empty(64), empty(64, 1, 6), empty(64, 1),
         empty(64, 4096, dtype=half), attention.Workspace(torch.device("meta")), exact, 32,
-        getattr(attention_common, sys.argv[3]), ragged, settled=True,
+        getattr(attention_common, sys.argv[3]), ragged, inputs_ready=True,
     )
 """
 

@@ -68,8 +68,8 @@ def test_around_the_edges(length: int, device: torch.device) -> None:
     case = make_case([length, 0], 6, device, (4, 1), dim=16, chain=length % 2 == 1, seed=length)
     one = case.run(tiling=ONE_LANE._replace(context_rows=0, own=64))
     torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
-    assert torch.equal(case.run(tiling=TINY._replace(context_rows=0), settled=True), one)
-    assert torch.equal(case.run(tiling=TINY, settled=True), one)
+    assert torch.equal(case.run(tiling=TINY._replace(context_rows=0), inputs_ready=True), one)
+    assert torch.equal(case.run(tiling=TINY, inputs_ready=True), one)
     assert torch.equal(case.run(tiling=ONE_LANE), one)
 
 
@@ -84,10 +84,10 @@ def test_bits_where_tiles_cut_groups(heads: tuple[int, int], nodes: int, device:
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_masked_trees_in_one_lane_and_several(lanes: int, device: torch.device) -> None:
     case = make_case([63, 127, 239, 0], 6, device, (4, 1), dim=16)
-    tiling, settled = TINY._replace(programs=8 * lanes), lanes > 1
+    tiling, inputs_ready = TINY._replace(programs=8 * lanes), lanes > 1
     how = attention.plan(4, 6, case.path.shape[2], 4, case.kv, case.table.shape[1], 6, False, tiling)
     assert not how.exact and (how.lanes > 1) == (lanes > 1)
-    found = case.run(False, tiling, settled=settled)
+    found = case.run(False, tiling, inputs_ready=inputs_ready)
     torch.testing.assert_close(found.double(), case.expected(), atol=2e-5, rtol=1e-4)
 
 
@@ -95,7 +95,7 @@ def test_masked_trees_in_one_lane_and_several(lanes: int, device: torch.device) 
 @pytest.mark.skipif(not GPU, reason="needs a GPU: kernels do not overlap in the interpreter")
 @pytest.mark.parametrize("nodes, exact", [(1, True), (16, False), (32, True)])
 def test_what_is_read_before_the_kernel_in_front_has_ended(nodes: int, exact: bool, device: torch.device) -> None:
-    """Of each layer that kernel writes queries and own keys, which change; what is settled stays."""
+    """Of each layer that kernel writes queries and own keys, which change; what is inputs_ready stays."""
     case = make_case([300, 2300, 0], nodes, device, (32, 8), 128, torch.bfloat16)
     tiling, workspace, count = common.pick_tiling(case.kv), attention.Workspace(device), 3 * nodes
     slots = torch.cat([case.table[case.rows[b], case.prefix[b] : case.prefix[b] + nodes] for b in range(3)])
@@ -103,7 +103,7 @@ def test_what_is_read_before_the_kernel_in_front_has_ended(nodes: int, exact: bo
     rng = torch.Generator().manual_seed(nodes)
     layers = torch.randn(40, count, 48, 128, generator=rng).to(device, torch.bfloat16)
     found: list[list[Tensor]] = []
-    for settled in (False, True):
+    for inputs_ready in (False, True):
         qkv = layers.clone()  # a kernel of torch's, after which everything here comes
         found.append([])
         for each in qkv:
@@ -111,7 +111,7 @@ def test_what_is_read_before_the_kernel_in_front_has_ended(nodes: int, exact: bo
             out = torch.full((count, 32 * 128), torch.nan, dtype=torch.bfloat16, device=device)
             attention.tree_attention(
                 each, case.kv, case.table, case.rows, case.prefix, case.path, case.path_len, out, workspace, exact,
-                nodes, tiling, settled=settled,
+                nodes, tiling, inputs_ready=inputs_ready,
             )  # fmt: skip
             found[-1].append(out[: 2 * nodes])  # the dummy's slot is written several times
     for one, other in zip(*found, strict=True):
@@ -189,7 +189,7 @@ def test_bits_of_the_real_tiling(
     close = TOLERANCE[dtype]
     torch.testing.assert_close(together.double(), case.expected(), atol=close, rtol=close)
     for changes in ({}, dict(programs=1, context_programs=1), dict(context_rows=0)):
-        assert torch.equal(case.run(tiling=tiling._replace(**changes), settled=True), together), changes
+        assert torch.equal(case.run(tiling=tiling._replace(**changes), inputs_ready=True), together), changes
     together = together.view(len(lengths), nodes, -1)
     for b in range(len(lengths) - 1):
         for node in {0, nodes // 2, nodes - 2, nodes - 1}:

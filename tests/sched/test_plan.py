@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from toy_device import ToyDevice, span
 
-from draftwing.core import Deferral, Plan, TreeShape
+from draftwing.core import DraftDeferral, Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
@@ -71,7 +71,7 @@ def plans() -> list[Plan]:
         16,
         initial_confidence=1,
         lagging=frozenset([SHAPE]),
-        deferral=Deferral(64, 16),
+        deferral=DraftDeferral(64, 16),
         states=StateSizes(24, 8, 4),
     )
     sched = Scheduler(config, policy, spans)

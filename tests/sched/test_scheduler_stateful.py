@@ -25,11 +25,11 @@ from hypothesis.stateful import (
 )
 from toy_device import VOCAB, ToyDevice, next_token, span
 
-from draftwing.core import AT_ONCE, PLAIN, Deferral, Plan, StepResult, TreeShape
+from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.draft_backlog import DraftExtendPlanner, HiddenStateBuffer, HiddenStatePool, RecomputeFromTokens
 from draftwing.sched.kv_manager import KVManager
-from draftwing.sched.lag import CatchUps, FromSlots, FromStates, FromTokens
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
@@ -41,8 +41,8 @@ CONTEXT = 36
 CHAINS = (TreeShape(5, 1, 6), TreeShape(3, 1, 4), PLAIN)
 TREES = (TreeShape(4, 4, 12), TreeShape(3, 3, 8), TreeShape(1, 4, 5), *CHAINS)
 LAGGING = ((PLAIN,), (), (PLAIN, TreeShape(3, 1, 4), TreeShape(3, 3, 8)))
-TOKENS = Deferral(0, 9, True, 12)
-SLOTS = Deferral(0, 9, by_slot=True)
+TOKENS = DraftDeferral(0, 9, True, 12)
+SLOTS = DraftDeferral(0, 9, by_slot=True)
 STATES = (None, StateSizes(12, 4, 3), StateSizes(4, 8, 2), StateSizes(40, 5, 1))
 MENUS = {"plain": (PLAIN,), "chains": CHAINS, "trees": TREES}
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 7, 7, 7, 7, 7, 7, 7], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]]
@@ -121,11 +121,13 @@ class Serving(RuleBasedStateMachine):
         radix=st.sampled_from([True, True, True, False]),
         lagging=st.sampled_from(LAGGING),
         lag=st.sampled_from([5, 9, 32]),
-        deferral=st.sampled_from([TOKENS, Deferral(40, 20), SLOTS, Deferral(60, 9), TOKENS, Deferral(8, 8), AT_ONCE]),
+        deferral=st.sampled_from(
+            [TOKENS, DraftDeferral(40, 20), SLOTS, DraftDeferral(60, 9), TOKENS, DraftDeferral(8, 8), NO_DEFERRAL]
+        ),
     )
     def start(
         self, menu: str, rows: int, lookahead: int, spare: int, tail: int, ahead: int, chunk: int, radix: bool,
-        lagging: tuple[TreeShape, ...], lag: int, deferral: Deferral,
+        lagging: tuple[TreeShape, ...], lag: int, deferral: DraftDeferral,
     ) -> None:  # fmt: skip
         shapes = MENUS[menu]
         spans = {shape: max(span(shape), tail) for shape in shapes}
@@ -395,84 +397,84 @@ def nobody_retracted(patch: pytest.MonkeyPatch) -> None:
 
 def never_caught_up(patch: pytest.MonkeyPatch) -> None:
     """Unless a step drafts."""
-    wrap(patch, CatchUps, "_due", lambda method, self, reqs, commit: [])
+    wrap(patch, DraftExtendPlanner, "_due", lambda method, self, reqs, commit: [])
 
 
 def drafting_behind(patch: pytest.MonkeyPatch) -> None:
-    def around(method: Any, self: CatchUps, step: int, shape: TreeShape, reqs: list[Req]) -> None:
+    def around(method: Any, self: DraftExtendPlanner, step: int, shape: TreeShape, reqs: list[Req]) -> None:
         if shape in self._lagging:
             method(self, step, shape, reqs)
 
-    wrap(patch, CatchUps, "plan", around)
+    wrap(patch, DraftExtendPlanner, "plan", around)
 
 
 def released_behind(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, CatchUps, "release", lambda method, self, req, cached: method(self, req, False))
+    wrap(patch, DraftExtendPlanner, "release", lambda method, self, req, cached: method(self, req, False))
 
 
 def caught_up_late(patch: pytest.MonkeyPatch) -> None:
     """One plan after the one that needs it."""
 
-    def around(method: Any, self: CatchUps) -> Any:
+    def around(method: Any, self: DraftExtendPlanner) -> Any:
         before, self.waits = getattr(self, "waits", None), method(self)
         return before
 
-    wrap(patch, CatchUps, "take", around)
+    wrap(patch, DraftExtendPlanner, "take", around)
 
 
 def prompts_never_seen(patch: pytest.MonkeyPatch) -> None:
     """Of chunks that are not the last, where these were deferred."""
-    wrap(patch, FromStates, "take", lambda method, self: (method(self), ())[1])
+    wrap(patch, HiddenStateBuffer, "take", lambda method, self: (method(self), ())[1])
 
 
 def released_unseen(patch: pytest.MonkeyPatch) -> None:
     """In the middle of its prompt."""
-    wrap(patch, FromStates, "release", lambda method, self, req, cached: method(self, req, False))
+    wrap(patch, HiddenStateBuffer, "release", lambda method, self, req, cached: method(self, req, False))
 
 
 def places_given_twice(patch: pytest.MonkeyPatch) -> None:
-    def around(method: Any, self: FromStates, req: Req) -> Any:
+    def around(method: Any, self: HiddenStateBuffer, req: Req) -> Any:
         kept, places = method(self, req)
         return kept._replace(at=0), places
 
-    wrap(patch, FromStates, "_new", around)
+    wrap(patch, HiddenStateBuffer, "_new", around)
 
 
 def skipped_as_seen(patch: pytest.MonkeyPatch) -> None:
-    def around(method: Any, self: FromTokens, req: Req, length: int, final: bool) -> Any:
+    def around(method: Any, self: RecomputeFromTokens, req: Req, length: int, final: bool) -> Any:
         kept = method(self, req, length, final)
         self._seen[req.slots[: req.sent + length]] = True
         return kept
 
-    wrap(patch, FromTokens, "plan", around)
+    wrap(patch, RecomputeFromTokens, "plan", around)
 
 
 def rested_as_seen(patch: pytest.MonkeyPatch) -> None:
-    def around(method: Any, self: FromSlots, req: Req, length: int, final: bool) -> Any:
+    def around(method: Any, self: HiddenStatePool, req: Req, length: int, final: bool) -> Any:
         kept = method(self, req, length, final)
         self._seen[req.slots[: req.sent + length]] = True
         return kept
 
-    wrap(patch, FromSlots, "plan", around)
+    wrap(patch, HiddenStatePool, "plan", around)
 
 
 def answers_as_seen(patch: pytest.MonkeyPatch) -> None:
     """Further than the host knows them."""
 
-    def around(method: Any, self: FromTokens, req: Req) -> None:
+    def around(method: Any, self: RecomputeFromTokens, req: Req) -> None:
         method(self, req)
         req.behind = 0
 
-    wrap(patch, FromTokens, "show", around)
+    wrap(patch, RecomputeFromTokens, "show", around)
 
 
 def stale_counts(patch: pytest.MonkeyPatch) -> None:
     """Of steps before a catch-up, which it has seen."""
 
-    def around(method: Any, self: CatchUps, step: int, shape: TreeShape, req: Req, count: int) -> None:
+    def around(method: Any, self: DraftExtendPlanner, step: int, shape: TreeShape, req: Req, count: int) -> None:
         method(self, req.caught_up, shape, req, count)
 
-    wrap(patch, CatchUps, "commit", around)
+    wrap(patch, DraftExtendPlanner, "commit", around)
 
 
 def states_too_long(patch: pytest.MonkeyPatch) -> None:

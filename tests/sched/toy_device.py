@@ -16,7 +16,18 @@ from collections.abc import Collection
 import numpy as np
 from step_marks import marks_of
 
-from draftwing.core import AT_ONCE, LAG, CatchUp, Chunk, Deferral, Deferred, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.core import (
+    MAX_BACKLOG,
+    NO_DEFERRAL,
+    Chunk,
+    DraftChunk,
+    DraftDeferral,
+    DraftExtend,
+    Plan,
+    StepResult,
+    TokenLogprobs,
+    TreeShape,
+)
 
 VOCAB = 8
 
@@ -74,8 +85,8 @@ class Tree:
 
 class ToyDevice:
     def __init__(
-        self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (), lag: int = LAG,
-        deferral: Deferral = AT_ONCE, with_states: bool = False,
+        self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (),
+        lag: int = MAX_BACKLOG, deferral: DraftDeferral = NO_DEFERRAL, with_states: bool = False,
     ) -> None:  # fmt: skip
         """entries: of a page-table row; lagging: shapes after which the drafter has something to catch up with.
         with_states: there are recurrent layers, whose state of some tokens is these tokens."""
@@ -208,7 +219,7 @@ class ToyDevice:
             whole = tuple(self._tokens[row][p : p + 1 + self.lookahead])
             assert self._draft_kv[self._slot(row, p)] == whole, "the drafter reads another's KV"
 
-    def _catch_up(self, who: CatchUp) -> None:
+    def _catch_up(self, who: DraftExtend) -> None:
         for part in who.texts:
             self._see(part)
         rows = who.rows.tolist()
@@ -226,7 +237,7 @@ class ToyDevice:
             self._behind[row] = 0
             self.seen["far behind"] += behind > self.lag // 2
 
-    def _see(self, part: Deferred) -> None:
+    def _see(self, part: DraftChunk) -> None:
         row, start, length, at = part
         here = [(row, p) for p in range(start, start + length)]
         if self._by_slot:

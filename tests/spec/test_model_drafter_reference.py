@@ -17,7 +17,7 @@ from engine_rig import InTurn
 from reference import checkpoints, draft_heads, exact_heads
 from reference.draft_cases import CASES, VOCAB, Case, load_head, mtp, mtp_rows
 
-from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
+from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, TreeShape
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.torch.noise import gumbel
@@ -79,7 +79,7 @@ class Rig(engine_rig.Rig):
 
     def __init__(
         self, case: Case, folder: Any, policy: ShapePolicy, slots: int = 1500, rows: int = 4,
-        deferral: Deferral = AT_ONCE, **how: int,
+        deferral: DraftDeferral = NO_DEFERRAL, **how: int,
     ) -> None:  # fmt: skip
         model, drafter = load_drafter(case, folder, max(shape.topk for shape in policy.menu), rows + 1)
         super().__init__(model, policy=policy, drafter=drafter, slots=slots, rows=rows, deferral=deferral, **how)
@@ -238,7 +238,7 @@ def check_some(case: Case, rig: Rig, count: int) -> None:
     assert sum(compared) > len(compared) / 2
 
 
-DEFERRAL = Deferral(40, 12)  # chunks of a prompt are seen together
+DEFERRAL = DraftDeferral(40, 12)  # chunks of a prompt are seen together
 MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "mtp 3 layers", "standalone"]
 
 
@@ -271,7 +271,7 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
 @pytest.mark.parametrize("name", MAIN)
 def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
     case = CASES[name]()
-    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, slots=86, deferral=DEFERRAL if chunk > 1 else AT_ONCE)
+    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, slots=86, deferral=DEFERRAL if chunk > 1 else NO_DEFERRAL)
     ask(rig, prompts_for(5, seed=4), 30)
     assert rig.sched.retractions >= 1
     check_some(case, rig, 8)
@@ -283,7 +283,7 @@ def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
 def test_several_layers_with_chunks_of_any_length(layers, chunk, tmp_path):
     """Prompts of every length around the number of layers, then again and continued, off the prefix cache."""
     case = mtp(layers)
-    deferral = DEFERRAL if chunk % 2 else AT_ONCE
+    deferral = DEFERRAL if chunk % 2 else NO_DEFERRAL
     rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, lag=chunk % 2, deferral=deferral)
     prompts = [prompt[:length] for length, prompt in enumerate(prompts_for(6, seed=6), 1)]
     prompts.append(prompts_for(8, seed=6)[7])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.core import BOTH, LAG, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.core import BOTH, LOOKUP, LOOKUP_ALONE, MAX_BACKLOG, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.kv.pool import KVSpec
 from draftwing.ops.drafts import LEVELS
 from draftwing.ops.torch.ops import TorchOps
@@ -92,9 +92,9 @@ def test_none_is_asked_for_more_than_it_has(pair: PairDrafter) -> None:
 
 
 def test_one_alone(pair: PairDrafter) -> None:
-    assert tokens_of(pair, GROWN._replace(by=MODEL_ALONE)) == [9, 100, 101, 102] and not pair.lookup.asked  # type: ignore[attr-defined]
+    assert tokens_of(pair, GROWN._replace(proposer=MODEL_ALONE)) == [9, 100, 101, 102] and not pair.lookup.asked  # type: ignore[attr-defined]
     pair.model.asked.clear()  # type: ignore[attr-defined]
-    assert tokens_of(pair, DEEP._replace(by=LOOKUP_ALONE)) == [9, 100, *range(201, 208)]
+    assert tokens_of(pair, DEEP._replace(proposer=LOOKUP_ALONE)) == [9, 100, *range(201, 208)]
     assert pair.model.asked == [("unconstrain",)], "what the model got for this step is over"  # type: ignore[attr-defined]
 
 
@@ -102,25 +102,25 @@ def test_what_it_says_of_itself(pair: PairDrafter) -> None:
     assert (pair.aux_layers, pair.lookahead, pair.tail, pair.kv_layers) == ((1, 2), 1, 1, (KVSpec(1, 2),))
     assert not pair.fixed_confidence and pair.initial_confidence == 1 and pair.head == "head"
     assert pair.span(GROWN) == pair.span(DEEP) == 20
-    assert pair.span(DEEP._replace(by=LOOKUP_ALONE)) == 12
-    assert pair.span(TreeShape(13, 1, 14, by=LOOKUP_ALONE)) == 15, "the model writes the root again"
+    assert pair.span(DEEP._replace(proposer=LOOKUP_ALONE)) == 12
+    assert pair.span(TreeShape(13, 1, 14, proposer=LOOKUP_ALONE)) == 15, "the model writes the root again"
     out = torch.full((2, 3), 7)
     assert pair.confidence(SimpleNamespace(), ROWS, 5, out[:, 1]).tolist() == [1, MAX_CONFIDENCE]  # type: ignore[arg-type]
     assert out.tolist() == [[7, 1, 7], [7, MAX_CONFIDENCE, 7]]
 
 
 def test_the_menu_is_both_parts(pair: PairDrafter) -> None:
-    copied = [one._replace(by=LOOKUP_ALONE) for one in pair.lookup.menu(DEEP)[:-1]]
+    copied = [one._replace(proposer=LOOKUP_ALONE) for one in pair.lookup.menu(DEEP)[:-1]]
     assert pair.menu(GROWN) == (DEEP, GROWN, part_of(GROWN, 3), *copied, PLAIN)
     wide = TreeShape(9, 1, 14)
     assert pair.menu(wide) == (wide, part_of(wide, 3), *copied, PLAIN)
 
 
 def test_only_the_model_lags(pair: PairDrafter) -> None:
-    shapes = (PLAIN, GROWN, DEEP._replace(by=LOOKUP_ALONE), GROWN._replace(by=MODEL_ALONE))
-    assert [pair.lags(shape) for shape in shapes] == [True, False, True, False]
-    longest = [TreeShape(depth, 1, depth + 1, by=LOOKUP_ALONE) for depth in (LAG - 2, LAG - 1)]
-    assert [pair.lags(shape) for shape in longest] == [True, False], (
+    shapes = (PLAIN, GROWN, DEEP._replace(proposer=LOOKUP_ALONE), GROWN._replace(proposer=MODEL_ALONE))
+    assert [pair.skips_extend(shape) for shape in shapes] == [True, False, True, False]
+    longest = [TreeShape(depth, 1, depth + 1, proposer=LOOKUP_ALONE) for depth in (MAX_BACKLOG - 2, MAX_BACKLOG - 1)]
+    assert [pair.skips_extend(shape) for shape in longest] == [True, False], (
         "as many tokens as it sees in one pass are too many"
     )
     pair.watch(SEEN._replace(aux_hidden=None))
@@ -136,4 +136,4 @@ def test_both_see_the_text(pair: PairDrafter) -> None:
     assert pair.lookup.asked == [SEEN._replace(aux_hidden=None), ("flush",)]  # type: ignore[attr-defined]
     pair.constrain("table", "rows", "banned", "noisy")  # type: ignore[arg-type]
     assert pair.model.asked[-1] == ("constrain", "table", "rows", "banned", "noisy")  # type: ignore[attr-defined]
-    assert TreeShape(1, 1, 2).by == BOTH
+    assert TreeShape(1, 1, 2).proposer == BOTH

@@ -96,7 +96,7 @@ def sweep(
         engine = Engine(point)
         chooses = engine.parts.prices is not None
         if chooses:
-            engine.measure_prices(grid.batch, COST_SECONDS)
+            engine.measure_costs(grid.batch, COST_SECONDS)
         target, device = Local(engine), engine.info.device
         ids = [target.encode(prompt) for prompt in prompts]
         target.run(ids[:1], params, 1)  # first use of everything

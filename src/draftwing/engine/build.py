@@ -26,12 +26,12 @@ from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.capability import capability, in_words
 from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
+from draftwing.engine.startup.cost_file import CostFile, cost_file
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
+from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.memory import row_length, rows_of
 from draftwing.engine.startup.precompile import Job, precompile
-from draftwing.engine.startup.price_file import PriceFile, price_file
-from draftwing.engine.startup.prices import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
@@ -71,10 +71,10 @@ class Parts:
     pool_tokens: int
     pool: KVPool
     prices: StepCost | None = None  # of steps, where the engine chooses by them
-    price_file: PriceFile | None = None
+    cost_file: CostFile | None = None
     capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
 
-    def measure_prices(self, batches: Sequence[int], seconds: float) -> None:
+    def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures prices for so long, which is more than a start does, for these batch sizes. Nothing may run."""
         executor, prices, until = self.executor, self.prices, time.monotonic() + seconds
         if prices is None:
@@ -90,8 +90,8 @@ class Parts:
 
     def keep_prices(self) -> None:
         """Writes them down for the next start."""
-        if self.prices is not None and self.price_file is not None:
-            self.price_file.write(self.prices)
+        if self.prices is not None and self.cost_file is not None:
+            self.cost_file.write(self.prices)
 
 
 def build(
@@ -145,7 +145,7 @@ def build(
             ahead.wait()
         file = None
         if drafter is not None and not options.speculative_fixed_shape:
-            file = price_file(options, policy.menu, path, draft_path, precision, device)
+            file = cost_file(options, policy.menu, path, draft_path, precision, device)
         parts = assemble(options, model, precision, device, drafter, policy, file, broadcast)
         parts.executor.run_on_all_ranks(Executor.shorten_timeouts)
         broadcast.watch()
@@ -221,7 +221,7 @@ def assemble(
     device: Device,
     drafter: Drafter | None,
     policy: ShapePolicy,
-    file: PriceFile | None = None,
+    file: CostFile | None = None,
     broadcast: RankBroadcast = SINGLE_RANK,
 ) -> Parts:
     """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept.  broadcast: tells
@@ -267,7 +267,7 @@ def assemble(
             initial_confidence=drafter.initial_confidence if drafter is not None else 0,
             ahead=SLOTS_AHEAD,
             draws_alike=not device.ops.draws_by_row,
-            lagging=frozenset(filter(drafter.lags, policy.menu)) if drafter is not None else frozenset(),
+            lagging=frozenset(filter(drafter.skips_extend, policy.menu)) if drafter is not None else frozenset(),
             deferral=executor.deferral,
             credited=options.drafter_spec.credited,
             states=StateSizes(states) if states else None,

@@ -85,7 +85,7 @@ class CommitStage:
         prefix_len = batch.prefix_len if trees is None else trees.prefix_len[: len(step.rows)]
         if self._simulation is not None:
             target = self._simulation(self._ops, draft, tree, target, step.rows, prefix_len)
-        drafter, lags = self._drafter, self._drafter is not None and self._drafter.lags(step.shape)
+        drafter, lags = self._drafter, self._drafter is not None and self._drafter.skips_extend(step.shape)
         with_path = drafter is not None and bool(drafter.kv_layers or drafter.aux_layers)
         if lags:  # else it is the root alone, or lies with the slots
             with_path &= step.shape.depth > 0 and self._backlog is not None and not self._backlog.by_slot

@@ -3,7 +3,7 @@
 A step without drafts of a model keeps what the drafter will need (`keep`): how far it is behind in each row, and the
 target's auxiliary hidden states of these positions. To catch up is one pass of the drafter over all that it has not
 seen of several rows, as over an accepted path (`catch_up`). The host knows bounds of the lag and says when
-(`sched.lag`).
+(`sched.draft_backlog`).
 
 Of the chunks of a prompt the same is kept (`defer`), of as many positions as there are places for, which the host gives
 out. Their lengths the host knows: they are shown as a prefill is. So is any text that the host knows to a drafter which
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import AT_ONCE, LAG, CatchUp, Chunk, Deferral, Deferred, IntArray, TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftChunk, DraftDeferral, DraftExtend, IntArray, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import zeros_as_written
@@ -33,8 +33,8 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Unseen
 from draftwing.spec.drafter import Drafter, SeenTokens
 
-ROOM = LAG + 1  # page-table entries past those of a step that a pass over unseen text may name
-WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are compiled for each
+ROOM = MAX_BACKLOG + 1  # page-table entries past those of a step that a pass over unseen text may name
+WIDTHS = (2, 8, 16, MAX_BACKLOG)  # positions of a row in one pass, where kernels are compiled for each
 MAX_QUERIES = 4096  # of one pass
 PROMPTS = 4  # of which parts may be deferred to a pass as long as any
 DEFERRED = 2048  # positions of a pass over a prompt through one layer, for which requests that decode wait
@@ -50,7 +50,7 @@ class DraftKVBacklog:
         ops: TorchOps,
         width: int,
         dtype: torch.dtype,
-        deferral: Deferral = AT_ONCE,
+        deferral: DraftDeferral = NO_DEFERRAL,
         sizes: Sequence[int] = (),
         slots: int = 0,
     ) -> None:
@@ -64,19 +64,19 @@ class DraftKVBacklog:
         self._slots = zeros_as_written((slots + 1, width), dtype, device) if self.by_slot and width else None  # [S, T]
         self._unseen = Unseen(
             behind=torch.zeros(rows, dtype=torch.int64, device=device),
-            hidden=zeros_as_written((rows, LAG, width), dtype, device)
+            hidden=zeros_as_written((rows, MAX_BACKLOG, width), dtype, device)
             if width and not self.by_slot
-            else table.floats.new_empty(rows, LAG, 0),
+            else table.floats.new_empty(rows, MAX_BACKLOG, 0),
         )
         self._deferral, places, self._sizes = deferral, deferral.places, sizes
         self._prompts = zeros_as_written((places, width), dtype, device) if width and places else None
 
-    def lags(self, shape: TreeShape) -> bool:
+    def skips_extend(self, shape: TreeShape) -> bool:
         """Returns whether the drafter does not see a step of this shape."""
-        return self._drafter.lags(shape)
+        return self._drafter.skips_extend(shape)
 
     @staticmethod
-    def deferral(drafter: Drafter | None, device: Device, max_pass: int) -> Deferral:
+    def deferral(drafter: Drafter | None, device: Device, max_pass: int) -> DraftDeferral:
         """Returns how much of prompts a drafter sees later than the target. max_pass: positions for which there
         is memory.
 
@@ -84,18 +84,22 @@ class DraftKVBacklog:
         for a token. A CPU has no such cheap positions. There a drafter sees each chunk while it is in the caches, or,
         where nothing is drafted, none: memory for hidden states is cheap, work is not."""
         if drafter is None or not drafter.kv_layers:
-            return AT_ONCE
+            return NO_DEFERRAL
         if not drafter.from_tokens:  # a small model is launched for longer than it needs for a thousand positions
             max_pass = min(max_pass, max(DEFERRED // len(drafter.kv_layers), MIN_PREFILL))
         if not device.has_own_memory:
             # With more layers than one to look ahead, what it knows of a text lies with the row, too.
-            return Deferral(0, max_pass, by_slot=True) if drafter.aux_layers and drafter.lookahead <= 1 else AT_ONCE
-        return Deferral(PROMPTS * max_pass, max_pass, drafter.from_tokens)
+            return (
+                DraftDeferral(0, max_pass, by_slot=True)
+                if drafter.aux_layers and drafter.lookahead <= 1
+                else NO_DEFERRAL
+            )
+        return DraftDeferral(PROMPTS * max_pass, max_pass, drafter.from_tokens)
 
     @staticmethod
     def bytes_of(rows: int, width: int, dtype: torch.dtype, places: int) -> int:
         """Returns the bytes that it takes; rows: of the row table, its dummy included."""
-        return rows * (LAG * width * dtype.itemsize + 8) + places * width * dtype.itemsize
+        return rows * (MAX_BACKLOG * width * dtype.itemsize + 8) + places * width * dtype.itemsize
 
     def keep_by_slot(self, slots: Tensor, hidden: Tensor | None) -> None:
         """The target has run over queries with these write slots [M]; hidden [M, T]: of them."""
@@ -128,7 +132,7 @@ class DraftKVBacklog:
         """The drafter has seen all of these rows [B] but the newest positions, so many."""
         self._unseen.behind.index_fill_(0, rows, behind)
 
-    def catch_up(self, who: CatchUp, noisy: IntArray, drafts: bool) -> None:
+    def catch_up(self, who: DraftExtend, noisy: IntArray, drafts: bool) -> None:
         """Shows the drafter what it has not seen. noisy: rows with a temperature.  drafts: whether it proposes next."""
         self.see(who.texts)
         if not len(who.rows):
@@ -154,13 +158,15 @@ class DraftKVBacklog:
         if self._deferral.places:
             length = min(self._deferral.most, self._table.length - 1)
             for parts in PARTS if self._deferral.from_tokens else PARTS[:1]:
-                self.see([Deferred(self._table.rows, 0, max(length // parts, 1), 0)] * parts)
+                self.see([DraftChunk(self._table.rows, 0, max(length // parts, 1), 0)] * parts)
         for count, width in product(self._sizes, WIDTHS):
-            self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
+            self.catch_up(
+                DraftExtend(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True
+            )
 
-    def see(self, parts: Sequence[Deferred]) -> None:
+    def see(self, parts: Sequence[DraftChunk]) -> None:
         """Shows the drafter texts, of each row in order, and several parts in one pass where they fit into one."""
-        together: list[Deferred] = []
+        together: list[DraftChunk] = []
         for part in parts:
             if together and sum(one.length for one in together) + part.length > self._deferral.most:
                 self._see(together)
@@ -169,7 +175,7 @@ class DraftKVBacklog:
         if together:
             self._see(together)
 
-    def _see(self, parts: Sequence[Deferred]) -> None:
+    def _see(self, parts: Sequence[DraftChunk]) -> None:
         """Parts that are not the last of a prompt, as `Drafter.extend` sees chunks. Nothing here is a view of the row
         table: Triton compiles a kernel once more for addresses that are no multiple of 16 bytes."""
         table, upload, kept = self._table, self._table.device.upload, self._prompts
@@ -208,7 +214,7 @@ class DraftKVBacklog:
         if self._slots is not None:
             aux_hidden = self._ops.take_rows(self._slots, chain.write_slots)
         elif hidden.shape[2]:
-            aux_hidden = self._ops.take_rows(hidden.flatten(0, 1), (column * LAG + at % LAG).flatten())
+            aux_hidden = self._ops.take_rows(hidden.flatten(0, 1), (column * MAX_BACKLOG + at % MAX_BACKLOG).flatten())
         batch = Batch(
             rows, chain.ids, chain.positions, chain.write_slots, table.page_table, start, chain.path, chain.path_len,
             window=width, bound=min(bound + width + 1, table.length),

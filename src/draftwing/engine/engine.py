@@ -143,12 +143,12 @@ class Engine:
             self.parts.executor.run_on_all_ranks(Executor.flush)
             return True
 
-    def measure_prices(self, batches: Sequence[int], seconds: float) -> None:
+    def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures for so many seconds what steps of these batch sizes cost. Nothing may run."""
         with self._turning:
             assert self._loop.idle
             self.parts.sched.flush_cache()  # steps are measured on slots of the pool
-            self.parts.measure_prices(batches, seconds)
+            self.parts.measure_costs(batches, seconds)
 
     def stats(self) -> dict[str, Any]:
         """Counts of the scheduler, the executor and the reporter; during a step they may be of different moments."""

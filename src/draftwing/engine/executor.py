@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import AT_ONCE, PLAIN, CatchUp, Deferral, IntArray, Plan, StepResult, TreeShape
+from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, DraftExtend, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.devices.base import Device
@@ -54,7 +54,7 @@ class Executor:
         graph_size: int = 0,
         simulation: Simulation | None = None,
         chunk: int = 0,
-        deferral: Deferral = AT_ONCE,
+        deferral: DraftDeferral = NO_DEFERRAL,
     ) -> None:
         """graph_size: largest batch that `capture` captures graphs of; simulation: decides what is accepted; chunk:
         most queries of a prefill, 0 for any number; deferral: of prompts to a drafter with KV."""
@@ -290,7 +290,7 @@ class Executor:
         return Verified(*self._target(drafted.batch))
 
     def _target(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        attend = self.attn.bind(batch, 0, settled=True)  # stages before this one made the batch
+        attend = self.attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
         return self.model(batch.ids, batch.positions, attend, self.aux_layers)
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
@@ -309,10 +309,10 @@ class Executor:
             begun = self._catch_up(plan, plan.catch_up)
         return begun
 
-    def _catch_up(self, plan: Plan, who: CatchUp) -> Any:
+    def _catch_up(self, plan: Plan, who: DraftExtend) -> Any:
         """-> the mark of when that has ended"""
         assert self._backlog is not None
-        proposes = plan.kind == "tree" and not self._backlog.lags(plan.shape)
+        proposes = plan.kind == "tree" and not self._backlog.skips_extend(plan.shape)
         self._backlog.catch_up(who, plan.rows[plan.noisy], proposes)
         return self.device.mark()
 

@@ -19,7 +19,7 @@ from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
-from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, max_experts
 from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen3_next_layers
 from draftwing.models.language_model import language_model
 from draftwing.models.positions import WindowSwitch, context, ropes, rotary_dims, windows
@@ -352,7 +352,7 @@ def _experts(fields: Fields, family: Family, layers: int) -> ExpertConfig | None
         return None
     # One key in files of old, the other in those of newer libraries.
     key = next((key for key in _COUNTS if fields.get(key) is not None), _COUNTS[family.experts != "qwen"])
-    count = fields.whole(key, high=most_experts(layers))
+    count = fields.whole(key, high=max_experts(layers))
     qwen, clamped = family.experts == "qwen", family.experts == "gpt_oss"
     if clamped and fields.number("swiglu_alpha", 0, 1e3, SWIGLU_ALPHA) != SWIGLU_ALPHA:
         raise fields.unlike("swiglu_alpha", str(SWIGLU_ALPHA))

@@ -207,8 +207,8 @@ class DecoderModel(nn.Module):
         wanted, `final_aux_layer` for what comes after the final norm; they come concatenated in the order given,
         [M, len(aux_layers) * hidden], or None when there are none.
         """
-        # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, settled). That is right as long
-        # as this, the first operation, is one of torch's: no kernel that may begin early can come first.
+        # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, inputs_ready). That is right as
+        # long as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
         whole = self._whole_layers(aux_layers)
         x = self.embed(ids)  # [M, hidden]
@@ -232,7 +232,7 @@ class DecoderModel(nn.Module):
         streams[self.final_aux_layer] = x
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
-        return x, self._ops.beside(*(streams[i] for i in aux_layers))
+        return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final

@@ -18,7 +18,7 @@ MAX_EXPERTS = 4096
 MAX_EXPERTS_IN_ALL = 1 << 16  # of all layers
 
 
-def most_experts(layers: int) -> int:
+def max_experts(layers: int) -> int:
     """Returns the most of a layer, where each of `layers` has as many."""
     return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // layers)
 

@@ -20,7 +20,7 @@ from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.rope import RopeConfig, yarn_attention_factor
 from draftwing.models import gguf_hybrids
 from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
-from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, max_experts
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
 from draftwing.models.weight_map import QWEN_MTP_PREFIX, expert_names
@@ -332,7 +332,7 @@ WHOLE_NAMES = {
 
 def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
     layers = fields.whole("block_count", high=MAX_LAYERS)
-    count = fields.whole("expert_count", 0, most_experts(layers), 0)
+    count = fields.whole("expert_count", 0, max_experts(layers), 0)
     if not count:
         return None
     if arch not in WITH_EXPERTS and not FAMILIES[ARCHITECTURES[arch]].experts:

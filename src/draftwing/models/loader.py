@@ -145,7 +145,7 @@ def _schemes(config: ModelConfig, ranks: Ranks) -> dict[str, Scheme]:
 
 def check_size(config: ModelConfig, dtype: torch.dtype, most_bytes: int) -> None:
     """Raises CheckpointError where a model of this config cannot fit, whatever its files hold."""
-    size = config.weight_format.least_bytes(dtype, config.quantization is not None)
+    size = config.weight_format.min_bytes(dtype, config.quantization is not None)
     kinds = {layer.mixer.rotates for layer in config.layers}
     table = sum(2 * kind[1] for kind in kinds if kind is not None) * config.max_positions * dtype.itemsize
     needed = config.matrix_weights * size + table

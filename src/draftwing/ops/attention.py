@@ -375,9 +375,9 @@ class AttnBackend(Protocol):
     capturable: bool
     takes_tiles: bool
 
-    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
-        """first_layer: pool layer of the model's first (the drafter's layers follow the target's).  settled: all of
-        the batch, and the keys and values below `prefix_len`, were there before the forward's first operation, which
+    def bind(self, batch: Batch, first_layer: int, inputs_ready: bool = False) -> Attend:
+        """first_layer: pool layer of the model's first (the drafter's layers follow the target's).  inputs_ready: all
+        of the batch, and the keys and values below `prefix_len`, were there before the forward's first operation, which
         on a GPU is one of torch's; attention may then read them before the operation in front of it has ended."""
         ...
 
@@ -389,7 +389,7 @@ class TiledAttention(AttnBackend, Protocol):
         """What `Batch.tiles` is of these chunks for layers of this shape, on the CPU."""
         ...
 
-    def most_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
+    def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
         """Tiles that so many queries in so many chunks have at most."""
         ...
 

@@ -116,7 +116,7 @@ class WholeLayers(Protocol):
     """Decoder layers that follow each other, as one call."""
 
     last: int  # where the output of the last one stands in what the call gives
-    most_rows: int  # that a call takes
+    max_rows: int  # that a call takes
 
     def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
         """x [M, hidden] -> [1 + kept, M, hidden], or None where the call takes no such rows or attention.

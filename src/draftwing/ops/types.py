@@ -322,7 +322,8 @@ class Unseen(NamedTuple):
     """What a drafter with KV has not seen yet of each row, kept until it catches up (`engine.draft_kv_backlog`)."""
 
     behind: Tensor  # [R + 1] int64: how many of the newest committed positions
-    hidden: Tensor  # [R + 1, LAG, T] the target's auxiliary hidden states at position p, in place p % LAG; T = 0: none
+    # [R + 1, MAX_BACKLOG, T] the target's auxiliary hidden states at position p, in place p % MAX_BACKLOG; T = 0: none
+    hidden: Tensor
 
 
 # -- tree expansion ---------------------------------------------------------------------------------------------------

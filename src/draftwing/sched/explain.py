@@ -14,7 +14,7 @@ def described(shape: TreeShape) -> str:
     """Returns an option in words."""
     if shape == PLAIN:
         return "no drafts"
-    who = {MODEL_ALONE: " of the model alone", LOOKUP_ALONE: " of the lookup alone"}.get(shape.by, "")
+    who = {MODEL_ALONE: " of the model alone", LOOKUP_ALONE: " of the lookup alone"}.get(shape.proposer, "")
     kind = f"chains of {shape.depth}" if shape.topk == 1 else f"trees of {shape.nodes} tokens, {shape.depth} deep"
     part = f", {shape.verified} of {shape.nodes} verified" if shape.verified else ""
     return kind + who + part

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftwing.core import NOBODY, Admission, CatchUp, Chunk, Deferred, IntArray, Plan, PromptPart, TreeShape
+from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, IntArray, Plan, PromptPart, TreeShape
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
@@ -24,8 +24,8 @@ def make_plan(
     chunks: Sequence[Chunk],
     admits: Sequence[Admission],
     new_slots: Mapping[int, Sequence[tuple[int, IntArray]]],
-    catch_up: CatchUp | None,
-    shown: tuple[Deferred, ...],
+    catch_up: DraftExtend | None,
+    shown: tuple[DraftChunk, ...],
     states: IntArray,
 ) -> Plan:
     """chunks: one for each request, none for a tree; new_slots: by row."""

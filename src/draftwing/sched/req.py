@@ -82,8 +82,10 @@ class Req:
     kv: int = 0  # committed length, as of the last commit
     sent: int = 0  # prompt positions whose prefill has been planned
     bound: int = 0  # upper bound of the device's kv_len, counting steps in flight
-    behind: int = 0  # upper bound of the positions that the drafter's KV lacks, counting steps in flight (`sched.lag`)
-    skipped: bool = False  # whether the drafter does not see it, and drafts for it mean nothing (`FromTokens`)
+    behind: int = (
+        0  # upper bound of the positions that the drafter's KV lacks, counting steps in flight (`sched.draft_backlog`)
+    )
+    skipped: bool = False  # whether the drafter does not see it, and drafts for it mean nothing (`RecomputeFromTokens`)
     caught_up: int = -1  # number of the last plan with which it caught up
     inflight: int = 0  # planned steps whose result will add at least one token
 

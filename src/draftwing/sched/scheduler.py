@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftwing.core import (
-    AT_ONCE,
     FORBIDDEN,
-    LAG,
+    MAX_BACKLOG,
+    NO_DEFERRAL,
     NOT_FINITE,
     PLAIN,
     Chunk,
-    Deferral,
+    DraftDeferral,
     IntArray,
     Output,
     Plan,
@@ -26,9 +26,9 @@ from draftwing.core import (
 )
 from draftwing.errors import RequestError
 from draftwing.sched.async_mask import AsyncMask, Workers, await_any
+from draftwing.sched.draft_backlog import DraftExtendPlanner
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.kv_manager import KVManager
-from draftwing.sched.lag import CatchUps
 from draftwing.sched.planning import divided, fair_decode_batch, make_plan
 from draftwing.sched.policy.choice import ShapeChoice
 from draftwing.sched.policy.prefill_budget import PrefillBudget
@@ -60,8 +60,10 @@ class SchedulerConfig:
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
     vocab: int = 0  # width of the target's logits
     lagging: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
-    lag: int = LAG  # most positions of a row in one pass then, and that it may lack where `deferral` says nothing else
-    deferral: Deferral = AT_ONCE  # of prompts
+    lag: int = (
+        MAX_BACKLOG  # most positions of a row in one pass then, and that it may lack where `deferral` says nothing else
+    )
+    deferral: DraftDeferral = NO_DEFERRAL  # of prompts
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
     states: StateSizes | None = None  # of a model with recurrent layers
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
@@ -93,7 +95,7 @@ class Scheduler:
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
-        self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral, config.slots)
+        self._catch_ups = DraftExtendPlanner(config.lagging, config.lag, config.deferral, config.slots)
         self._news: list[Output] = []
 
     # -- requests in, requests out ------------------------------------------------------------------------------

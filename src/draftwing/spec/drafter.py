@@ -162,7 +162,7 @@ class Drafter(ABC):
         """Returns the number of page-table entries past kv_len that a step of this shape may write."""
         return shape.nodes
 
-    def lags(self, shape: TreeShape) -> bool:
+    def skips_extend(self, shape: TreeShape) -> bool:
         """Whether a step of this shape does without the drafter's KV, which may then lack what the step commits:
         `watch` is called in place of `extend`, and `catch_up` before the KV is needed. Never so without KV layers."""
         return bool(self.kv_layers) and shape == PLAIN
@@ -186,8 +186,8 @@ class Drafter(ABC):
         )
 
     def watch(self, seen: SeenTokens) -> None:  # noqa: B027
-        """Called in place of `extend`, as of drafters without KV layers: after a step of a shape that `lags`, and after
-        a prefill, without a count, of which it sees the hidden states when it catches up."""
+        """Called in place of `extend`, as of drafters without KV layers: after a step of a shape that
+        `skips_extend`, and after a prefill, without a count, of which it sees the hidden states when it catches up."""
 
     def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
         """Sees what it has not seen of some rows, as `extend` sees the accepted path of one step. drafts: whether it

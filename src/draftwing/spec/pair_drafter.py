@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwing.config.trees import max_nodes
-from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.models.heads.base import DraftHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import AttnBackend
@@ -17,8 +17,8 @@ from draftwing.spec.model_drafter import ModelDrafter
 
 
 class PairDrafter(Drafter):
-    """Both see the text. `TreeShape.by` says who proposes; of two trees the nodes that are expected to be accepted
-    most often are taken, by the calibration that the executor keeps."""
+    """Both see the text. `TreeShape.proposer` says who proposes; of two trees the nodes that are expected to be
+    accepted most often are taken, by the calibration that the executor keeps."""
 
     fixed_confidence = False
     initial_confidence = 1
@@ -43,7 +43,7 @@ class PairDrafter(Drafter):
         """Trees of both, which may be as deep as the lookup's, and trees of the lookup alone."""
         grown, copied = self.model.menu(shape), self.lookup.menu(self.copied)
         deep = TreeShape(max(shape.depth, self.copied.depth), shape.topk, max(shape.nodes, self.copied.nodes))
-        alone = (one._replace(by=LOOKUP_ALONE) for one in copied[:-1])
+        alone = (one._replace(proposer=LOOKUP_ALONE) for one in copied[:-1])
         return (*dict.fromkeys((deep, *grown[:-1], *alone)), PLAIN)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
@@ -51,19 +51,19 @@ class PairDrafter(Drafter):
 
     def span(self, shape: TreeShape) -> int:
         """The most that either writes, or that the model writes after the step."""
-        grown = 0 if shape.by == LOOKUP_ALONE else self.model.span(self._grown(shape))
+        grown = 0 if shape.proposer == LOOKUP_ALONE else self.model.span(self._grown(shape))
         return max(grown, self.lookup.span(shape), shape.max_commit + self.tail)
 
-    def lags(self, shape: TreeShape) -> bool:
+    def skips_extend(self, shape: TreeShape) -> bool:
         # A pass over a row sees a position that the host knows, besides what a step in flight commits.
-        return super().lags(shape) or (shape.by == LOOKUP_ALONE and shape.max_commit < LAG)
+        return super().skips_extend(shape) or (shape.proposer == LOOKUP_ALONE and shape.max_commit < MAX_BACKLOG)
 
     def propose(self, step: DraftStep) -> Draft:
         """Returns a draft of both, where the lookup may propose deeper trees than the model grows."""
         shape = step.shape
-        if shape.by == MODEL_ALONE:
+        if shape.proposer == MODEL_ALONE:
             return self.model.propose(step)
-        if shape.by == LOOKUP_ALONE:
+        if shape.proposer == LOOKUP_ALONE:
             self.model.unconstrain()
             return self.lookup.propose(step)
         found = self.lookup.propose(step._replace(shape=self._copied(shape)))

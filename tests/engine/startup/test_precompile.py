@@ -95,7 +95,7 @@ import json, pickle, random, sys
 import numpy as np
 import torch
 from triton import knobs
-from draftwing.core import LAG, CatchUp
+from draftwing.core import MAX_BACKLOG, DraftExtend
 from draftwing.engine.startup import precompile
 run, late = precompile._run_without_data, []
 def serve(job):
@@ -108,9 +108,9 @@ def serve(job):
     rows = parts.sched.config.max_rows
     for count in range(1, rows + 1):
         who = np.asarray(rng.sample(range(rows), count))
-        behind, longest = rng.randint(1, LAG), rng.randint(LAG, 100)
+        behind, longest = rng.randint(1, MAX_BACKLOG), rng.randint(MAX_BACKLOG, 100)
         with torch.inference_mode():
-            parts.executor._backlog.catch_up(CatchUp(who, behind, longest), np.arange(rng.randint(0, count)), True)
+            parts.executor._backlog.catch_up(DraftExtend(who, behind, longest), np.arange(rng.randint(0, count)), True)
     return parts
 precompile._run_without_data = serve
 launches, _ = precompile.collect(pickle.load(sys.stdin.buffer))

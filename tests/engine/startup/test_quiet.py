@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftwing.core import PLAIN
-from draftwing.engine.startup import prices, quiet
+from draftwing.engine.startup import measure_costs, quiet
 
 linux_only = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
 
@@ -65,7 +65,7 @@ def test_what_others_took_is_no_price(
     monkeypatch: pytest.MonkeyPatch, before: dict[str, float], after: dict[str, float], left: float
 ) -> None:
     linux_only = iter([before, after])
-    monkeypatch.setattr(prices, "delays", lambda: next(linux_only))
+    monkeypatch.setattr(measure_costs, "delays", lambda: next(linux_only))
     monkeypatch.setattr(quiet, "delays", lambda: next(linux_only))
     result = SimpleNamespace(seconds=0.8)
     executor: Any = SimpleNamespace(
@@ -73,4 +73,4 @@ def test_what_others_took_is_no_price(
         launch=lambda plan: plan,
         commit=lambda plan: SimpleNamespace(wait=lambda: result),
     )
-    assert prices._run(executor, PLAIN, 1, 0) == pytest.approx(left)
+    assert measure_costs._run(executor, PLAIN, 1, 0) == pytest.approx(left)

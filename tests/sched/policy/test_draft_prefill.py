@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from worlds import World
 
-from draftwing.core import MAX_CONFIDENCE, PLAIN, Chunk, Deferral, TreeShape
+from draftwing.core import MAX_CONFIDENCE, PLAIN, Chunk, DraftDeferral, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.cost import RECENT
@@ -136,7 +136,7 @@ class Saving(FixedShape):
 def test_who_is_admitted_may_not_be_seen(from_tokens: bool) -> None:
     policy = Saving(TREE)
     config = SchedulerConfig(
-        4000, 2, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=Deferral(100, 50, from_tokens)
+        4000, 2, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=DraftDeferral(100, 50, from_tokens)
     )
     sched = Scheduler(config, policy, {shape: shape.nodes for shape in policy.menu})
     if from_tokens:
@@ -159,7 +159,7 @@ def test_who_comes_when_nobody_runs_is_seen() -> None:
     """Prompts waited all the time until everything was aborted: nothing has run since that would tell of an end."""
     policy = Saving(TREE)
     config = SchedulerConfig(
-        4000, 3, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=Deferral(100, 50, True)
+        4000, 3, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=DraftDeferral(100, 50, True)
     )
     sched = Scheduler(config, policy, {shape: shape.nodes for shape in policy.menu})
     policy.worth = None

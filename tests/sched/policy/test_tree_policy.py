@@ -313,7 +313,7 @@ def test_confidences_tell_steps_apart() -> None:
 
 def test_what_a_lookup_finds_says_nothing_of_the_model() -> None:
     """A pair whose lookup is always wrong where it has little to go by, and whose model is good."""
-    both, alone = TreeShape(4, 1, 5), TreeShape(8, 1, 9, by=LOOKUP_ALONE)
+    both, alone = TreeShape(4, 1, 5), TreeShape(8, 1, 9, proposer=LOOKUP_ALONE)
     menu = (both, alone, PLAIN)
     world = World(menu, 4.0, 0.1, 0.2)
     policy = TreePolicy(menu, world.cost(), sees_predictions=True, base=1)
@@ -363,7 +363,7 @@ def test_no_part_of_a_tree_where_trees_are_verified_whole() -> None:
 @pytest.mark.parametrize("rows", [2, 9])
 def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: int) -> None:
     """Depth 1 to 4, a node of each source and of both at each depth."""
-    both, alone = TreeShape(4, 4, 13), TreeShape(4, 4, 9, by=LOOKUP_ALONE)
+    both, alone = TreeShape(4, 4, 13), TreeShape(4, 4, 9, proposer=LOOKUP_ALONE)
     depth = np.array([0, *(1 + n // 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
     source = np.array([0, *(1 + n % 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
     mark = depth + (source << MARK_SOURCE) + (int(0.5 * MARK_ONE) << MARK_SURVIVAL)

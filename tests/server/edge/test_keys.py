@@ -66,7 +66,7 @@ def paths(client: TestClient) -> set[str]:
 
 @pytest.mark.slow
 def test_every_route_and_method_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "AT_ONCE", 10_000)
+    monkeypatch.setattr(throttle, "NO_DEFERRAL", 10_000)
     with serving(api_key="secret") as (client, engine):
         for path, method in itertools.product(sorted(paths(client)), METHODS):
             for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": ""}):

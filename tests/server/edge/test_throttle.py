@@ -47,7 +47,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that are added without an error: up to eight at once, then each a 64th of a second after the other, and at
     most half a second."""
     monkeypatch.setattr(throttle, "A_SECOND", 64)
-    monkeypatch.setattr(throttle, "AT_ONCE", 8)
+    monkeypatch.setattr(throttle, "NO_DEFERRAL", 8)
     monkeypatch.setattr(throttle, "MAX_SECONDS", 0.5)
 
 

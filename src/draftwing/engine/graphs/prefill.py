@@ -94,7 +94,7 @@ class PrefillGraphs:
         return min(size, MAX_CHUNKS)
 
     def _tiles(self, size: int, shape: HeadShape) -> int:
-        tiles = self._attn.most_tiles(size, self._chunks(size), shape)
+        tiles = self._attn.max_tiles(size, self._chunks(size), shape)
         return tiles + tiles % 2
 
     def _parts(self, size: int) -> list[int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwing.core import NOBODY, PLAIN, Admission, Chunk, IntArray, Plan, TreeShape
 from draftwing.engine.executor import Executor
-from draftwing.engine.startup.prices import filled
+from draftwing.engine.startup.measure_costs import filled
 from draftwing.ops.types import Draft
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import LAG, PLAIN, Admission, CatchUp, Chunk, Deferral, Plan, TreeShape
+from draftwing.core import MAX_BACKLOG, PLAIN, Admission, Chunk, DraftDeferral, DraftExtend, Plan, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
@@ -196,7 +196,7 @@ def request_bytes(rows: int, vocab: int, length: int) -> int:
     return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
 
 
-def deferral_of(options: Options, rig: Rig) -> Deferral:
+def deferral_of(options: Options, rig: Rig) -> DraftDeferral:
     """How much of prompts a drafter sees later, at most as many positions at once as a prefill has."""
     assert options.chunked_prefill_size
     most = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
@@ -210,7 +210,7 @@ def hidden_bytes(options: Options, rig: Rig) -> int:
     return len(rig.drafter.aux_layers) * rig.model.config.hidden_size * rig.model.dtype.itemsize
 
 
-def unseen_bytes(rows: int, rig: Rig, deferral: Deferral) -> int:
+def unseen_bytes(rows: int, rig: Rig, deferral: DraftDeferral) -> int:
     """Bytes of what is kept for a drafter until it catches up."""
     if rig.drafter is None or not rig.drafter.kv_layers:
         return 0
@@ -248,7 +248,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             step = max(step, peak(executor, first_step(tokens - 1, longest, length)))  # a copy is rounded up for it
         step = max(step, peak(executor, tree_step(rows, shape, longest)))
         if rig.drafter is not None and rig.drafter.kv_layers:
-            step = max(step, peak(executor, tree_step(rows, shape, longest, LAG)))
+            step = max(step, peak(executor, tree_step(rows, shape, longest, MAX_BACKLOG)))
         step += rig.device.ops.attention_bytes
         if graph_size:
             widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
@@ -292,5 +292,5 @@ def tree_step(rows: int, shape: TreeShape, bound: int, behind: int = 0) -> Plan:
     """Plans a step of many rows, all but the first one empty: they write to the pool's dummy slot. behind: positions
     that a drafter has not seen, as far as the host knows."""
     every = np.arange(rows)
-    catch_up = CatchUp(every, behind, bound) if behind else None
+    catch_up = DraftExtend(every, behind, bound) if behind else None
     return Plan(1, "tree", every, every, shape, bound, catch_up=catch_up, noisy=every, filtered=every[:1])

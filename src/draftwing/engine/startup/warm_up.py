@@ -13,7 +13,7 @@ import torch
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.draft_kv_backlog import ROOM
 from draftwing.engine.executor import Executor
-from draftwing.engine.startup.prices import experts_at_random, measure_steps
+from draftwing.engine.startup.measure_costs import experts_at_random, measure_steps
 from draftwing.engine.startup.quiet import delays, own
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
@@ -121,7 +121,7 @@ def _asking(plan: Plan) -> Plan:
 def _constrain(executor: Executor, shape: TreeShape) -> None:
     """Constrains as for a row with a grammar that allows everything, before a step of this shape."""
     drafter, table = executor.drafter, executor.table
-    if drafter is not None and drafter.kv_layers and shape.depth and not drafter.lags(shape):
+    if drafter is not None and drafter.kv_layers and shape.depth and not drafter.skips_extend(shape):
         row = table.steps[:1]
         banned = torch.zeros(1, executor.model.config.vocab_size, dtype=torch.bool, device=row.device)
         with torch.inference_mode():

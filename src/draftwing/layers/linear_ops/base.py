@@ -154,7 +154,7 @@ class WeightFormat:
         """The format of a matrix of which single rows are read, and nothing else."""
         return self
 
-    def least_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
+    def min_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
         """What a weight takes at least. dtype: of activations; quantized: the checkpoint has quantised matrices."""
         return 0.5 if self.takes_blocks else dtype.itemsize
 

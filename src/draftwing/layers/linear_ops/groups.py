@@ -52,7 +52,7 @@ class GroupFormat(WeightFormat):
     def of_rows(self) -> WeightFormat:
         return DenseFormat()
 
-    def least_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
+    def min_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
         return 0.5 if quantized or self.scheme is not None else dtype.itemsize
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:

@@ -53,12 +53,12 @@ class MarkovHead(nn.Module):
         own states [M, width]; None where they have none."""
         x, ops = self.above(above), self.ops  # [M, rank]
         if self.gate is not None:
-            return ops.gate(self.gate(ops.beside(hidden, x)), x), None
+            return ops.gate(self.gate(ops.concat_columns(hidden, x)), x), None
         if self.joint is None:
             return x, None
         assert state is not None
         state = state.to(x.dtype)
-        return ops.recur(self.joint(ops.beside(state, x, hidden.to(x.dtype))), state)
+        return ops.recur(self.joint(ops.concat_columns(state, x, hidden.to(x.dtype))), state)
 
     def forward(
         self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
@@ -107,7 +107,7 @@ class DominoHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Mixes as `MarkovHead.mix` does."""
         state = self._next(hidden, above, state)
-        x = self.joint(self.ops.beside(hidden, state))
+        x = self.joint(self.ops.concat_columns(hidden, state))
         return torch.zeros_like(x) if newest else self.ops.gate(x, x), state
 
     def _next(self, hidden: Tensor, above: Tensor, state: Tensor | None) -> Tensor:

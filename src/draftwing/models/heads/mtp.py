@@ -51,7 +51,7 @@ class MTPLayer(nn.Module):
     def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
         """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
         if self._qwen:
-            return self.input_proj(ops.beside(self.token_norm(embed(ids)), self.hidden_norm(feature)))
+            return self.input_proj(ops.concat_columns(self.token_norm(embed(ids)), self.hidden_norm(feature)))
         norms, eps = (self.token_norm.weight, self.hidden_norm.weight), self.token_norm.eps
         # In training the first position of a sequence had no token to embed.
         known, rows = embed.source(ids)

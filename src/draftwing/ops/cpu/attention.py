@@ -44,7 +44,7 @@ class NativeAttention:
         self._outgrown: list[Tensor] = []
         self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
 
-    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
+    def bind(self, batch: Batch, first_layer: int, inputs_ready: bool = False) -> Attend:
         return CpuAttend(self, batch, first_layer)
 
     def scratch(self, size: int) -> Tensor:
@@ -130,7 +130,7 @@ class CpuAttend(KernelAttend):
         """Takes no gradient."""
         first, (rows, hidden), (heads, kv_heads, dim) = self._first_layer + layers.first, x.shape, layers.shape
         assert x.dtype == cos.dtype == layers.dtype
-        assert hidden == layers.hidden and self._slots.shape[0] == rows <= layers.most_rows
+        assert hidden == layers.hidden and self._slots.shape[0] == rows <= layers.max_rows
         x = x.contiguous()
         if normed is None:
             assert layers.norms_input

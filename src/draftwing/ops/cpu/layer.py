@@ -85,7 +85,7 @@ class NativeLayers:
         self.shape = weights[0].shape
         self.raw: Any = load_extension()
         self.eps, self.hidden, self.inputs, self.norms_input = some.eps, some.hidden, some.inputs, some.norms_input
-        self.dtype, self.most_rows = some.dtype, _ANY if some.blocked else FEW_ROWS
+        self.dtype, self.max_rows = some.dtype, _ANY if some.blocked else FEW_ROWS
         self._addresses = torch.tensor([layer.numbers.data_ptr() for layer in self.layers])
         self.address = self._addresses.data_ptr()
         # Where each layer's output goes: to 0, one after the other, or to a place of its own.
@@ -98,7 +98,7 @@ class NativeLayers:
         self._row_of: dict[int, Tensor] = {}  # see `joined`, by the number of rows
 
     def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
-        takes = x.shape[0] <= self.most_rows and (normed is not None or self.norms_input)
+        takes = x.shape[0] <= self.max_rows and (normed is not None or self.norms_input)
         return attend.run_layers(self, x, normed, cos, sin) if takes else None
 
     @property

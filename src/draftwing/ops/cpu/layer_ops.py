@@ -104,9 +104,9 @@ class CpuLayerOps(LayerOps):
         )  # fmt: skip
         return out
 
-    def beside(self, *parts: Tensor) -> Tensor:
+    def concat_columns(self, *parts: Tensor) -> Tensor:
         if len(parts) > 3 or any(type(part) is not Tensor for part in parts):
-            return super().beside(*parts)
+            return super().concat_columns(*parts)
         rows, size = len(parts[0]), parts[0].element_size()
         assert all(len(part) == rows and part.dtype == parts[0].dtype for part in parts)
         kept = [with_rows(part) for part in parts]
@@ -119,7 +119,7 @@ class CpuLayerOps(LayerOps):
         if x.dtype not in DTYPES or type(x) is not Tensor:
             return super().gate(gate, x)
         x = x.contiguous()
-        gate = gate if gate.is_contiguous() else self.beside(gate)  # which is no operation of torch's
+        gate = gate if gate.is_contiguous() else self.concat_columns(gate)  # which is no operation of torch's
         assert gate.shape == x.shape and gate.dtype == x.dtype
         out = torch.empty_like(x)
         self.raw.gate(out.data_ptr(), gate.data_ptr(), x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)

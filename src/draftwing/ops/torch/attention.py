@@ -104,7 +104,7 @@ class TorchAttention:
         self.pool = pool
         self.buffers = Buffers(pool.kv[0].device)
 
-    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
+    def bind(self, batch: Batch, first_layer: int, inputs_ready: bool = False) -> Attend:
         return TorchAttend(self, batch, first_layer)
 
 

@@ -99,7 +99,7 @@ class LayerOps(ExpertOps):
             token, feature = self.rms_norm(token, norms[0], eps), self.rms_norm(feature, norms[1], eps)
         return torch.cat((feature, token) if feature_first else (token, feature), -1)
 
-    def beside(self, *parts: Tensor) -> Tensor:
+    def concat_columns(self, *parts: Tensor) -> Tensor:
         """parts [M, n_i] of one dtype, rows may be apart -> [M, sum of n_i]"""
         return torch.cat(parts, 1)
 

@@ -124,7 +124,7 @@ def tree_attention(
     ragged: Ragged | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     kind: AttentionKind = FULL,
-    settled: bool = False,
+    inputs_ready: bool = False,
 ) -> None:
     """Decode, chains and trees; see `ops.attention.Batch` for what a query reads.
 
@@ -132,7 +132,7 @@ def tree_attention(
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
     head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
     `ragged` Q is 1, and the trees are those that it names. scales: what keys and what values of the pool are to be
-    multiplied with; a pool may be float8_e4m3fn with queries of 16 bits. kind: of the layer. settled: as
+    multiplied with; a pool may be float8_e4m3fn with queries of 16 bits. kind: of the layer. inputs_ready: as
     `AttnBackend.bind` has it.
     """
     tiling = tiling or pick_tiling(kv)
@@ -174,7 +174,7 @@ def tree_attention(
             DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
             LONG=tiling.long, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
-            MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, SETTLED=settled,
+            MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, INPUTS_READY=inputs_ready,
             num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),
         )  # fmt: skip
         keep_cache(launched)

@@ -45,14 +45,14 @@ class PagedAttention:
         has_states = any(kv.dim() == 2 and kv.shape[1] for kv in pool.kv)
         self.owners = pool.kv[0].new_zeros(pool.slots + 1 if has_states else 0, dtype=torch.int32)
 
-    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
-        return TritonAttend(self, batch, first_layer, settled)
+    def bind(self, batch: Batch, first_layer: int, inputs_ready: bool = False) -> Attend:
+        return TritonAttend(self, batch, first_layer, inputs_ready)
 
     def chunk_tiles(self, spans: Sequence[ChunkSpan], shape: HeadShape) -> Tensor:
         group, rows = self._tile(shape)
         return prefill_tiles([span[:4] for span in spans], group, rows)
 
-    def most_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
+    def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
         group, rows = self._tile(shape)
         return queries * group // rows + chunks
 
@@ -67,9 +67,9 @@ class PagedAttention:
 class TritonAttend(KernelAttend):
     """Attention of one forward."""
 
-    def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int, settled: bool = False) -> None:
+    def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int, inputs_ready: bool = False) -> None:
         super().__init__(backend.pool, batch, first_layer)
-        self._backend, self._settled = backend, settled
+        self._backend, self._inputs_ready = backend, inputs_ready
         self._tiles: dict[HeadShape, Tensor] = {}  # of the batch's chunks
         self._walks: dict[int, Walks] = {}  # by the convolution's width
         self._sources: dict[int, Tensor] = {}  # the same of short convolutions
@@ -110,7 +110,8 @@ class TritonAttend(KernelAttend):
             assert batch.path is not None and batch.path_len is not None
             tree_attention(
                 q, kv, batch.table, batch.rows, batch.prefix_len, batch.path, batch.path_len, out, backend.workspace,
-                backend.exact, batch.window, ragged=batch.ragged, scales=scales, kind=kind, settled=self._settled,
+                backend.exact, batch.window, ragged=batch.ragged, scales=scales, kind=kind,
+                inputs_ready=self._inputs_ready,
             )  # fmt: skip
         return out
 

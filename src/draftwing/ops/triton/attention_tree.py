@@ -263,14 +263,14 @@ def tree_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
     SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr,
     STEPS: tl.constexpr, EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE: tl.constexpr, STAGES: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr, STAGES: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
     programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
 
-    SETTLED: as `AttnBackend.bind` has it. A program then finds its splits, and asks for the first one's keys, while the
-    kernel before still runs. Most lanes of a short context have none, and end: the next kernel, whose blocks come up
-    when all of these have, need not wait for their turns on the multiprocessors.
+    INPUTS_READY: as `AttnBackend.bind` has it. A program then finds its splits, and asks for the first one's keys,
+    while the kernel before still runs. Most lanes of a short context have none, and end: the next kernel, whose blocks
+    come up when all of these have, need not wait for their turns on the multiprocessors.
 
     starts: None where every batch row has QUERIES queries. Else there are `trees` rows, row b has the queries from
     starts[b] up to starts[b + 1], QUERIES at most, and the grid is (lanes, KV_HEADS, `ragged_tiles`).
@@ -284,7 +284,7 @@ def tree_kernel(
     all rows read under a mask, as part of the unit that the committed positions end in.
     """
     let_next_come(PDL)
-    if not SETTLED:
+    if not INPUTS_READY:
         wait(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SINGLE: tl.constexpr = QUERIES == 1 and DEPTH == 1  # no unit has keys that rows do not share
@@ -343,14 +343,14 @@ def tree_kernel(
     own_splits = next_lane - split
     if not KEEP:  # noqa: SIM102 (known when this is compiled)
         if own_splits == 0:
-            if SETTLED and PHASE == 1:  # perhaps no program of this launch has a split, and then nobody waits
+            if INPUTS_READY and PHASE == 1:  # perhaps no program of this launch has a split, and then nobody waits
                 wait(PDL)
             return
     start_at = tl.maximum(split_start(split, SHORT, TIER, LONG), begin)
     high = tl.minimum(split_start(next_lane, SHORT, TIER, LONG), end)
     own_entry = tl.load(path, cache_modifier=".cg") if SINGLE else 0
     own_slot = tl.load(table_row + prefix + own_entry, cache_modifier=".cg") if SINGLE else 0
-    if SETTLED:
+    if INPUTS_READY:
         if not KEEP:
             ask_for_kv(kv, table_row, head, start_at, tl.minimum(high, prefix), KV_HEADS, DIM, SHORT, PDL)
         wait(PDL)

@@ -44,11 +44,15 @@ class Acceptance:
         self._rows = [[0 for _ in values] for _ in menu]
         self._last = [[0 for _ in values] for _ in menu]
         # Of all options of the same proposers: drafts that were expected to be accepted, and those that were.
-        promises = {shape.by: [float(RECENT), float(RECENT)] for shape in menu}
-        self._promised = [promises[shape.by] for shape in menu]
+        promises = {shape.proposer: [float(RECENT), float(RECENT)] for shape in menu}
+        self._promised = [promises[shape.proposer] for shape in menu]
         self._smaller = [[i for i, other in enumerate(menu) if _is_part(other, shape)] for shape in menu]
         self._larger = [
-            [i for i, other in enumerate(menu) if other.depth and other.by == shape.by and i not in self._smaller[at]]
+            [
+                i
+                for i, other in enumerate(menu)
+                if other.depth and other.proposer == shape.proposer and i not in self._smaller[at]
+            ]
             for at, shape in enumerate(menu)
         ]
         self._newest = [0] * len(self._menu)  # the last step that was learnt from
@@ -165,7 +169,7 @@ def drafts_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list
     found = []
     for shape in options:
         worth = np.where(depth <= shape.depth, survival, 0.0)
-        if shape.by == LOOKUP_ALONE:
+        if shape.proposer == LOOKUP_ALONE:
             worth = np.where(result.source == MODEL, 0.0, worth)
         spare = rows * (shape.queries - 1)
         if spare < worth.size:
@@ -186,7 +190,12 @@ def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[f
     )  # fmt: skip
     rows, found = len(result.mark), []
     for shape in options:
-        drafts, spare, depth, alone = [0] * rows, rows * (shape.queries - 1), shape.depth, shape.by == LOOKUP_ALONE
+        drafts, spare, depth, alone = (
+            [0] * rows,
+            rows * (shape.queries - 1),
+            shape.depth,
+            shape.proposer == LOOKUP_ALONE,
+        )
         for value, level, row, source in nodes:
             if level <= depth and not (alone and source == MODEL):
                 drafts[row] += value
@@ -200,7 +209,7 @@ def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[f
 def _is_part(part: TreeShape, whole: TreeShape) -> bool:
     """Whether a tree of shape `whole` shows what one of shape `part` would have brought. One that two drafters made
     shows what the lookup alone would have."""
-    if not part.depth or (part.by, whole.by) not in ((part.by, part.by), (LOOKUP_ALONE, BOTH)):
+    if not part.depth or (part.proposer, whole.proposer) not in ((part.proposer, part.proposer), (LOOKUP_ALONE, BOTH)):
         return False
     return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes
 
@@ -208,5 +217,5 @@ def _is_part(part: TreeShape, whole: TreeShape) -> bool:
 def _first_guess(shape: TreeShape, confidence: int, base: int) -> float:
     """Drafts of a row that are accepted, before anything is known; base: as of `Acceptance`."""
     copied = COPIED * max(confidence - base, 0)
-    grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if base and shape.by != LOOKUP_ALONE else 0.0
+    grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if base and shape.proposer != LOOKUP_ALONE else 0.0
     return min(max_drafts(shape), max(copied, grown))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from draftwing.core import AT_ONCE, LAG, Chunk, Deferral, Plan, StepResult, TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftDeferral, Plan, StepResult, TreeShape
 from draftwing.sched.policy.cost import OUTDATED, RECENT
 from draftwing.sched.policy.draft_prefill import DraftPrefill
 from draftwing.sched.policy.prefill_budget import PrefillBudget
@@ -18,14 +18,14 @@ class ShapeChoice:
     """Asks the policy for what the requests of a step and the prefills of others allow, and passes it results."""
 
     def __init__(
-        self, policy: ShapePolicy, prefills: PrefillBudget, draws_alike: bool, deferral: Deferral = AT_ONCE
+        self, policy: ShapePolicy, prefills: PrefillBudget, draws_alike: bool, deferral: DraftDeferral = NO_DEFERRAL
     ) -> None:
         """draws_alike: see `SchedulerConfig`.  deferral: of prompts and texts."""
         self.policy, self._prefills, self._draws_alike = policy, prefills, draws_alike
         self._draft_prefill = DraftPrefill(deferral.most) if deferral.from_tokens else None
         self._by_slot = deferral.by_slot
         # Positions of texts, seen at once, that show what one takes; 0: none do. A CPU takes the same for each.
-        self._telling = deferral.most if deferral.from_tokens else LAG if deferral.by_slot else 0
+        self._telling = deferral.most if deferral.from_tokens else MAX_BACKLOG if deferral.by_slot else 0
         # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
         self._planned: dict[int, tuple[list[int], bool]] = {}
         self._since_cost = 0  # steps since the last whose seconds were its cost

@@ -190,7 +190,7 @@ class TreePolicy(ShapePolicy):
 
     def _uses_model(self, index: int) -> bool:
         """Returns whether a drafter with a model sees the steps of an option."""
-        return self.menu[index].depth > 0 and self.menu[index].by != LOOKUP_ALONE
+        return self.menu[index].depth > 0 and self.menu[index].proposer != LOOKUP_ALONE
 
     # -- the budget for exploring -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from draftwing.errors import ConfigError
-from draftwing.server.edge.throttle import A_SECOND, AT_ONCE, MAX_HELD, MAX_SECONDS, Throttle
+from draftwing.server.edge.throttle import A_SECOND, MAX_HELD, MAX_SECONDS, NO_DEFERRAL, Throttle
 
 HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connection, to the end of its headers
 BODY_SECONDS = 60.0  # from there to the end of its body
@@ -75,7 +75,7 @@ class ReadScheduler:
     next ones, a piece of each connection in turn. So whoever is served is never behind many who send much."""
 
     def __init__(self) -> None:
-        self.refusals = Throttle(A_SECOND, AT_ONCE, MAX_SECONDS, time.monotonic)
+        self.refusals = Throttle(A_SECOND, NO_DEFERRAL, MAX_SECONDS, time.monotonic)
         self.held = 0  # connections that are refused, in a moment
         self._left = TURN_SECONDS
         self._waiting: dict[LimitedConnection, None] = {}  # that have sent something, whose turn is next first

@@ -14,7 +14,7 @@ from draftwing.server.edge.body_limit import SMALL
 from draftwing.server.edge.keys import FREE_PATHS, client_name
 
 A_SECOND = 50  # refusals of a client
-AT_ONCE = 100  # of them that do not wait, after a time without any
+NO_DEFERRAL = 100  # of them that do not wait, after a time without any
 MAX_SECONDS = 1.0  # that one waits
 MAX_HELD = 128  # refusals beyond these, of all clients, that are held for so long before they end their connections
 FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS = 500, 50, 0.2  # the same of what needs no key, of all clients together
@@ -61,7 +61,7 @@ class ResponseThrottle:
     ) -> None:
         """free: whether a path needs no key in any case.  sleep: returns after so many seconds."""
         self._app, self._free, self._sleep = app, free, sleep
-        self._refusals = Throttle(A_SECOND, AT_ONCE, MAX_SECONDS, clock)
+        self._refusals = Throttle(A_SECOND, NO_DEFERRAL, MAX_SECONDS, clock)
         self._others = Throttle(FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS, clock)
         self._held = 0
 

@@ -11,7 +11,7 @@ host knows of a text as it sees prompts, many rows in one pass, and what steps i
 Of a prompt that is prefilled in chunks it sees all but the last in few passes, at the latest right before the last. A
 pass takes a GPU hardly longer for a thousand positions than for a hundred.
 
-Where each KV slot has a hidden state (`Deferral.by_slot`) a drafter that needs them can see any text at any time,
+Where each KV slot has a hidden state (`DraftDeferral.by_slot`) a drafter that needs them can see any text at any time,
 too. While nothing is drafted it sees nothing, neither prompts nor answers.
 """
 
@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from draftwing.core import AT_ONCE, LAG, CatchUp, Deferral, Deferred, IntArray, TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, DraftChunk, DraftDeferral, DraftExtend, IntArray, TreeShape
 from draftwing.sched.req import Req
 
 MAX_JOINING = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
@@ -30,9 +30,13 @@ RESTED = 8  # steps in a row without drafts after which a drafter sees no prompt
 UNSEEN = 512  # positions of a prompt that it may lack then: it sees them all before a step, which others wait for
 
 
-class CatchUps:
+class DraftExtendPlanner:
     def __init__(
-        self, lagging: Collection[TreeShape], max_backlog: int = LAG, deferral: Deferral = AT_ONCE, slots: int = 0
+        self,
+        lagging: Collection[TreeShape],
+        max_backlog: int = MAX_BACKLOG,
+        deferral: DraftDeferral = NO_DEFERRAL,
+        slots: int = 0,
     ) -> None:
         """lagging: shapes whose steps the drafter does not see; max_backlog: of a row, which it may see in a pass over
         rows, and lack if it needs more than tokens.  slots: of the pool."""
@@ -41,9 +45,11 @@ class CatchUps:
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
         self._prompts: PromptBacklog
         if deferral.by_slot:
-            self._prompts = FromSlots(deferral, slots, max_backlog)
+            self._prompts = HiddenStatePool(deferral, slots, max_backlog)
         else:
-            self._prompts = FromTokens(deferral, slots) if deferral.from_tokens else FromStates(deferral)
+            self._prompts = (
+                RecomputeFromTokens(deferral, slots) if deferral.from_tokens else HiddenStateBuffer(deferral)
+            )
 
     def plan(self, step: int, shape: TreeShape, reqs: Sequence[Req]) -> None:
         """A tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
@@ -87,11 +93,11 @@ class CatchUps:
             self._add(req)
         req.behind = 0
 
-    def take_shown(self) -> tuple[Deferred, ...]:
+    def take_shown(self) -> tuple[DraftChunk, ...]:
         """`Plan.shown` of the next plan."""
         return self._prompts.take()
 
-    def take(self) -> CatchUp | None:
+    def take(self) -> DraftExtend | None:
         """Returns the catch-up of the next plan."""
         texts = self._prompts.take_texts()
         if not self._next and not texts:
@@ -100,7 +106,7 @@ class CatchUps:
         self._next = []
         passes = self._passes(part.length for part in texts) + (len(rows) > 0)
         late = self._prompts.late
-        return CatchUp(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes, late)
+        return DraftExtend(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes, late)
 
     def clear(self) -> None:
         """Nobody will use what has been released."""
@@ -136,22 +142,22 @@ class PromptBacklog(Protocol):
     """Chunks that the drafter has not seen."""
 
     sees_later: bool = False  # whether it can be shown any text at any time
-    late: bool = False  # whether its catch-ups are `CatchUp.late`
+    late: bool = False  # whether its catch-ups are `DraftExtend.late`
 
     def stepped(self, lags: bool) -> None:
         """A tree step is planned that the drafter does not see (`lags`), or for which it has seen all."""
         return None
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
-        """Plans what `CatchUps.prefill` returns."""
+        """Plans what `DraftExtendPlanner.prefill` returns."""
         ...
 
     def share(self, req: Req) -> None:
-        """Does what `CatchUps.share` promises."""
+        """Does what `DraftExtendPlanner.share` promises."""
         return None
 
     def release(self, req: Req, cached: bool) -> None:
-        """Does what `CatchUps.release` promises."""
+        """Does what `DraftExtendPlanner.release` promises."""
         ...
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
@@ -163,24 +169,24 @@ class PromptBacklog(Protocol):
         the newest one when it caught up with the row."""
         raise AssertionError("it needs hidden states, which only the device knows where to find")
 
-    def take(self) -> tuple[Deferred, ...]:
+    def take(self) -> tuple[DraftChunk, ...]:
         """Returns what the drafter sees of prompts with the next plan, of rows that run."""
         ...
 
-    def take_texts(self) -> tuple[Deferred, ...]:
-        """`CatchUp.texts` of the next plan."""
+    def take_texts(self) -> tuple[DraftChunk, ...]:
+        """`DraftExtend.texts` of the next plan."""
         ...
 
 
-class FromStates(PromptBacklog):
+class HiddenStateBuffer(PromptBacklog):
     """Keeps the target's hidden states for a drafter that needs them, each prompt's in places of its own. Where
     there are none for it, or no room for a chunk, the drafter sees the chunk at once."""
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: DraftDeferral) -> None:
         self._places, self._max_pass = deferral.places, deferral.most
-        self._kept: dict[int, tuple[Deferred, int]] = {}  # by row: what is deferred, and its places
-        self._due: list[Deferred] = []  # with the next plan
-        self._released: list[Deferred] = []
+        self._kept: dict[int, tuple[DraftChunk, int]] = {}  # by row: what is deferred, and its places
+        self._due: list[DraftChunk] = []  # with the next plan
+        self._released: list[DraftChunk] = []
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
         if final:
@@ -199,21 +205,21 @@ class FromStates(PromptBacklog):
         """Others may use what is committed, as far as they may use anything: the drafter must have seen that."""
         self._show(req.row, req.kv if cached else 0, self._released)
 
-    def take(self) -> tuple[Deferred, ...]:
+    def take(self) -> tuple[DraftChunk, ...]:
         due, self._due = tuple(self._due), []
         return due
 
-    def take_texts(self) -> tuple[Deferred, ...]:
+    def take_texts(self) -> tuple[DraftChunk, ...]:
         due, self._released = tuple(self._released), []
         return due
 
-    def _show(self, row: int, end: int, due: list[Deferred]) -> None:
+    def _show(self, row: int, end: int, due: list[DraftChunk]) -> None:
         """The drafter sees what is deferred below position `end`; the places are free."""
         kept, _ = self._kept.pop(row, (None, 0))
         if kept is not None and (length := min(kept.start + kept.length, end) - kept.start) > 0:
             due.append(kept._replace(length=length))
 
-    def _new(self, req: Req) -> tuple[Deferred, int]:
+    def _new(self, req: Req) -> tuple[DraftChunk, int]:
         """Places a request of which nothing is deferred, in the first gap that is long enough; no places if there is
         none. Places that became free with this plan are read before they are written."""
         wanted, at = min(self._max_pass, req.unsent), 0
@@ -221,22 +227,22 @@ class FromStates(PromptBacklog):
             if kept.at - at >= wanted:
                 break
             at = kept.at + places
-        return Deferred(req.row, req.sent, 0, at), wanted if at + wanted <= self._places else 0
+        return DraftChunk(req.row, req.sent, 0, at), wanted if at + wanted <= self._places else 0
 
 
-class FromTokens(PromptBacklog):
+class RecomputeFromTokens(PromptBacklog):
     """Serves a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
     prompts of `Req.skipped`, nor one that ends early, nor the end of an answer: which slots have its KV is noted, and a
     request that goes on from others has it see these first.
 
-    At rest it sees answers at about `Deferral.lag` tokens, of several rows in one pass, and one pass before a step: the
-    device does not need it, and a step takes longer with it. Most answers end before."""
+    At rest it sees answers at about `DraftDeferral.lag` tokens, of several rows in one pass, and one pass before a
+    step: the device does not need it, and a step takes longer with it. Most answers end before."""
 
     sees_later = True
 
-    def __init__(self, deferral: Deferral, slots: int) -> None:
+    def __init__(self, deferral: DraftDeferral, slots: int) -> None:
         self._max_pass, self._lag = deferral.most, deferral.lag
-        self._texts: list[Deferred] = []  # of answers, with the next plan
+        self._texts: list[DraftChunk] = []  # of answers, with the next plan
         self._seen = np.zeros(slots + 1, bool)  # by slot
         self._due: dict[int, tuple[IntArray, int]] = {}  # by row: slots of its first positions, and which are due
 
@@ -278,7 +284,7 @@ class FromTokens(PromptBacklog):
             self._texts += self._parts(req.row, start, end)
             req.behind = min(req.behind, req.bound - end)
 
-    def take(self) -> tuple[Deferred, ...]:
+    def take(self) -> tuple[DraftChunk, ...]:
         found = []
         for row, (slots, first) in self._due.items():
             self._seen[slots[first:]] = True
@@ -286,16 +292,16 @@ class FromTokens(PromptBacklog):
         self._due = {}
         return tuple(found)
 
-    def take_texts(self) -> tuple[Deferred, ...]:
+    def take_texts(self) -> tuple[DraftChunk, ...]:
         texts, self._texts = tuple(self._texts), []
         return texts
 
-    def _parts(self, row: int, start: int, end: int) -> list[Deferred]:
+    def _parts(self, row: int, start: int, end: int) -> list[DraftChunk]:
         """Positions [start, end), as many at once as a pass has."""
-        return [Deferred(row, at, min(self._max_pass, end - at), 0) for at in range(start, end, self._max_pass)]
+        return [DraftChunk(row, at, min(self._max_pass, end - at), 0) for at in range(start, end, self._max_pass)]
 
 
-class FromSlots(FromTokens):
+class HiddenStatePool(RecomputeFromTokens):
     """Serves a drafter that needs the target's hidden states, one for each slot of the KV pool. While nothing is
     drafted it sees nothing but what is longer than `UNSEEN` of a prompt, or twice that of a row: `Req.behind` counts
     all that it lacks, of the prompt, too. Before a step that drafts it sees what the host knows of that, as it sees
@@ -303,8 +309,8 @@ class FromSlots(FromTokens):
 
     late = True
 
-    def __init__(self, deferral: Deferral, slots: int, max_backlog: int) -> None:
-        """max_backlog: as of `CatchUps`."""
+    def __init__(self, deferral: DraftDeferral, slots: int, max_backlog: int) -> None:
+        """max_backlog: as of `DraftExtendPlanner`."""
         super().__init__(deferral, slots)
         self._row_pass, self._rested = max_backlog, 0
 

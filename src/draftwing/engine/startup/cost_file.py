@@ -35,7 +35,7 @@ _NOT_PRICED = (
 _CODE = ("ops", "parallel", "kv", "layers", "models", "sampling", "spec", "engine")  # folders of what a step runs
 
 
-class PriceFile:
+class CostFile:
     """Keeps step costs of one kind of engine. What cannot be read or written is logged and costs a measurement.
 
     settled: whether two starts, the later one on a quiet machine, have measured the same, or `MAX_STARTS` have
@@ -97,12 +97,12 @@ class PriceFile:
             log.info("costs of steps are not kept for the next start: %s", error)
 
 
-def price_file(
+def cost_file(
     options: Options, menu: Sequence[TreeShape], path: Path, draft: Path | None, precision: Precision, device: Device
-) -> PriceFile:
+) -> CostFile:
     """Returns the file for an engine of options `for_engine`. path, draft: of the two models."""
     names = [name for name in vars(options) if name.startswith("speculative_") and name not in _NOT_PRICED]
-    return PriceFile(
+    return CostFile(
         {
             "build": [draftwing.__version__, _build(), torch.__version__],
             "device": [device.name, device.ops.title, torch.get_num_threads()],

@@ -19,10 +19,10 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine import build
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.precision import Precision
-from draftwing.engine.startup import price_file as files
-from draftwing.engine.startup import prices as measuring
+from draftwing.engine.startup import cost_file as files
+from draftwing.engine.startup import measure_costs as measuring
 from draftwing.engine.startup import quiet
-from draftwing.engine.startup.price_file import MAX_STARTS, PriceFile, price_file
+from draftwing.engine.startup.cost_file import MAX_STARTS, CostFile, cost_file
 from draftwing.llm import LLM
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy.cost import StepCost
@@ -46,13 +46,13 @@ def some_prices() -> StepCost:
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
-    file = PriceFile({"model": "a", "menu": [tuple(shape) for shape in MENU]})
+    file = CostFile({"model": "a", "menu": [tuple(shape) for shape in MENU]})
     assert file.read(MENU, False) is None
     file.write(some_prices())
-    again = PriceFile({"menu": MENU, "model": "a"}).read(MENU, False)
+    again = CostFile({"menu": MENU, "model": "a"}).read(MENU, False)
     assert again is not None and again.to_json() == some_prices().to_json()
     assert [found.name for found in folder.iterdir()] == [file.name], "nothing partial is left"
-    assert PriceFile({"model": "b", "menu": MENU}).read(MENU, False) is None
+    assert CostFile({"model": "b", "menu": MENU}).read(MENU, False) is None
     assert file.read(MENU, True) is None, "of a machine with graphs"
 
 
@@ -60,7 +60,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
     "text", ["", "{", "[]", "3", '{"key": {"model": "a"}}', '{"key": {"model": "b"}, "prices": 1}']
 )
 def test_an_unreadable_file_is_ignored(folder: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    file = PriceFile({"model": "a"})
+    file = CostFile({"model": "a"})
     folder.mkdir(parents=True)
     (folder / file.name).write_text(text)
     with caplog.at_level(logging.DEBUG, logger="draftwing"):
@@ -74,18 +74,18 @@ def test_a_folder_that_cannot_be_written_is_logged(folder: Path, caplog: pytest.
     folder.parent.mkdir(parents=True)
     folder.write_text("a file in the folder's place")
     with caplog.at_level(logging.INFO, logger="draftwing"):
-        PriceFile({}).write(some_prices())
-        assert PriceFile({}).read(MENU, False) is None
+        CostFile({}).write(some_prices())
+        assert CostFile({}).read(MENU, False) is None
     assert "not kept for the next start" in caplog.text
 
 
 def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_FILES", 2)
     for i in range(4):
-        file = PriceFile({"model": i})
+        file = CostFile({"model": i})
         file.write(some_prices())
         os.utime(folder / file.name, (i + 1, i + 1))
-    assert {found.name for found in folder.iterdir()} == {PriceFile({"model": i}).name for i in (2, 3)}
+    assert {found.name for found in folder.iterdir()} == {CostFile({"model": i}).name for i in (2, 3)}
 
 
 def test_what_prices_depend_on(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_prices_depend_on(tmp_path: Path) -> None:
     types = Precision(torch.float32, torch.float32)
 
     def name(options=options, menu=MENU, path="a.gguf", draft=None, types=types) -> str:
-        return price_file(options, menu, tmp_path / path, draft, types, device).name
+        return cost_file(options, menu, tmp_path / path, draft, types, device).name
 
     others = [
         name(path="b.gguf"), name(path="c.gguf"), name(menu=MENU[1:]), name(draft=tmp_path / "b.gguf"),

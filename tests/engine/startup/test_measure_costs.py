@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.startup import prices as measuring
-from draftwing.engine.startup.prices import filled, measure_graphs, measure_steps
+from draftwing.engine.startup import measure_costs as measuring
+from draftwing.engine.startup.measure_costs import filled, measure_graphs, measure_steps
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import ShapePolicy
 

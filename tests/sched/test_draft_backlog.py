@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftwing.core import LAG, PLAIN, TEXT_LAG, Deferral, Deferred, TreeShape
+from draftwing.core import MAX_BACKLOG, MAX_TEXT_BACKLOG, PLAIN, DraftChunk, DraftDeferral, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.lag import MAX_JOINING, RESTED, UNSEEN, CatchUps
+from draftwing.sched.draft_backlog import MAX_JOINING, RESTED, UNSEEN, DraftExtendPlanner
 from draftwing.sched.req import Req
 
 TREE, LOOKUP = TreeShape(3, 2, 6), TreeShape(5, 1, 6)
@@ -23,32 +23,32 @@ def req(row: int) -> Req:
     return one
 
 
-def run(catch_ups: CatchUps, reqs: list[Req], shapes: list[TreeShape], first: int = 0) -> list[int]:
+def run(catch_ups: DraftExtendPlanner, reqs: list[Req], shapes: list[TreeShape], first: int = 0) -> list[int]:
     """Rows that catch up in each step."""
     found = []
     for step, shape in enumerate(shapes, first):
         catch_ups.plan(step, shape, reqs)
         plan = catch_ups.take()
         found.append(0 if plan is None else len(plan.rows))
-        assert plan is None or 0 < plan.behind <= LAG
-        assert all(one.behind <= LAG for one in reqs)
+        assert plan is None or 0 < plan.behind <= MAX_BACKLOG
+        assert all(one.behind <= MAX_BACKLOG for one in reqs)
     return found
 
 
 @pytest.mark.parametrize("rows", [1, 4, MAX_JOINING])
 def test_few_rows_catch_up_together_and_seldom(rows: int) -> None:
-    found = run(CatchUps([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * LAG)
+    found = run(DraftExtendPlanner([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * MAX_BACKLOG)
     assert set(found) == {0, rows} and sum(map(bool, found)) == 9
 
 
 @pytest.mark.parametrize("rows", [2 * MAX_JOINING, 5 * MAX_JOINING, 8 * MAX_JOINING])
 def test_many_rows_take_turns(rows: int) -> None:
-    found = run(CatchUps([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * LAG)
+    found = run(DraftExtendPlanner([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * MAX_BACKLOG)
     assert max(found) <= MAX_JOINING and sum(found) < 1.4 * rows * 10
 
 
 def test_before_a_step_that_drafts_everybody_does() -> None:
-    reqs, catch_ups = [req(row) for row in range(40)], CatchUps([PLAIN])
+    reqs, catch_ups = [req(row) for row in range(40)], DraftExtendPlanner([PLAIN])
     assert run(catch_ups, reqs, [TREE, PLAIN, PLAIN, TREE, TREE]) == [0, 0, 0, 40, 0]
     catch_ups.plan(9, PLAIN, reqs[:3])
     catch_ups.plan(10, TREE, reqs)
@@ -57,7 +57,7 @@ def test_before_a_step_that_drafts_everybody_does() -> None:
 
 
 def test_a_result_tells_how_far_it_really_is() -> None:
-    one, catch_ups = req(0), CatchUps([PLAIN, LOOKUP])
+    one, catch_ups = req(0), DraftExtendPlanner([PLAIN, LOOKUP])
     run(catch_ups, [one], [LOOKUP] * 2)
     assert one.behind == 12
     catch_ups.commit(0, LOOKUP, one, 2)
@@ -70,7 +70,7 @@ def test_a_result_tells_how_far_it_really_is() -> None:
 
 
 def test_who_is_released_catches_up_for_the_cache_alone() -> None:
-    reqs, catch_ups = [req(row) for row in range(3)], CatchUps([PLAIN])
+    reqs, catch_ups = [req(row) for row in range(3)], DraftExtendPlanner([PLAIN])
     run(catch_ups, reqs, [PLAIN] * 5)
     catch_ups.release(reqs[0], cached=False)
     catch_ups.release(reqs[1], cached=True)
@@ -83,10 +83,10 @@ def test_who_is_released_catches_up_for_the_cache_alone() -> None:
 
 
 def test_a_drafter_that_sees_every_step_has_nothing_to_catch_up_with() -> None:
-    assert not any(run(CatchUps([]), [req(0)], [PLAIN, TREE] * 40))
+    assert not any(run(DraftExtendPlanner([]), [req(0)], [PLAIN, TREE] * 40))
 
 
-def prefill(catch_ups: CatchUps, one: Req, length: int) -> tuple[int | None, tuple[Deferred, ...]]:
+def prefill(catch_ups: DraftExtendPlanner, one: Req, length: int) -> tuple[int | None, tuple[DraftChunk, ...]]:
     """Where a chunk is kept, and what the plan shows of prompts."""
     kept = catch_ups.prefill(one, length, length == one.unsent)
     one.sent += length
@@ -101,28 +101,28 @@ def prompt(row: int, length: int, sent: int = 0) -> Req:
 
 
 def test_a_prompt_is_seen_in_one_pass_before_its_last_chunk() -> None:
-    catch_ups, one = CatchUps([PLAIN], deferral=Deferral(100, 50)), prompt(3, 30, sent=4)
+    catch_ups, one = DraftExtendPlanner([PLAIN], deferral=DraftDeferral(100, 50)), prompt(3, 30, sent=4)
     assert [prefill(catch_ups, one, 10) for _ in range(2)] == [(0, ()), (10, ())]
-    assert prefill(catch_ups, one, 6) == (None, (Deferred(3, 4, 20, 0),))
+    assert prefill(catch_ups, one, 6) == (None, (DraftChunk(3, 4, 20, 0),))
 
 
 def test_a_longer_one_in_as_few_passes_as_there_is_room_for() -> None:
-    catch_ups, one = CatchUps([PLAIN], deferral=Deferral(100, 20)), prompt(0, 60)
+    catch_ups, one = DraftExtendPlanner([PLAIN], deferral=DraftDeferral(100, 20)), prompt(0, 60)
     found = [prefill(catch_ups, one, length) for length in (8, 8, 8, 21, 15)]
     assert [kept for kept, _ in found] == [0, 8, 0, None, None], "a chunk for which there is no room is seen at once"
-    assert [plan for _, plan in found] == [(), (), (Deferred(0, 0, 16, 0),), (Deferred(0, 16, 8, 0),), ()]
+    assert [plan for _, plan in found] == [(), (), (DraftChunk(0, 0, 16, 0),), (DraftChunk(0, 16, 8, 0),), ()]
 
 
 def test_prompts_have_places_of_their_own_and_the_others_wait_for_none() -> None:
-    catch_ups = CatchUps([PLAIN], deferral=Deferral(50, 20))
+    catch_ups = DraftExtendPlanner([PLAIN], deferral=DraftDeferral(50, 20))
     first, second, third = (prompt(row, 40) for row in range(3))
     assert [prefill(catch_ups, one, 5)[0] for one in (first, second, third)] == [0, 20, None]
-    assert prefill(catch_ups, first, 35) == (None, (Deferred(0, 0, 5, 0),))
+    assert prefill(catch_ups, first, 35) == (None, (DraftChunk(0, 0, 5, 0),))
     assert [prefill(catch_ups, one, 5)[0] for one in (third, second)] == [0, 25]
 
 
 def test_who_is_released_in_its_prompt_leaves_nothing_unseen_in_the_cache() -> None:
-    catch_ups = CatchUps([PLAIN], deferral=Deferral(90, 30))
+    catch_ups = DraftExtendPlanner([PLAIN], deferral=DraftDeferral(90, 30))
     reqs = [prompt(row, 40) for row in range(3)]
     for one in reqs:
         assert [prefill(catch_ups, one, 10)[1] for _ in range(2)] == [(), ()]
@@ -130,11 +130,11 @@ def test_who_is_released_in_its_prompt_leaves_nothing_unseen_in_the_cache() -> N
         one.kv = 10 if one.row else 0  # the result of the second chunk has not come, of the first request none
         catch_ups.release(one, cached=one.row < 2)
     plan: Any = catch_ups.take()
-    assert not len(plan.rows) and plan.texts == (Deferred(1, 0, 10, 30),)
+    assert not len(plan.rows) and plan.texts == (DraftChunk(1, 0, 10, 30),)
     assert prefill(catch_ups, prompt(4, 40), 10) == (0, ()), "the places are free"
 
 
-def closed_loop(catch_ups: CatchUps, steps: int, tokens: int) -> list[list[int]]:
+def closed_loop(catch_ups: DraftExtendPlanner, steps: int, tokens: int) -> list[list[int]]:
     """128 clients with answers of so many tokens, of which nothing is drafted -> positions of the drafter's passes in
     each step."""
     slots = np.arange(128 * 3000).reshape(128, 3000)
@@ -160,17 +160,17 @@ def closed_loop(catch_ups: CatchUps, steps: int, tokens: int) -> list[list[int]]
     return passes
 
 
-def text_alone() -> CatchUps:
-    return CatchUps([PLAIN], deferral=Deferral(0, 8192, True), slots=128 * 3000)
+def text_alone() -> DraftExtendPlanner:
+    return DraftExtendPlanner([PLAIN], deferral=DraftDeferral(0, 8192, True), slots=128 * 3000)
 
 
-@pytest.mark.parametrize("tokens", [100, 256, TEXT_LAG])
+@pytest.mark.parametrize("tokens", [100, 256, MAX_TEXT_BACKLOG])
 def test_a_drafter_that_needs_tokens_alone_does_not_run_where_nothing_is_drafted(tokens: int) -> None:
     assert not any(closed_loop(text_alone(), 2 * tokens, tokens)), "answers end before"
 
 
-def beside_slots(most: int = 50, slots: int = 128 * 3000) -> CatchUps:
-    return CatchUps([PLAIN], deferral=Deferral(0, most, by_slot=True), slots=slots)
+def beside_slots(most: int = 50, slots: int = 128 * 3000) -> DraftExtendPlanner:
+    return DraftExtendPlanner([PLAIN], deferral=DraftDeferral(0, most, by_slot=True), slots=slots)
 
 
 @pytest.mark.parametrize("tokens", [100, UNSEEN])
@@ -187,14 +187,14 @@ def test_of_long_texts_it_lacks_no_more_than_others_may_wait_for() -> None:
     assert kept is None and not long.behind
 
 
-def rested() -> CatchUps:
+def rested() -> DraftExtendPlanner:
     catch_ups = beside_slots(slots=1000)
     for step in range(RESTED + 1):
         catch_ups.plan(step, PLAIN, [])
     return catch_ups
 
 
-def admit(catch_ups: CatchUps, row: int, slots: np.ndarray, sent: int = 0) -> tuple[Req, int | None]:
+def admit(catch_ups: DraftExtendPlanner, row: int, slots: np.ndarray, sent: int = 0) -> tuple[Req, int | None]:
     """A request whose prompt is prefilled, `sent` tokens of it from the cache, and whether it is seen at once."""
     one = prompt(row, len(slots), sent)
     one.slots = np.concatenate((slots, np.arange(900, 1000)))
@@ -211,7 +211,7 @@ def test_what_lies_beside_the_slots_is_seen_before_a_step_that_drafts() -> None:
     first.bound += 1  # its result has not come
     catch_ups.plan(21, TREE, [first])
     plan: Any = catch_ups.take()
-    assert plan.texts == (Deferred(0, 0, 50, 0), Deferred(0, 50, 50, 0), Deferred(0, 100, 19, 0)) and plan.late
+    assert plan.texts == (DraftChunk(0, 0, 50, 0), DraftChunk(0, 50, 50, 0), DraftChunk(0, 100, 19, 0)) and plan.late
     assert plan.rows.tolist() == [0] and plan.behind == 2 and not first.behind
     assert catch_ups.take_shown() == ()
 
@@ -228,13 +228,13 @@ def test_what_others_left_unseen_in_the_cache_is_seen_first(drafting: bool) -> N
         catch_ups.plan(21, TREE, [])
     second, kept = admit(catch_ups, 1, np.arange(90), sent=40)
     assert kept == (None if drafting else 0) and second.behind == (0 if drafting else 90)
-    assert catch_ups.take_shown() == ((Deferred(1, 0, 40, 0),) if drafting else ())
+    assert catch_ups.take_shown() == ((DraftChunk(1, 0, 40, 0),) if drafting else ())
     catch_ups.plan(22, TREE, [second])
     plan: Any = catch_ups.take()
     if drafting:
         assert plan is None
     else:
-        assert plan.texts == (Deferred(1, 0, 50, 0), Deferred(1, 50, 39, 0)) and plan.behind == 1
+        assert plan.texts == (DraftChunk(1, 0, 50, 0), DraftChunk(1, 50, 39, 0)) and plan.behind == 1
     _, kept = admit(catch_ups, 2, np.arange(95), sent=90)
     assert kept is None and catch_ups.take_shown() == (), "all that is seen now"
 
@@ -269,7 +269,7 @@ def test_a_row_that_moves_to_slots_which_are_unseen_is_shown_them_if_it_had_seen
     one.slots[20:40] = np.arange(200, 220)  # another's, who was prefilled meanwhile
     catch_ups.share(one)
     assert one.behind == behind
-    assert catch_ups.take_shown() == (() if behind > 3 else (Deferred(0, 20, 40, 0),))
+    assert catch_ups.take_shown() == (() if behind > 3 else (DraftChunk(0, 20, 40, 0),))
 
 
 def test_what_is_taken_for_seen_has_been_shown() -> None:
@@ -281,7 +281,7 @@ def test_what_is_taken_for_seen_has_been_shown() -> None:
     one.bound += 1
     one.slots[20:60] = np.arange(200, 240)
     catch_ups.share(one)
-    assert catch_ups.take_shown() == (Deferred(0, 20, 40, 0),)
+    assert catch_ups.take_shown() == (DraftChunk(0, 20, 40, 0),)
     catch_ups.plan(2, TREE, [one])
     plan: Any = catch_ups.take()
     assert plan.behind == 1 and plan.texts == () and admit(catch_ups, 1, one.slots[:60], 40)[1] is None
@@ -289,7 +289,7 @@ def test_what_is_taken_for_seen_has_been_shown() -> None:
 
 
 def test_one_that_needs_more_does_for_the_cache() -> None:
-    assert sum(map(bool, closed_loop(CatchUps([PLAIN]), 300, 100))) > 250
+    assert sum(map(bool, closed_loop(DraftExtendPlanner([PLAIN]), 300, 100))) > 250
 
 
 def test_long_answers_are_seen_late_and_in_one_pass_before_a_step() -> None:
@@ -297,11 +297,14 @@ def test_long_answers_are_seen_late_and_in_one_pass_before_a_step() -> None:
     passes = [one for one in closed_loop(catch_ups, steps, 2000) if one]
     assert all(sum(one) <= 8192 for one in passes), "a step waits for one pass at most"
     assert len(passes) <= 1.2 * 128 * steps / 8192 and sum(map(sum, passes)) <= 128 * steps
-    assert max(map(max, passes)) < TEXT_LAG + 10, "nobody is much further behind"
+    assert max(map(max, passes)) < MAX_TEXT_BACKLOG + 10, "nobody is much further behind"
 
 
 def test_before_a_step_that_drafts_all_is_seen_and_what_is_in_flight_last() -> None:
-    catch_ups, reqs = CatchUps([PLAIN], deferral=Deferral(0, 90, True), slots=1000), [req(row) for row in range(3)]
+    catch_ups, reqs = (
+        DraftExtendPlanner([PLAIN], deferral=DraftDeferral(0, 90, True), slots=1000),
+        [req(row) for row in range(3)],
+    )
     run_lag = 40
     for one in reqs[:2]:
         one.sent = one.kv = one.bound
@@ -314,16 +317,16 @@ def test_before_a_step_that_drafts_all_is_seen_and_what_is_in_flight_last() -> N
     assert catch_ups.take() is None and catch_ups.passes(reqs) == (2, 80) and catch_ups.passes(reqs[2:]) == (1, 0)
     catch_ups.plan(run_lag, TREE, reqs)
     plan = catch_ups.take()
-    assert plan is not None and plan.texts == (Deferred(0, 10, 38, 0), Deferred(1, 11, 38, 0)) and plan.passes == 2
+    assert plan is not None and plan.texts == (DraftChunk(0, 10, 38, 0), DraftChunk(1, 11, 38, 0)) and plan.passes == 2
     assert plan.rows.tolist() == [0, 1, 2] and plan.behind == 5 and not any(one.behind for one in reqs)
 
 
 def test_who_goes_on_from_what_was_not_seen_has_it_shown() -> None:
-    catch_ups = CatchUps([PLAIN], deferral=Deferral(400, 100, True), slots=100)
+    catch_ups = DraftExtendPlanner([PLAIN], deferral=DraftDeferral(400, 100, True), slots=100)
     first, then = prompt(0, 10), prompt(1, 40, sent=30)
     first.slots = then.slots = np.arange(100)
     catch_ups.prefill(first, 10, True)
     first.sent, first.kv, first.behind = 10, 30, 12
     catch_ups.release(first, cached=True)
     assert catch_ups.take() is None
-    assert prefill(catch_ups, then, 10) == (None, (Deferred(1, 18, 12, 0),))
+    assert prefill(catch_ups, then, 10) == (None, (DraftChunk(1, 18, 12, 0),))

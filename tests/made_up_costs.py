@@ -26,7 +26,7 @@ class OnMadeUpMachine(TreePolicy):
         self.chosen = dict.fromkeys(menu, 0)
 
     def _takes(self, shape: TreeShape, rows: int) -> float:
-        levels = 0 if shape.by == LOOKUP_ALONE else shape.depth
+        levels = 0 if shape.proposer == LOOKUP_ALONE else shape.depth
         return 1e-3 * (2.0 + 0.2 * levels + (self._query if rows <= self._few else 3.0) * rows * (shape.queries - 1))
 
     def choose(self, context: StepContext) -> TreeShape:
