@@ -28,7 +28,8 @@ from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, Gene
 from draftwing.server.schema import split_prompts
 from draftwing.server.service import Service
 
-STATE_NUMBERS = ("state_slots", "snapshots", "snapshot_bytes", "snapshot_hits")  # of a model with recurrent layers
+# Of a model with recurrent layers.
+STATE_NUMBERS = ("state_slots", "snapshots", "snapshot_bytes", "snapshot_hits", "snapshot_evictions")
 
 
 def add_native_routes(app: FastAPI, service: Service, chats: Chats) -> None:
