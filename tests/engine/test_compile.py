@@ -138,7 +138,7 @@ def test_not_with_deterministic_inference(monkeypatch):
         device=torch.device("cuda"), ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["stand-in"]
     )
     monkeypatch.setattr(build, "pick_device", lambda name: device)
-    monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM"))
+    monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM", layers=()))
     options = Options(
         enable_deterministic_inference=True, enable_torch_compile=True, speculative_algorithm="none"
     ).resolve()

@@ -20,7 +20,8 @@ from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("windows", "blocks")]  # the device's own kernels
+# The device's own kernels; with windows each night.
+OTHERS = [pytest.param("windows", marks=pytest.mark.exhaustive), pytest.param("blocks", marks=pytest.mark.slow)]
 CUDA = pytest.param(
     "windows cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
@@ -112,7 +113,7 @@ def test_conversations_go_on_from_the_end_of_the_turn(harness, case, lag):
 def test_ends_that_are_rewritten(harness, case):
     """They go on from the deepest snapshot, and leave one where they part."""
     model, _, _, _, _ = case
-    first, length = [i % 48 for i in range(40)], 21
+    first, length = [i % 48 for i in range(40)], 27
     prompts = [first, *([*first[:length], 40 + i, *range(i, i + 12)] for i in range(3))]
     params = [harness.greedy(8)] * 4
     expected = harness.plain_answers(model, prompts, params)

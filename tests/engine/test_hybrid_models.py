@@ -32,6 +32,8 @@ def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[in
 
 
 @pytest.mark.slow
+@pytest.mark.further(kind="qwen3.5-even")
+@pytest.mark.further(kind="qwen3-next", dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:

@@ -15,6 +15,10 @@ from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights,
 from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.torch.ops import TorchOps
 
+pytestmark = [
+    pytest.mark.further(ops="triton", spec=["as many heads", "tiled", "two taps"]),
+    pytest.mark.further(ops="triton", kind=["root", "chain", "whole chain", "rejected", "bush"]),
+]
 SPECS = {
     "as many heads": DeltaSpec(2, 2, 16, 16, 4),
     "grouped": DeltaSpec(2, 6, 16, 32, 4),

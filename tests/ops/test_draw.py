@@ -265,7 +265,7 @@ def test_limits_keep_what_keep_mask_keeps(
     filters = pytest.importorskip("draftwing.ops.triton.filters")
     if not listed:  # as for many rows with flat logits
         monkeypatch.setattr(filters, "_LIST_WORDS", 1)
-        monkeypatch.setattr(filters, "_LIST_LEAST", 3)
+        monkeypatch.setattr(filters, "_MIN_LIST", 3)
     kinds = ["nk", "np", "nm", "nkp", "nkpm", "npm", "n", "np"]
     case = make_case(kinds, nodes, vocab, dtype, seed=vocab, spread=1.0)
     table = case.table

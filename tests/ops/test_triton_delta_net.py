@@ -36,6 +36,9 @@ def steps_of(ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype) -> DeltaSteps:
     return DeltaSteps(ops, spec, dtype, lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(ops.device))
 
 
+@pytest.mark.further(spec="wide", dtype=[torch.float32, torch.float16])
+@pytest.mark.further(spec=["grouped", "tiled"], dtype=[torch.bfloat16, torch.float16])
+@pytest.mark.further(spec="tiled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_in_torch(spec: DeltaSpec, dtype: torch.dtype, device: torch.device) -> None:
     """All of it, states and records."""

@@ -162,7 +162,7 @@ def build(
 
 def check_device(options: Options, device: Device, config: ModelConfig) -> None:
     """Raises ConfigError for what options and the model ask for and the device cannot give."""
-    if device.has_own_memory and any(isinstance(layer.mixer.keeps(), DeltaSpec) for layer in config.layers):
+    if any(isinstance(layer.mixer.keeps(), DeltaSpec) for layer in config.layers) and device.has_own_memory:
         raise ConfigError(
             "gated delta nets on a GPU: texts with and without drafts are not yet compared on one; "
             "expected --device cpu"
