@@ -40,7 +40,8 @@ def test_the_log_before_a_bug_is_kept_with_whole_traces() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("minutes", "clients"), [("1", "3"), pytest.param("3", "8", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("minutes", "clients"), [("1", "3"), ("3", "8")])
 def test_a_short_soak(tmp_path: Path, minutes: str, clients: str) -> None:
     """With every fault: slots and rows come back, descriptors and threads stay (of three minutes memory, too), streams
     end, the log has no traceback, a sample of answers is that of a fresh server. Three clients leave most of a core to
