@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from thread_ranks import meet
 from torch import Tensor
 
 from draftwing.kv.pool import DeltaSpec, KVPool
 from draftwing.kv.row_states import RowStates
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_model
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.ops import TorchOps
+from draftwing.parallel.ranks import Ranks
 from draftwing.train.capture import Causal
 
 VOCAB, LAYERS = 101, 4
@@ -116,6 +120,20 @@ def with_layer(folder: Path, theirs: Any, weights: Mapping[str, Tensor], **more:
 def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
     """Of one sequence, without a pool."""
     return model.logits(model(ids, torch.arange(len(ids)), Causal(1, len(ids)))[0])
+
+
+def on_two_ranks(path: Path, ops: TorchOps, ids: Tensor) -> Tensor:
+    """The logits of a packed model that is spread over two ranks, which agree on them."""
+
+    def share(ranks: Ranks) -> Tensor:
+        model = load_model(path, torch.float32, "cpu", ranks=ranks)
+        model.pack(ops)
+        return whole_logits(model, ids)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(share, meet(2))
+    assert torch.equal(one, other)
+    return one
 
 
 def tokens(length: int, seed: int = 1) -> Tensor:

@@ -18,11 +18,11 @@ class OnMadeUpMachine(TreePolicy):
     def __init__(self, menu: Sequence[TreeShape], few: int = 4, query: float = 0.1) -> None:
         """few: rows; query: milliseconds of a draft that is verified, for each of them."""
         self._few, self._query = few, query
-        prices = StepCost(menu, False)
+        costs = StepCost(menu, False)
         for shape in menu:
             for rows in (1, 2, 3, 4, 6, 8, 16, 32):
-                prices.measured(shape, rows, 0, self._takes(shape, rows))
-        super().__init__(menu, prices, sees_predictions=True, base=1)
+                costs.measured(shape, rows, 0, self._takes(shape, rows))
+        super().__init__(menu, costs, sees_predictions=True, base=1)
         self.chosen = dict.fromkeys(menu, 0)
 
     def _takes(self, shape: TreeShape, rows: int) -> float:

@@ -53,11 +53,11 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
             return whole(x, residual, scatter)
 
         monkeypatch.setattr(mlp, "_whole", routed)
-    prices = StepCost((shape,), False)
+    costs = StepCost((shape,), False)
     for random, distinct in ((True, 11), (False, 6)):
         seen.clear()
         with experts_at_random(rig.executor) if random else nullcontext():
-            measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 60, ())
+            measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 60, ())
         counts = [one.experts.unique().numel() for one in seen if len(one.experts) == shape.nodes]
         assert counts and (min(counts) >= distinct if random else max(counts) <= distinct)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
+from draftwing.config.options import Options
+from draftwing.engine import build
+from draftwing.engine.devices.cuda import defaults_for
+from draftwing.errors import ConfigError
 
 TOKENS = 40
 
@@ -31,6 +36,17 @@ def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[in
         return [done.token_ids for done in llm.generate(prompts, params)]
 
 
+def test_a_gpu_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path, reference("qwen3.5"))
+    (folder / "model.safetensors").unlink()
+    ops = SimpleNamespace(batch_invariant=True, title="stand-in")
+    device = SimpleNamespace(ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["gpu"], has_own_memory=True)
+    monkeypatch.setattr(build, "pick_device", lambda name: device)
+    monkeypatch.setattr(build, "check_target", lambda *args: None)
+    with pytest.raises(ConfigError, match=r"gated delta nets on a GPU.*expected --device cpu"):
+        build.build(Options(model=str(folder), speculative_algorithm="none").resolve(), folder)
+
+
 @pytest.mark.slow
 @pytest.mark.further(kind="qwen3.5-even")
 @pytest.mark.further(kind="qwen3-next", dtype="float32")
@@ -40,7 +56,6 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
     predicts = kind != "lfm2"
     if predicts:
-        pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
         with_layer(tmp_path, theirs, layer_weights(theirs))
     else:
         saved(tmp_path, theirs)
@@ -53,7 +68,6 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
 
 @pytest.mark.slow
 def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
-    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
     theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
     folder = saved(tmp_path / "model", theirs)
     write_tokenizer(folder)
@@ -78,7 +92,6 @@ def test_no_more_requests_run_than_have_states(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_prediction_layer_drafts_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
     theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
     folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
     write_tokenizer(folder)
@@ -98,7 +111,6 @@ def test_a_prediction_layer_drafts_by_itself(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.slow
 def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("draftwing.ops.row_states", reason="the engine has no states of rows")
     monkeypatch.setattr("draftwing.engine.build.LARGE", VOCAB - 1)
     monkeypatch.setattr("draftwing.engine.build.FIRST", 100)
     theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
 from hybrid_gguf import write
-from hybrid_models import KINDS, Pooled, reference, saved, tokens, whole_logits
-from thread_ranks import meet
+from hybrid_models import KINDS, Pooled, on_two_ranks, reference, saved, tokens, whole_logits
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
@@ -19,7 +17,6 @@ from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models import gguf
 from draftwing.models.loader import load_config, load_model
-from draftwing.parallel.ranks import Absent
 
 CPU = torch.device("cpu")
 
@@ -74,15 +71,8 @@ def test_a_file_is_spread(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
     whole, ops = load_model(path, torch.float32, "cpu"), BlockTorchOps(CPU)
 
-    def share(ranks: Absent) -> torch.Tensor:
-        model = load_model(path, torch.float32, "cpu", ranks=ranks)
-        model.pack(ops)
-        return whole_logits(model, ids)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(share, meet(2)))
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[0], whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
+    found = on_two_ranks(path, ops, ids)
+    torch.testing.assert_close(found, whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 import tiny_quantised as tiny
 import torch
 from block_ops import BlockTorchOps
-from hybrid_models import KINDS, Pooled, reference, saved, tokens, whole_logits
+from hybrid_models import KINDS, Pooled, on_two_ranks, reference, saved, tokens, whole_logits
 from safetensors.torch import load_file, save_file
-from thread_ranks import meet
-from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.linear_ops.blocks import BlockFormat
@@ -25,7 +22,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops import make_ops
-from draftwing.parallel.ranks import Absent, Ranks
+from draftwing.parallel.ranks import Absent
 from draftwing.train.capture import Causal
 
 CPU = torch.device("cpu")
@@ -111,15 +108,8 @@ def test_shares_of_ranks_are_the_whole(tmp_path: Path, kind: str, name: str) -> 
     whole = load_model(tmp_path, torch.float32, "cpu")
     whole.pack(ops)
 
-    def share(ranks: Ranks) -> Tensor:
-        model = load_model(tmp_path, torch.float32, "cpu", ranks=ranks)
-        model.pack(ops)
-        return whole_logits(model, ids)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(share, meet(2)))
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[0], whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
+    found = on_two_ranks(tmp_path, ops, ids)
+    torch.testing.assert_close(found, whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
 
 
 def test_what_cannot_be_spread(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def sweep(
     total, numbers = len(todo) * len(grid.batch), itertools.count(1)
     for point in todo:
         engine = Engine(point)
-        chooses = engine.parts.prices is not None
+        chooses = engine.parts.costs is not None
         if chooses:
             engine.measure_costs(grid.batch, COST_SECONDS)
         target, device = Local(engine), engine.info.device

@@ -70,28 +70,28 @@ class Parts:
     context_length: int
     pool_tokens: int
     pool: KVPool
-    prices: StepCost | None = None  # of steps, where the engine chooses by them
+    costs: StepCost | None = None  # of steps, where the engine chooses by them
     cost_file: CostFile | None = None
     capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
 
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
-        """Measures prices for so long, which is more than a start does, for these batch sizes. Nothing may run."""
-        executor, prices, until = self.executor, self.prices, time.monotonic() + seconds
-        if prices is None:
+        """Measures costs for so long, which is more than a start does, for these batch sizes. Nothing may run."""
+        executor, costs, until = self.executor, self.costs, time.monotonic() + seconds
+        if costs is None:
             return
         with experts_at_random(executor):
-            if prices.stepwise:
-                sizes = {(shape, batch) for shape, batch, _, _ in prices.points()}
+            if costs.stepwise:
+                sizes = {(shape, batch) for shape, batch, _, _ in costs.points()}
                 keys = [Key(*size) for size in sizes if executor.graphs.key(*size) == size]
-                measure_graphs(executor, self.pool, prices, keys, until)
+                measure_graphs(executor, self.pool, costs, keys, until)
             else:
-                measure_steps(executor, self.pool, prices, until, batches)
+                measure_steps(executor, self.pool, costs, until, batches)
         executor.run_on_all_ranks(Executor.flush)
 
-    def keep_prices(self) -> None:
+    def keep_costs(self) -> None:
         """Writes them down for the next start."""
-        if self.prices is not None and self.cost_file is not None:
-            self.cost_file.write(self.prices)
+        if self.costs is not None and self.cost_file is not None:
+            self.cost_file.write(self.costs)
 
 
 def build(
@@ -224,7 +224,7 @@ def assemble(
     file: CostFile | None = None,
     broadcast: RankBroadcast = SINGLE_RANK,
 ) -> Parts:
-    """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept.  broadcast: tells
+    """The engine of options `for_engine` around a loaded model. file: where costs of steps are kept.  broadcast: tells
     the other ranks, which have made their executors, too."""
     chunk = options.chunked_prefill_size
     assert chunk, "it has a value on every device"
@@ -239,21 +239,21 @@ def assemble(
             "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
         )
-    prices = StepCost(policy.menu, graph_size > 0) if isinstance(policy, TreePolicy) else None
-    kept = file.read(policy.menu, prices.stepwise) if prices is not None and file is not None else None
-    known = prices is None or (file is not None and file.settled)
+    costs = StepCost(policy.menu, graph_size > 0) if isinstance(policy, TreePolicy) else None
+    kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
+    known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
     if graph_size:
-        capture(executor, pool, policy.menu, None if known else prices)
+        capture(executor, pool, policy.menu, None if known else costs)
         if not options.drafter_spec.own:
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
-        warm_up(executor, pool, policy.menu, None if known else prices)
-    if prices is not None and isinstance(policy, TreePolicy):
+        warm_up(executor, pool, policy.menu, None if known else costs)
+    if costs is not None and isinstance(policy, TreePolicy):
         if not known and file is not None:
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started)
-            kept = file.compared(prices, kept, quiet)
-        policy.cost = prices = kept or prices
+            kept = file.compared(costs, kept, quiet)
+        policy.cost = costs = kept or costs
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
@@ -275,21 +275,21 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, prices, file)
+    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs, file)
 
 
-def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: StepCost | None) -> None:
-    """Captures all graphs. prices: to measure, None where they are known."""
+def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None) -> None:
+    """Captures all graphs. costs: to measure, None where they are known."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
     with experts_at_random(executor):
         captured = executor.run_on_all_ranks(Executor.capture, menu)
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
         log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
-        if prices is not None:
+        if costs is not None:
             for key, seconds in captured.items():
-                prices.measured(key.shape, key.size, 0, seconds)
-            measure_graphs(executor, pool, prices, captured, time.monotonic() + GRAPH_SECONDS)
+                costs.measured(key.shape, key.size, 0, seconds)
+            measure_graphs(executor, pool, costs, captured, time.monotonic() + GRAPH_SECONDS)
             executor.run_on_all_ranks(Executor.flush)
 
 

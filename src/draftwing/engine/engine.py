@@ -208,7 +208,7 @@ class Engine:
         with self._turning:
             parts = self.__dict__.pop("parts", None)
             if parts is not None:
-                parts.keep_prices()
+                parts.keep_costs()
                 parts.executor.close()
             for name in ("_loop", "_page_table_check", "reporter", "explainer"):
                 self.__dict__.pop(name, None)

@@ -26,7 +26,7 @@ from draftwing.ops.row_states import LayerStates as LayerStates
 
 
 class RowStates:
-    """layers: by pool layer.  slots: usable state slots.  nodes: most of one tree.
+    """layers: by pool layer.  slots: usable state slots.  nodes: of the largest tree.
 
     Of each row, on the device, [rows + 1] int64: read, write: the state slots of the next step; page, 0 or 1: where it
     leaves its records (it reads the other one's); length: tokens in the state that is read.
@@ -67,7 +67,7 @@ class RowStates:
     def of(
         cls, layers: Sequence[SlotSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device
     ) -> RowStates | None:
-        """For a pool with these layers; None where none keeps its state by row. dtype: the model's."""
+        """Makes those of a pool with these layers; None where no layer keeps its state by row. dtype: the model's."""
         specs = delta_specs(layers)
         return cls(specs, slots, rows, nodes, dtype, device) if specs else None
 
@@ -89,15 +89,15 @@ class RowStates:
 
 
 def delta_specs(layers: Sequence[SlotSpec]) -> dict[int, DeltaSpec]:
-    """Those of pool layers that keep their state by row, by layer."""
+    """Returns the specs of the pool layers that keep their state by row, by layer."""
     return {at: spec for at, spec in enumerate(layers) if isinstance(spec, DeltaSpec)}
 
 
 def state_bytes(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:
-    """Of one state, of all layers. dtype: the model's."""
+    """Returns the bytes of one state slot, of all layers. dtype: the model's."""
     return sum(spec.state_bytes(dtype) for spec in delta_specs(layers).values())
 
 
 def record_bytes(layers: Sequence[SlotSpec], rows: int, nodes: int, dtype: torch.dtype) -> int:
-    """Of the records of all rows, for trees of so many nodes."""
+    """Returns the bytes of the records of all rows, for trees of so many nodes."""
     return 2 * (rows + 1) * nodes * sum(spec.record_bytes(dtype) for spec in delta_specs(layers).values())

@@ -105,14 +105,14 @@ class DeltaNetConfig(MixerConfig):
         ]
 
     def _qkv(self, heads: range) -> Runs:
-        """Of these key heads, and the value heads that read them."""
+        """Yields the rows of q, k and v of these key heads, and of the value heads that read them."""
         wide = self.key_heads * self.key_dim
         for at in (0, wide):
             yield at + heads.start * self.key_dim, len(heads) * self.key_dim
         yield from self._values(heads, self.value_dim, 2 * wide)
 
     def _values(self, heads: range, size: int, at: int = 0) -> Runs:
-        """Of the value heads, each of which has `size` rows from `at` on."""
+        """Yields the rows of the value heads that read these key heads; each has `size`, the first one's at `at`."""
         each = self.value_heads // self.key_heads
         if self.tiled:
             for tile in range(each):
@@ -121,7 +121,7 @@ class DeltaNetConfig(MixerConfig):
             yield at + heads.start * each * size, len(heads) * each * size
 
     def qkvz_order(self, heads: range | None = None) -> Order | None:
-        """Of the one matrix of all q, k, v and z. heads: of keys, None: all."""
+        """Returns the order of rows of a checkpoint's one matrix of q, k, v and z. heads: of keys, None: all."""
         heads = range(self.key_heads) if heads is None else heads
         made = self.value_heads // self.key_heads * self.value_dim
         size, at, runs = 2 * (self.key_dim + made), 0, []
@@ -131,7 +131,7 @@ class DeltaNetConfig(MixerConfig):
         return ordered(0, runs, self.key_heads * size)
 
     def ba_order(self, heads: range | None = None) -> Order | None:
-        """Of the one of b and a."""
+        """Returns the order of rows of a checkpoint's one matrix of b and a. heads: of keys, None: all."""
         heads = range(self.key_heads) if heads is None else heads
         each = self.value_heads // self.key_heads
         runs = [(head * 2 * each + at, each) for at in (0, each) for head in heads]

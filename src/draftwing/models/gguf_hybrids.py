@@ -75,7 +75,7 @@ _JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of Qwen3-Next, b
 
 
 def own_layers(fields: Fields, blocks: int) -> int:
-    """How many of the blocks are the model's own: others predict."""
+    """Returns how many of a file's blocks are layers of the model; the others are prediction layers."""
     return blocks - fields.whole("nextn_predict_layers", 0, blocks - 1, 0)
 
 
@@ -89,7 +89,7 @@ def layers(file: GGUFFile, fields: Fields, arch: str, layer: LayerConfig, count:
 
 
 def _attention(fields: Fields, arch: str, count: int) -> list[bool]:
-    """Which layers have it."""
+    """Returns for each layer whether it has attention."""
     key = "attention.head_count_kv" if arch == LFM2 else "attention.recurrent_layers"
     named = fields.get(key)
     if isinstance(named, np.ndarray):
@@ -101,7 +101,7 @@ def _attention(fields: Fields, arch: str, count: int) -> list[bool]:
 
 
 def kv_heads(fields: Fields, heads: int) -> int:
-    """Of layers with attention: others may be listed with 0."""
+    """Returns the key/value heads of layers with attention; others may be listed with 0."""
     named = fields.get("attention.head_count_kv")
     if not isinstance(named, np.ndarray):
         return fields.whole("attention.head_count_kv", high=WIDEST, default=heads)
@@ -131,7 +131,7 @@ def _conv(fields: Fields, layer: LayerConfig) -> MixerConfig:
 
 
 def shared_width(file: GGUFFile, fields: Fields) -> int:
-    """Of the expert that all rows go to; 0: there is none."""
+    """Returns the width of the expert that all rows go to, 0 where there is none."""
     info = next((info for name, info in file.tensors.items() if name.endswith(".ffn_gate_shexp.weight")), None)
     stored = 0 if info is None else info.shape[0]
     return fields.whole("expert_shared_feed_forward_length", stored, stored, stored)

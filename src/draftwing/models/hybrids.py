@@ -19,12 +19,12 @@ EVERY = 4  # `full_attention_interval` when the config has none
 
 
 def qwen_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Of Qwen3.5: gated delta nets, one layer in some of them with attention."""
+    """Returns the layers of Qwen3.5: gated delta nets, and attention in every fourth or as the config says."""
     return _qwen_layers(fields, layer, count, by_key_head=False)
 
 
 def qwen3_next_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """The same of Qwen3-Next, which has other matrices."""
+    """Returns the layers of Qwen3-Next: those of Qwen3.5, stored in other matrices."""
     return _qwen_layers(fields, layer, count, by_key_head=True)
 
 

@@ -37,12 +37,12 @@ class DeltaSpec(NamedTuple):
         return pool
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of one state. dtype: the model's."""
+        """Returns the bytes of one state. dtype: the model's."""
         inputs = (self.conv_width - 1) * self.channels * dtype.itemsize
         return 4 * self.value_heads * self.key_dim * self.value_dim + inputs
 
     def record_bytes(self, dtype: torch.dtype) -> int:
-        """Of the record of one node."""
+        """Returns the bytes of the record of one node. dtype: the model's."""
         return self.channels * dtype.itemsize + 2 * 4 * self.value_heads
 
 
@@ -63,10 +63,10 @@ class LayerStates(NamedTuple):
 
 
 class RowStates(Protocol):
-    """As `kv.row_states.RowStates`."""
+    """Declares what operations use of `kv.row_states.RowStates`."""
 
     slots: int  # usable state slots
-    nodes: int  # most of one tree
+    nodes: int  # of the largest tree
     dummy: int  # the state slot that nobody reads
     layers: Mapping[int, LayerStates]  # by pool layer
     read: Tensor

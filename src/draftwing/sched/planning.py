@@ -78,12 +78,12 @@ def divided(most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequ
     to do, so that a short prompt does not wait for long ones. Shares are of time, as far as `prefills` knows it: tokens
     of long contexts take longer. However many prompts a client sends, the others' steps are not further apart.
     """
-    budget, prices = most, dict.fromkeys(todo, 1)
+    budget, costs = most, dict.fromkeys(todo, 1)
     if prefills.token_seconds(0):
-        prices = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
+        costs = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
         alike = len({(req.request.client, req.request.priority) for req in (*ready, *todo)}) == 1
-        longest = prefills.max_seconds([req.unsent * prices[req] * TICK for req in todo], len(ready), alike)
-        # Rounded as all prices are, or there would be more than `most`.
+        longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike)
+        # Rounded as all costs are, or there would be more than `most`.
         cheapest = max(round(prefills.token_seconds(0) / TICK), 1)
         budget = min(round(longest / TICK), most * cheapest)
     given = dict.fromkeys(todo, 0)
@@ -91,15 +91,15 @@ def divided(most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequ
         clients: dict[str, list[Req]] = {}
         for req in equals:
             clients.setdefault(req.request.client, []).append(req)
-        for share, reqs in _shares(budget, list(clients.values()), prices):
+        for share, reqs in _shares(budget, list(clients.values()), costs):
             budget -= share
             first = reqs[0]
-            given[first] = min(-(-share // (2 * prices[first])), first.unsent)
-            share -= given[first] * prices[first]
-            for req in sorted(reqs, key=lambda req: ((req.unsent - given[req]) * prices[req], req.rank)):
-                more = min(max(share // prices[req], 0), req.unsent - given[req])
+            given[first] = min(-(-share // (2 * costs[first])), first.unsent)
+            share -= given[first] * costs[first]
+            for req in sorted(reqs, key=lambda req: ((req.unsent - given[req]) * costs[req], req.rank)):
+                more = min(max(share // costs[req], 0), req.unsent - given[req])
                 given[req] += more
-                share -= more * prices[req]
+                share -= more * costs[req]
     return [(req, length) for req, length in given.items() if length]
 
 
@@ -154,11 +154,9 @@ def _level(
     return low
 
 
-def _shares(
-    budget: int, clients: Sequence[Sequence[Req]], prices: Mapping[Req, int]
-) -> list[tuple[int, Sequence[Req]]]:
+def _shares(budget: int, clients: Sequence[Sequence[Req]], costs: Mapping[Req, int]) -> list[tuple[int, Sequence[Req]]]:
     """Equal shares for clients, or what they need where that is less."""
-    needs = sorted((sum(req.unsent * prices[req] for req in reqs), i) for i, reqs in enumerate(clients))
+    needs = sorted((sum(req.unsent * costs[req] for req in reqs), i) for i, reqs in enumerate(clients))
     shares = []
     for served, (need, i) in enumerate(needs):
         share = min(need, -(-budget // (len(needs) - served)))

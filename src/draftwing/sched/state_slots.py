@@ -58,7 +58,7 @@ class HeldStates:
 
     @property
     def own(self) -> list[int]:
-        """Its slots but for those of `saves`."""
+        """Returns its slots but for those of `saves`."""
         return [self.write, self.spare] if self.spare else [self.read, self.write]
 
 
@@ -121,7 +121,7 @@ class StateSlots:
         node.state = 0
 
     def drop_all(self) -> None:
-        """Of all nodes whose state no row is about to read."""
+        """Takes the snapshots of all nodes whose state no row is about to read."""
         for node in [node for node in (*self._past, *self._next) if not node.pins]:
             self.drop(node)
 
@@ -165,8 +165,8 @@ class StateSlots:
         self._entries[req.row] = read, write, length
 
     def _positions(self, req: Req, start: int, reach: int) -> set[int]:
-        """Where snapshots of its prompt are taken: every so many tokens, where it leaves what is cached, and near its
-        end. One prompt takes a quarter of all slots at most, or one."""
+        """Returns where snapshots of its prompt are taken: every so many tokens, where it leaves what is cached, and
+        near its end. One prompt takes a quarter of all slots at most, or one."""
         if not self._cache:
             return set()
         end, every = len(req.tokens) - 1 - self._lookahead, self.every
@@ -220,7 +220,7 @@ class StateSlots:
         held.newest, held.length = held.writes.popleft(), length
 
     def shared(self, req: Req) -> list[tuple[int, int]]:
-        """Its snapshots, which are the tree's from now on: position and slot."""
+        """Hands its snapshots over to the tree: position and slot."""
         held = req.states
         assert held is not None
         found, held.saves = held.saves, []

@@ -39,10 +39,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def some_prices() -> StepCost:
-    prices = StepCost(MENU, False)
+    costs = StepCost(MENU, False)
     for shape in MENU:
-        prices.measured(shape, 1, 0, 1e-3 * shape.nodes)
-    return prices
+        costs.measured(shape, 1, 0, 1e-3 * shape.nodes)
+    return costs
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_prices_depend_on(tmp_path: Path) -> None:
 
 
 def test_a_build_is_what_its_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An install anew of the same code keeps prices; a kernel, the sampler or the pool that changed does not."""
+    """An install anew of the same code keeps costs; a kernel, the sampler or the pool that changed does not."""
     monkeypatch.setattr(files.draftwing, "__file__", str(tmp_path / "__init__.py"))
     code = [tmp_path / name for name in ("ops/cpu/a.so", "sampling/b.py", "kv/c.py", "engine/deep/d.py")]
     for file in code:
@@ -166,14 +166,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def start(machine: Machine, model: str) -> tuple[dict[tuple[TreeShape, int, int], float], int]:
-    """An engine's prices, and how many steps it measured."""
+    """An engine's costs, and how many steps it measured."""
     before = machine.runs
     with LLM(model, **OPTIONS) as llm:
-        prices = llm.engine.parts.prices
-        assert prices is not None and prices.complete
-        return {
-            point: seconds for *point, seconds in prices.points() for point in [tuple(point)]
-        }, machine.runs - before
+        costs = llm.engine.parts.costs
+        assert costs is not None and costs.complete
+        return {point: seconds for *point, seconds in costs.points() for point in [tuple(point)]}, machine.runs - before
 
 
 def right(found: dict[tuple[TreeShape, int, int], float]) -> bool:
@@ -270,27 +268,27 @@ def test_what_was_learnt_of_prices_that_do_not_hold_goes_with_them(machine: Mach
     """Steps in operation said that all is cheaper than measured; now it is measured so."""
     machine.load = lambda shape: 2.0
     with LLM(model, **OPTIONS) as llm:
-        prices = llm.engine.parts.prices
+        costs = llm.engine.parts.costs
         for _ in range(50):
-            prices.record(PLAIN, 1, 0, Machine.price(PLAIN))
-        assert prices.seconds(PLAIN, 1, 0) == pytest.approx(Machine.price(PLAIN), rel=0.1)
+            costs.record(PLAIN, 1, 0, Machine.price(PLAIN))
+        assert costs.seconds(PLAIN, 1, 0) == pytest.approx(Machine.price(PLAIN), rel=0.1)
     machine.load = lambda shape: 1.0
     with LLM(model, **OPTIONS) as llm:
-        assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == pytest.approx(Machine.price(PLAIN))
+        assert llm.engine.parts.costs.seconds(PLAIN, 1, 0) == pytest.approx(Machine.price(PLAIN))
 
 
 def test_the_next_engine_goes_on_with_what_was_learnt(machine: Machine, model: str, folder: Path) -> None:
     start(machine, model)
     with LLM(model, **OPTIONS) as llm:
-        prices = llm.engine.parts.prices
-        prices.record(PLAIN, 1, 0, 2 * prices.seconds(PLAIN, 1, 0))
-        expected = prices.seconds(PLAIN, 1, 0)
+        costs = llm.engine.parts.costs
+        costs.record(PLAIN, 1, 0, 2 * costs.seconds(PLAIN, 1, 0))
+        expected = costs.seconds(PLAIN, 1, 0)
     (file,) = folder.iterdir()
     assert json.loads(file.read_text())["prices"]["corrections"], "what was corrected is written when the engine ends"
     with LLM(model, **OPTIONS) as llm:
-        assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == pytest.approx(expected)
+        assert llm.engine.parts.costs.seconds(PLAIN, 1, 0) == pytest.approx(expected)
         assert llm.generate("the cat sat", {"max_new_tokens": 4})
     for other in ({"speculative_algorithm": "none"}, {"speculative_fixed_shape": True}):
         with LLM(model, **OPTIONS | other) as llm:
-            assert llm.engine.parts.prices is None, "nothing is chosen"
+            assert llm.engine.parts.costs is None, "nothing is chosen"
     assert list(folder.iterdir()) == [file]

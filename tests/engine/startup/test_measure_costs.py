@@ -65,9 +65,9 @@ def answers(rig: Any, case: Any) -> dict[str, list[int]]:
 @pytest.mark.parametrize("graph_size", [1, 5])
 def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, graph_size: int) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)
-    before, prices = state(rig), StepCost(MENU, True)
-    measure_graphs(rig.executor, rig.pool, prices, rig.captured, time.monotonic() + 600)
-    found = Counter((shape, size, context // size) for shape, size, context, _ in prices.points())
+    before, costs = state(rig), StepCost(MENU, True)
+    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic() + 600)
+    found = Counter((shape, size, context // size) for shape, size, context, _ in costs.points())
     few = {1, graph_size}  # of the sizes with contexts, these were captured
     assert found == Counter((key.shape, key.size, 0) for key in rig.captured) + Counter(
         (shape, size, context) for shape in MENU for size in few for context in (16, LONG)
@@ -79,16 +79,16 @@ def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, 
 
 def test_graphs_are_not_measured_where_there_is_no_time(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=4, device=harness.device)
-    prices = StepCost(MENU, True)
-    measure_graphs(rig.executor, rig.pool, prices, rig.captured, time.monotonic())
-    assert not list(prices.points())
+    costs = StepCost(MENU, True)
+    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic())
+    assert not list(costs.points())
 
 
 def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
-    before, prices = state(rig), StepCost(MENU, False)
-    measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 600)
-    points = {point[:3] for point in prices.points()}
+    before, costs = state(rig), StepCost(MENU, False)
+    measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
+    points = {point[:3] for point in costs.points()}
     assert points == {(shape, size, 0) for shape in MENU for size in (1, 4)} | {(shape, 1, LONG) for shape in MENU}
     assert same(before, state(rig))
     rig.drafter.flush()
@@ -97,12 +97,12 @@ def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) ->
 
 def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
-    prices = StepCost(MENU, False)
-    measure_steps(rig.executor, rig.pool, prices, time.monotonic())
-    assert not list(prices.points())
+    costs = StepCost(MENU, False)
+    measure_steps(rig.executor, rig.pool, costs, time.monotonic())
+    assert not list(costs.points())
     monkeypatch.setattr(measuring, "_run", lambda *step: 1000.0)  # of a large model: there is no time for more rows
-    measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 600)
-    assert {point[:3] for point in prices.points()} == {(shape, 1, 0) for shape in MENU}
+    measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
+    assert {point[:3] for point in costs.points()} == {(shape, 1, 0) for shape in MENU}
 
 
 def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is run before the first request: it makes all that the request needs, changes no text, and prices the menu."""
+"""What is run before the first request: it makes all that the request needs, changes no text, and costs the menu."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(path: str, **options) -> LLM:
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine before has left its prices."""
+    """No engine before has left its costs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -96,14 +96,14 @@ def test_prompts_at_once_leave_no_trace(
 
 def test_every_shape_has_a_price(model: str, unhurried: None) -> None:
     with load(model, **NGRAM) as llm:
-        prices, menu = llm.engine.parts.prices, llm.engine.parts.sched.choice.policy.menu
-        assert prices.complete and PLAIN in menu and len(menu) > 1
-        points = {point[:3] for point in prices.points()}
-        assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in prices.points())
+        costs, menu = llm.engine.parts.costs, llm.engine.parts.sched.choice.policy.menu
+        assert costs.complete and PLAIN in menu and len(menu) > 1
+        points = {point[:3] for point in costs.points()}
+        assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in costs.points())
 
 
 def test_it_ends_in_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 0.0)
     with load(model, **NGRAM) as llm:
-        assert not list(llm.engine.parts.prices.points())
+        assert not list(llm.engine.parts.costs.points())
         assert len(llm.generate(PROMPT, GREEDY)[0].token_ids) == 24

@@ -45,7 +45,7 @@ def experts_at_random(executor: Executor) -> Iterator[None]:
 # ---- with graphs -----------------------------------------------------------------------------------------------------
 
 
-def measure_graphs(executor: Executor, pool: KVPool, prices: StepCost, captured: Collection[Key], until: float) -> None:
+def measure_graphs(executor: Executor, pool: KVPool, costs: StepCost, captured: Collection[Key], until: float) -> None:
     """Replays captured steps, without context first, then with contexts of some lengths. until: monotonic; no
     measurement begins later."""
     largest = max((key.size for key in captured), default=0)
@@ -55,40 +55,40 @@ def measure_graphs(executor: Executor, pool: KVPool, prices: StepCost, captured:
         for size in sizes:
             keys = [key for key in captured if key.size == size]
             if keys and time.monotonic() < until:
-                _measure_keys(executor, pool, prices, keys, context)
+                _measure_keys(executor, pool, costs, keys, context)
     executor.run_on_all_ranks(Executor.set_rows, NOBODY, largest)
 
 
-def _measure_keys(executor: Executor, pool: KVPool, prices: StepCost, keys: Sequence[Key], context: int) -> None:
+def _measure_keys(executor: Executor, pool: KVPool, costs: StepCost, keys: Sequence[Key], context: int) -> None:
     """Of one batch size. Does nothing where the pool or the table has no room for so many tokens."""
     size, table = keys[0].size, executor.table
     if not context:
         executor.run_on_all_ranks(Executor.set_rows, NOBODY, size)
         for key in keys:
-            _measure_key(executor, prices, key, 0)
+            _measure_key(executor, costs, key, 0)
     elif size <= table.rows and _fits(executor.table, pool, size, context, room(keys)):
         with filled(executor, size, context, room(keys)):
             executor.run_on_all_ranks(Executor.set_rows, np.arange(size), size)
             for key in keys:
                 executor.run_on_all_ranks(set_context, size, context)
-                _measure_key(executor, prices, key, context)
+                _measure_key(executor, costs, key, context)
 
 
-def _measure_key(executor: Executor, prices: StepCost, key: Key, context: int) -> None:
+def _measure_key(executor: Executor, costs: StepCost, key: Key, context: int) -> None:
     seconds = executor.device.timed(lambda: executor.run_on_all_ranks(Executor.replay, key), REPLAYS)
-    prices.measured(key.shape, key.size, key.size * context, statistics.median(seconds))
+    costs.measured(key.shape, key.size, key.size * context, statistics.median(seconds))
 
 
 # ---- without graphs --------------------------------------------------------------------------------------------------
 
 
 def measure_steps(
-    executor: Executor, pool: KVPool, prices: StepCost, until: float, batches: Collection[int] = SIZES
+    executor: Executor, pool: KVPool, costs: StepCost, until: float, batches: Collection[int] = SIZES
 ) -> None:
     """Runs steps: of one row of every shape, then plain steps of more rows and of a long row, then all others, as long
     as there is time. until: monotonic; no step begins that would probably end later. batches: more rows than one.
     """
-    menu = sorted(prices.menu, key=lambda shape: shape.nodes)
+    menu = sorted(costs.menu, key=lambda shape: shape.nodes)
     sizes = [size for size in batches if 1 < size <= executor.table.rows]
     seconds: dict[TreeShape, float] = {}
     for _ in range(STEPS):  # in turn, so that what slows the machine down slows all of them
@@ -97,24 +97,24 @@ def measure_steps(
                 found = _run(executor, shape, 1, 0)
                 seconds[shape] = min(seconds.get(shape, found), found)
     for shape, found in seconds.items():
-        prices.measured(shape, 1, 0, found)
+        costs.measured(shape, 1, 0, found)
     for size in sizes:
-        _measure_step(executor, prices, PLAIN, size, until)
-    _measure_context(executor, pool, prices, menu, until)
+        _measure_step(executor, costs, PLAIN, size, until)
+    _measure_context(executor, pool, costs, menu, until)
     for size in sizes:
         for shape in menu:
             if shape != PLAIN:
-                _measure_step(executor, prices, shape, size, until)
+                _measure_step(executor, costs, shape, size, until)
 
 
-def _measure_step(executor: Executor, prices: StepCost, shape: TreeShape, size: int, until: float) -> None:
-    expected = prices.seconds(shape, size, 0)
+def _measure_step(executor: Executor, costs: StepCost, shape: TreeShape, size: int, until: float) -> None:
+    expected = costs.seconds(shape, size, 0)
     if expected is not None and time.monotonic() + STEPS * expected < until:
-        prices.measured(shape, size, 0, min(_run(executor, shape, size, 0) for _ in range(STEPS)))
+        costs.measured(shape, size, 0, min(_run(executor, shape, size, 0) for _ in range(STEPS)))
 
 
 def _measure_context(
-    executor: Executor, pool: KVPool, prices: StepCost, menu: Sequence[TreeShape], until: float
+    executor: Executor, pool: KVPool, costs: StepCost, menu: Sequence[TreeShape], until: float
 ) -> None:
     """Of one long row."""
     shapes = [shape for shape in (PLAIN, menu[-1], *menu[1:-1]) if shape in menu]
@@ -123,13 +123,13 @@ def _measure_context(
         return
     with filled(executor, 1, CPU_CONTEXT, space, touched=True):
         for shape in dict.fromkeys(shapes):
-            expected = prices.seconds(shape, 1, CPU_CONTEXT)
+            expected = costs.seconds(shape, 1, CPU_CONTEXT)
             if expected is not None and time.monotonic() + STEPS * expected < until:
                 seconds = []
                 for _ in range(STEPS):
                     executor.run_on_all_ranks(set_context, 1, CPU_CONTEXT)
                     seconds.append(_run(executor, shape, 1, CPU_CONTEXT))
-                prices.measured(shape, 1, CPU_CONTEXT, min(seconds))
+                costs.measured(shape, 1, CPU_CONTEXT, min(seconds))
 
 
 def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float:

@@ -39,7 +39,7 @@ def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Option
 
 
 def prefixes(architecture: str) -> tuple[str, ...]:
-    """Of the names, in their canonical form, of prediction layers that are served with such a model."""
+    """Returns how canonical names of prediction layers begin that are served with such a model."""
     return MTP_PREFIXES if architecture in QWENS else (MTP_PREFIX,)
 
 

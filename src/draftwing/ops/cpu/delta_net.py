@@ -26,7 +26,8 @@ def can_run(spec: DeltaSpec, inputs: DeltaInputs) -> bool:
 
 
 def saves_of(chunks: Sequence[ChunkSpan]) -> Tensor:
-    """What the kernel is told of `ChunkSpan.saves`: where each chunk's begin, where the last ones end, and these."""
+    """Returns `ChunkSpan.saves` as the kernel takes them: where each chunk's begin, where the last ones end, and
+    all of them."""
     starts, pairs = [len(chunks) + 1], []
     for chunk in chunks:
         pairs += [number for save in chunk.saves for number in save]
@@ -52,8 +53,8 @@ def delta_net(
     inputs: DeltaInputs,
     weights: DeltaWeights,
 ) -> Tensor:
-    """As `Attend.delta`. scratch(size): so many bytes; layer: of the pool; slots [M]: the batch's write slots;
-    saves: `saves_of` the chunks."""
+    """Computes what `Attend.delta` returns. scratch(size): so many bytes; layer: of the pool; slots [M]: the batch's
+    write slots; saves: `saves_of` the chunks."""
     kept = states.layers[layer]
     spec, rows = kept.spec, inputs.qkv.shape[0]
     values = spec.value_heads * spec.value_dim

@@ -24,7 +24,7 @@ L2_EPS = 1e-6  # of the squared length of queries and keys
 
 
 class _State(NamedTuple):
-    """Of B rows or nodes: the matrices, and the convolution's inputs of the newest tokens."""
+    """States of B rows or nodes: the matrices, and the convolution's inputs of the newest tokens."""
 
     s: Tensor  # [B, value_heads, key_dim, value_dim]
     window: Tensor  # [B, conv_width - 1, channels]
@@ -37,14 +37,14 @@ def gates(inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
 
 
 def delta_net(states: RowStates, layer: int, batch: Batch, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-    """As `Attend.delta`; layer: of the pool."""
+    """Computes what `Attend.delta` returns; layer: of the pool."""
     kept, gate = states.layers[layer], gates(inputs, weights)
     run = _chunks if batch.chunks else _tree
     return _gated_norm(run(states, kept, batch, inputs.qkv, gate, weights), inputs.z, weights)
 
 
 def over_sequences(inputs: DeltaInputs, weights: DeltaWeights, sequences: int) -> Tensor:
-    """The same of so many whole sequences of one length, without a pool, as `DenseAttend.delta`."""
+    """Computes a gated delta net over so many whole sequences of one length, without a pool."""
     assert weights.spec is not None
     spec, gate = weights.spec, gates(inputs, weights).unflatten(0, (sequences, -1))
     qkv = inputs.qkv.unflatten(0, (sequences, -1))

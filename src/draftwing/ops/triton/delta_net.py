@@ -160,7 +160,7 @@ def _loaded(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _one(numbers, index, which: tl.constexpr):
-    """Of four, all of which each thread has."""
+    """Returns one of four numbers, all of which each thread has."""
     return tl.sum(tl.where(index == which, numbers, 0.0), 0)
 
 
@@ -233,15 +233,15 @@ def _norm_kernel(
 
 
 def _heads(heads: int, dim_pad: int) -> int:
-    """Of a program."""
+    """Returns how many heads a program takes."""
     return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
 
 
 def delta_net(
     kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, columns: int = 0, stages: int = STAGES
 ) -> Tensor:
-    """As `Attend.delta`. plan: of the batch. columns, stages: of a program of the recurrence, 0: as is best; other
-    columns, other bits."""
+    """Computes what `Attend.delta` returns. plan: of the batch. columns, stages: of a program of the recurrence, 0: as
+    is best; other columns, other bits."""
     spec, device, count = kept.spec, inputs.qkv.device, plan.queries
     qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))

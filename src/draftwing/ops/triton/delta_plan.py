@@ -63,7 +63,7 @@ def _tree_of(starts, trees, query, LANES: tl.constexpr):
 
 @triton.jit
 def _source(position, read, records, index, WIDTH: tl.constexpr):
-    """Of tokens that are run again, and the window in front of them. position: below 0 in the window."""
+    """Returns where inputs of replayed tokens lie, and those of the window in front of them, at positions below 0."""
     window = (read * (WIDTH - 1) + WIDTH - 1 + position) * 4 + WINDOW
     return tl.where(position < 0, window, _picked(records, index, position) * 4 + RECORD)
 
@@ -201,8 +201,8 @@ def _plan_chunks_kernel(
 
 
 def _spans(chunks: tuple[ChunkSpan, ...]) -> tuple[list[int], list[int]]:
-    """Of each chunk its batch row, first query, length, first segment and their end; and the segments, of which each
-    chunk's last one gets its state slot on the device."""
+    """Returns of each chunk its batch row, first query, length, first segment and their end; and the segments, of which
+    each chunk's last one gets its state slot on the device."""
     spans: list[int] = []
     segments: list[int] = []
     for chunk in chunks:

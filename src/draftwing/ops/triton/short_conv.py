@@ -52,8 +52,8 @@ def _own(row, mask, CHANNELS: tl.constexpr):
 
 
 def sources_of(batch: Batch, count: int, owners: Tensor) -> Tensor:
-    """Where what is kept of the `count` tokens before each query lies, the nearest first, [M, count] int64: a slot of
-    the pool; -1 - q, where query q of the same batch will write it; 0: there is no such token.
+    """Returns where the entries of the `count` tokens before each query lie, the nearest first, [M, count] int64: a
+    slot of the pool; -1 - q, where query q of the same batch will write it; 0: there is no such token.
 
     owners [slots + 1] int32, kept from batch to batch: it names a query by slot; what other batches left there is found
     out by the query's own slot.
@@ -65,8 +65,8 @@ def sources_of(batch: Batch, count: int, owners: Tensor) -> Tensor:
 
 
 def short_conv(made: Tensor, taps: Tensor, kept: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
-    """As `Attend.short_conv`. kept [slots + 1, channels]; slots [M]: the batch's; sources [M, width - 1]: `sources_of`
-    it."""
+    """Computes what `Attend.short_conv` returns. kept [slots + 1, channels]; slots [M]: the batch's; sources
+    [M, width - 1]: `sources_of` it."""
     (queries, size), (channels, width) = made.shape, taps.shape
     assert size == 3 * channels and kept.shape[1:] == (channels,) and sources.shape == (queries, width - 1)
     assert made.stride(1) == 1 and taps.is_contiguous() and kept.is_contiguous() and taps.dtype == torch.float32
