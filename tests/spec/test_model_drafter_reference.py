@@ -30,7 +30,9 @@ from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 pytestmark = pytest.mark.slow
 
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
-CLOSE = 3e-4  # float32 engine against float64: logits and KV are of order one to ten
+# A float32 engine against float64. Its error grows with the values, and with the text that the CPU's rounding leads to.
+CLOSE = 3e-4
+NEAR: dict[str, float] = {"rtol": 1e-4, "atol": CLOSE}
 TIE = 1e-3  # a tree that hangs on a smaller difference of scores may differ
 
 
@@ -171,10 +173,10 @@ def check(case: Case, seen: Seen) -> bool:
         # Of several MTP layers the text determines one row less each.
         assert len(k) == max(last - (layer if case.algorithm == "NEXTN" else 0), 0) and len(stored) == last
         stored = stored[: len(k)]
-        torch.testing.assert_close(stored[:, :, 0].double(), k, rtol=0, atol=CLOSE, msg=f"draft keys, T = {last}")
-        torch.testing.assert_close(stored[:, :, 1].double(), v, rtol=0, atol=CLOSE, msg=f"draft values, T = {last}")
+        torch.testing.assert_close(stored[:, :, 0].double(), k, **NEAR, msg=f"draft keys, T = {last}")
+        torch.testing.assert_close(stored[:, :, 1].double(), v, **NEAR, msg=f"draft values, T = {last}")
     if seen.seed.numel():
-        torch.testing.assert_close(seen.seed.double(), draft.hidden, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(seen.seed.double(), draft.hidden, **NEAR)
     noise = None
     if seen.noise is not None:
         seed, temperature = seen.noise
@@ -186,7 +188,7 @@ def check(case: Case, seen: Seen) -> bool:
     tree = draft_heads.draft_tree(draft, *seen.shape[:3], noise=noise)
     topk = seen.shape.topk
     torch.testing.assert_close(
-        seen.first[1].double(), torch.tensor(tree.flat_scores[:topk], dtype=torch.float64), rtol=0, atol=CLOSE
+        seen.first[1].double(), torch.tensor(tree.flat_scores[:topk], dtype=torch.float64), **NEAR
     )
     if tree.gap < TIE:
         return False
@@ -198,7 +200,7 @@ def check(case: Case, seen: Seen) -> bool:
             children = range(first + j * topk, first + (j + 1) * topk)
             paths = [tree.flat_paths[c] for c in children]
             expected = draft.logits(paths[0][:-1])
-            torch.testing.assert_close(logits[j].double(), expected, rtol=0, atol=CLOSE)
+            torch.testing.assert_close(logits[j].double(), expected, **NEAR)
             assert ids[j].tolist() == [path[-1] for path in paths]
             above = tree.flat_scores[tree.flat_paths.index(paths[0][:-1])]
             assert logp[j].tolist() == pytest.approx([tree.flat_scores[c] - above for c in children], abs=2 * CLOSE)
