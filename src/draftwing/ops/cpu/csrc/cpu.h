@@ -289,6 +289,8 @@ HIDDEN void norm_part(const Rows *r, int64_t i);
 HIDDEN void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 HIDDEN void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 
+/* -- attention.c ---------------------------------------------------------------------------------------------------- */
+
 typedef struct {
     const void *q, *kv;
     void *out;
@@ -369,6 +371,6 @@ enum { OTHER, MODEL, LOOKUP };
 INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
-/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c and short_conv.c add to the module. */
+/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c, short_conv.c and attention.c add to the module. */
 HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
-    head_methods[], delta_methods[], conv_methods[];
+    head_methods[], delta_methods[], conv_methods[], attention_methods[];
