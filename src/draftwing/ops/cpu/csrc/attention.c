@@ -1,269 +1,613 @@
 /* Attention over the pool, for trees and chunks.
 
    Queries come in spans: a row's tree, or a chunk. A query sees `count` keys in position order: the page table's
-   entries [0, prefix), then those of its path (trees), or the positions up to its own (chunks). Keys go in blocks of
-   16 absolute positions. A tile of a span's queries shares the blocks that look the same to all of them: the whole
-   ones before a tree, all of a chunk's. With a window a query's first key is low, and of the block that it lies in
-   those before have weight 0. */
+   entries [0, prefix), then those of its path (trees), or the positions up to its own (chunks). With a window its first
+   key is `low`.
+
+   A query's bits follow from its own keys and their positions. A score is summed in the order of head_dim. Positions go
+   in chunks of CHUNK: each has a maximum of its own, weights exp2(score - maximum), the sum of these over 16 lanes, and
+   the sums of the values in the order of positions, all with products that are fused with the sums. What the chunks
+   have is joined in their order. So neither vectors nor threads, nor the queries that share a tile, change anything.
+
+   A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
+   over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
+   chunks of a tile. Where a tile is one unit it is joined as it goes; else its chunks are stored, and the thread that
+   ends the last unit joins them. */
 
 #include "cpu.h"
 
-#define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys or values */
-/* Sums that registers have room for: of keys, and parts of each of four rows. */
-#define KEYS (PART == 16 ? 16 : 8)
-#define PARTS (PART == 16 ? 4 : 2)
-#define TILE_ROWS 32 /* query heads that share what is staged of a block of keys */
+#define CHUNK 256      /* positions that have one maximum */
+#define BLOCK 64       /* keys that are turned together */
+#define TILE_ROWS 96   /* query heads of a tile, unless one query has more */
+#define FEW_ROWS 12    /* a tile has so many at least where units are too few */
+#define TALL 6         /* rows whose sums registers have room for */
+#define UNITS 4        /* of a thread, so that all end at about the same time */
+#define TICKETS 1024   /* tiles that may be several units */
+#define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
+#define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
+#define NONE (-INFINITY)
 
-#define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-/* The sums of 16 vectors, in their order. Each is summed in the order of `sum_lanes`: its upper half to the lower one,
-   and so on. */
+/* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. */
 #if PART == 16
-INLINE void sums16(const float (*v)[LANES], float *to) {
-    pf a[8], b[4], c[2], d;
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
-        const pf x = part_at(v[j]), y = part_at(v[j + 8]);
-        a[j] = FOLD(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               FOLD(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
-        b[j] = FOLD(a[j], a[j + 4], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               FOLD(a[j], a[j + 4], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++)
-        c[j] = FOLD(b[j], b[j + 2], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-               FOLD(b[j], b[j + 2], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    d = FOLD(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-        FOLD(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    d = FOLD(d, d, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
-    memcpy(to, &d, sizeof d);
-}
+#define SCORE_PARTS(rows) 4
+#define VALUE_PARTS(rows) 4
 #elif PART == 8
-INLINE void sums16(const float (*v)[LANES], float *to) {
-    pf a[16], b[8], c[4], d[2];
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; j++) a[j] = part_at(v[j]) + part_at(v[j] + 8);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++)
-        b[j] = FOLD(a[j], a[j + 8], 0, 1, 2, 3, 8, 9, 10, 11) + FOLD(a[j], a[j + 8], 4, 5, 6, 7, 12, 13, 14, 15);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
-        c[j] = FOLD(b[j], b[j + 4], 0, 1, 8, 9, 4, 5, 12, 13) + FOLD(b[j], b[j + 4], 2, 3, 10, 11, 6, 7, 14, 15);
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++)
-        d[j] = FOLD(c[j], c[j + 2], 0, 2, 8, 10, 4, 6, 12, 14) + FOLD(c[j], c[j + 2], 1, 3, 9, 11, 5, 7, 13, 15);
-    const pf low = FOLD(d[0], d[1], 0, 8, 2, 10, 1, 9, 3, 11), high = FOLD(d[0], d[1], 4, 12, 6, 14, 5, 13, 7, 15);
-    memcpy(to, &low, sizeof low);
-    memcpy(to + 8, &high, sizeof high);
-}
+#define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
+#define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
 #else
-INLINE void sums16(const float (*v)[LANES], float *to) {
-    pf a[16], b[8];
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; j++)
-        a[j] = (part_at(v[j]) + part_at(v[j] + 8)) + (part_at(v[j] + 4) + part_at(v[j] + 12));
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) b[j] = FOLD(a[j], a[j + 8], 0, 1, 4, 5) + FOLD(a[j], a[j + 8], 2, 3, 6, 7);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        const pf c = FOLD(b[j], b[j + 4], 0, 2, 4, 6) + FOLD(b[j], b[j + 4], 1, 3, 5, 7);
-        to[j] = c[0], to[j + 8] = c[1], to[j + 4] = c[2], to[j + 12] = c[3];
-    }
-}
+#define SCORE_PARTS(rows) ((rows) <= 3 ? 8 : 4)
+#define VALUE_PARTS(rows) 4
 #endif
 
-/* The keys (values: which = 1) of 16 places from `first` on, as floats [16][padded]; zeros from `end` on. */
-INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
-                     int64_t first, int64_t end, int64_t head, int which, const int half) {
-    const int64_t dim = a->dim, width = half ? 2 : 4;
-    for (int64_t j = first; j < first + LANES; j++, to += a->padded) {
-        if (j + LANES < prefix) { /* slots lie anywhere: no hardware foresees the next block's; values follow keys */
-            const int64_t at = ((table[j + LANES] * a->kv_heads + head) * 2 + which) * dim;
-            const char *ahead = (const char *)a->kv + at * width;
-            for (int64_t c = 0; c < (2 - which) * dim * width; c += 64) __builtin_prefetch(ahead + c);
+INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* What chunks of a tile come to: of each row its maximum (-inf: it has no key there), the sum of its weights, and of
+   its values. */
+typedef struct {
+    float *tops, *sums, *values; /* [rows, up to 16s], the same, [rows, padded] */
+} Parts;
+
+typedef struct {
+    const Attention *a;
+    const int64_t *table, *path; /* path: of the first query; NULL: all keys come by the table */
+    int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
+    int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
+    int64_t *counts, *lows;                    /* of rows */
+    float *q, *keys, *staged, *scores, *beside; /* beside: scores of a tree's nodes, [rows, BLOCK] */
+    const char **at, **here;                    /* keys of a chunk, of a block */
+    float *keep, *join;                         /* of rows: factors of two parts that are joined */
+    Parts whole, part;
+} Tile;
+
+/* -- sizes and shares ---------------------------------------------------------------------------------------------- */
+
+INLINE int64_t group_of(const Attention *a) { return a->heads / a->kv_heads; }
+INLINE int64_t rows_of(const Attention *a) { return most(TILE_ROWS / group_of(a), 1) * group_of(a); }
+INLINE int64_t parts_size(int64_t rows, int64_t padded) { return 2 * round_up(rows, LANES) + rows * padded; }
+static float *parts_at(Parts *p, float *memory, int64_t rows, int64_t padded) {
+    const int64_t aligned = round_up(rows, LANES);
+    *p = (Parts){memory, memory + aligned, memory + 2 * aligned};
+    return p->values + rows * padded;
+}
+/* Lays out what a thread computes on its way. Returns its end. */
+static float *scratch_of(Tile *t, const Attention *a, float *memory) {
+    const int64_t rows = rows_of(a), aligned = round_up(rows, LANES), padded = a->padded;
+    t->at = (const char **)memory;
+    t->here = t->at + CHUNK + LANES;
+    t->counts = (int64_t *)(t->here + CHUNK + LANES);
+    t->lows = t->counts + aligned;
+    t->keep = (float *)(t->lows + aligned);
+    t->join = t->keep + aligned;
+    t->q = t->join + aligned;
+    t->keys = t->q + rows * padded;
+    t->staged = t->keys + BLOCK * padded;
+    t->scores = t->staged + BLOCK * padded;
+    t->beside = t->scores + rows * LD;
+    return parts_at(&t->part, parts_at(&t->whole, t->beside + rows * BLOCK, rows, padded), rows, padded);
+}
+static int64_t thread_floats(const Attention *a) {
+    Tile t;
+    return round_up(scratch_of(&t, a, NULL) - (float *)NULL, LANES);
+}
+
+/* Of all the call's work: queries of a tile, tiles of the longest span, chunks of a unit, floats of a chunk's parts. */
+typedef struct {
+    int64_t tile, tiles, per, size;
+} Plan;
+/* Tile `tile` of a span: its queries and chunks. There may be none. */
+typedef struct {
+    int64_t offset, first, queries, from, end; /* first: query of the span whose first one is `offset`; chunks */
+} Reach;
+static Reach reach_of(const Attention *a, const Plan *p, int64_t span, int64_t tile) {
+    const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
+    Reach r = {.first = tile * p->tile};
+    r.offset = spans ? spans[1] : a->starts ? a->starts[span] : span * a->nodes;
+    const int64_t length = spans ? spans[3] : a->starts ? a->starts[span + 1] - r.offset : a->nodes;
+    r.queries = least(length - r.first, p->tile);
+    if (r.queries <= 0) return (Reach){0};
+    const int64_t fewest = (spans ? spans[2] + r.first : a->prefix[span]) + 1; /* keys of a query, at least */
+    const int64_t last = spans ? fewest + r.queries - 1 : fewest + a->depth - 1;
+    r.from = a->window ? most(fewest - a->window, 0) / CHUNK : 0;
+    r.end = (last + CHUNK - 1) / CHUNK;
+    return r;
+}
+
+/* Goes through tiles, the longest of chunks first, and numbers their units. */
+typedef struct {
+    Plan plan;
+    int64_t tile, unit, units; /* tile: of all, counted from the last; its first unit, and how many it has */
+    int64_t span, head, split, stored; /* tiles before it of several units, and chunks of these */
+    Reach reach;
+} Cursor;
+static int next_tile(const Attention *a, Cursor *c) {
+    if (c->units > 1) c->split++, c->stored += c->reach.end - c->reach.from;
+    c->unit += c->units;
+    if (++c->tile >= a->count * c->plan.tiles * a->kv_heads) return 0;
+    const int64_t from_first = a->count * c->plan.tiles * a->kv_heads - 1 - c->tile;
+    c->head = from_first % a->kv_heads;
+    c->span = from_first / a->kv_heads / c->plan.tiles;
+    c->reach = reach_of(a, &c->plan, c->span, from_first / a->kv_heads % c->plan.tiles);
+    c->units = (c->reach.end - c->reach.from + c->plan.per - 1) / c->plan.per;
+    return 1;
+}
+static Cursor cursor_of(Plan plan) { return (Cursor){.plan = plan, .tile = -1}; }
+
+static int64_t chunks_of(const Attention *a, const Plan *p) {
+    int64_t chunks = 0;
+    for (int64_t span = 0; span < a->count; span++)
+        for (int64_t tile = 0; tile < p->tiles; tile++) {
+            const Reach r = reach_of(a, p, span, tile);
+            chunks += r.end - r.from;
         }
-        if (j >= end) {
-            memset(to, 0, (size_t)a->padded * 4);
-            continue;
-        }
-        const int64_t slot = table[j < prefix ? j : prefix + path[j - prefix]];
-        const int64_t at = ((slot * a->kv_heads + head) * 2 + which) * dim;
-        to_floats(to, (const char *)a->kv + at * width, dim, half);
-        for (int64_t c = dim; c < a->padded; c++) to[c] = 0;
+    return chunks * a->kv_heads;
+}
+/* Tiles are large, for they share keys, and as many units as all threads like to have; no bit follows from either. */
+static Plan plan_of(const Attention *a) {
+    const int64_t wanted = a->threads > 1 ? UNITS * a->threads : 1, group = group_of(a);
+    Plan p = {.tile = rows_of(a) / group};
+    int64_t chunks;
+    while (1) {
+        p.tiles = (a->nodes + p.tile - 1) / p.tile;
+        p.tile = (a->nodes + p.tiles - 1) / p.tiles; /* all alike */
+        chunks = chunks_of(a, &p);
+        if (chunks >= wanted || p.tile * group <= FEW_ROWS || p.tile == 1) break;
+        p.tile = (p.tile + 1) / 2;
+    }
+    p.size = parts_size(p.tile * group, a->padded);
+    p.per = most((chunks + wanted - 1) / wanted, 1);
+    while (1) { /* until what is split has room */
+        Cursor c = cursor_of(p);
+        while (next_tile(a, &c)) {}
+        if (c.split <= TICKETS && c.stored * p.size <= a->stored_size) return p;
+        p.per *= 2;
     }
 }
-static void stage(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
-                  int64_t first, int64_t end, int64_t head, int which) {
-    if (a->kv_half) stage_of(a, to, table, prefix, path, first, end, head, which, 1);
-    else stage_of(a, to, table, prefix, path, first, end, head, which, 0);
-}
 
-/* scores[16] = q . keys: sums of 16 lanes each, KEYS at a time, and of those the sums. */
-INLINE void score_sized(const float *q, const float *keys, const int64_t padded, float *scores) {
-    float lanes[LANES][LANES];
-    for (int first = 0; first < LANES; first += KEYS)
-        for (int part = 0; part < LANES; part += PART) {
-            pf sum[KEYS];
-            for (int j = 0; j < KEYS; j++) sum[j] = (pf){0};
-            for (int64_t c = part; c < padded; c += LANES) {
-                const pf x = part_at(q + c);
-                for (int j = 0; j < KEYS; j++) sum[j] += x * part_at(keys + (first + j) * padded + c);
-            }
-            for (int j = 0; j < KEYS; j++) memcpy(lanes[first + j] + part, sum + j, sizeof sum[j]);
+/* -- scores -------------------------------------------------------------------------------------------------------- */
+
+#if PART == 16
+#define ZIP(a, b, from) \
+    __builtin_shufflevector(a, b, from, 16 + from, 1 + from, 17 + from, 4 + from, 20 + from, 5 + from, 21 + from, \
+                            8 + from, 24 + from, 9 + from, 25 + from, 12 + from, 28 + from, 13 + from, 29 + from)
+#define PAIRS(a, b, from) \
+    __builtin_shufflevector(a, b, from, 1 + from, 16 + from, 17 + from, 4 + from, 5 + from, 20 + from, 21 + from, \
+                            8 + from, 9 + from, 24 + from, 25 + from, 12 + from, 13 + from, 28 + from, 29 + from)
+#elif PART == 8
+#define ZIP(a, b, from) \
+    __builtin_shufflevector(a, b, from, 8 + from, 1 + from, 9 + from, 4 + from, 12 + from, 5 + from, 13 + from)
+#define PAIRS(a, b, from) \
+    __builtin_shufflevector(a, b, from, 1 + from, 8 + from, 9 + from, 4 + from, 5 + from, 12 + from, 13 + from)
+#else
+#define ZIP(a, b, from) __builtin_shufflevector(a, b, from, 4 + from, 1 + from, 5 + from)
+#define PAIRS(a, b, from) __builtin_shufflevector(a, b, from, 1 + from, 4 + from, 5 + from)
+#endif
+
+/* 16 bytes of every fourth key, from `at` on. */
+INLINE pu fourths(const char *const *at, int64_t byte) {
+#if PART == 16
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(at[0] + byte)));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[4] + byte)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[8] + byte)), 2);
+    return (pu)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[12] + byte)), 3);
+#elif PART == 8 && defined(__AVX2__)
+    const __m256i v = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(at[0] + byte)));
+    return (pu)_mm256_inserti128_si256(v, _mm_loadu_si128((const __m128i *)(at[4] + byte)), 1);
+#else
+    pu v;
+    memcpy(&v, at[0] + byte, sizeof v);
+    return v;
+#endif
+}
+INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
+
+/* to[c][j] = element c of key j: PART keys, 16 bytes of each at a time. */
+INLINE void turn(float *to, const char *const *at, int64_t bytes, const int half) {
+    for (int64_t byte = 0; byte < bytes; byte += 16) {
+        pu four[4], pairs[4], turned[4];
+        for (int i = 0; i < 4; i++) four[i] = fourths(at + i, byte);
+        pairs[0] = ZIP(four[0], four[1], 0), pairs[1] = ZIP(four[0], four[1], 2);
+        pairs[2] = ZIP(four[2], four[3], 0), pairs[3] = ZIP(four[2], four[3], 2);
+        turned[0] = PAIRS(pairs[0], pairs[2], 0), turned[1] = PAIRS(pairs[0], pairs[2], 2);
+        turned[2] = PAIRS(pairs[1], pairs[3], 0), turned[3] = PAIRS(pairs[1], pairs[3], 2);
+        for (int i = 0; i < 4; i++) {
+            if (half) {
+                put(to, turned[i] << 16);
+                put(to + BLOCK, turned[i] & 0xffff0000u);
+            } else put(to, turned[i]);
+            to += half ? 2 * BLOCK : BLOCK;
         }
-    sums16(lanes, scores);
-}
-static void score_block(const float *q, const float *keys, int64_t padded, float *scores) {
-    if (padded == 64) score_sized(q, keys, 64, scores); /* constant strides: half the time */
-    else if (padded == 128) score_sized(q, keys, 128, scores);
-    else score_sized(q, keys, padded, scores);
+    }
 }
 
-/* acc[r] += weights[r][j] * values[j], one j after the other: `rows` rows, `parts` parts of each. */
-INLINE void value_part(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded, int64_t count,
+INLINE void bring(const char *at, int64_t bytes) {
+    for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(at + c, 0, 2);
+}
+INLINE int64_t row_bytes(const Attention *a) { return a->dim * (a->kv_half ? 2 : 4); }
+
+/* Turns `count` keys; there are more addresses, up to 16s. Their values are read next, and the keys of `after`. */
+static void stage_keys(const Tile *t, const char *const *at, int64_t count, const char *const *after, int64_t more) {
+    const int64_t bytes = row_bytes(t->a);
+    for (int64_t j = 0; j < count; j += PART) {
+        for (int64_t i = j; i < least(j + PART, count); i++) {
+            bring(at[i] + bytes, bytes);
+            if (i < more) bring(after[i], bytes);
+        }
+        if (t->a->kv_half) turn(t->keys + j, at + j, bytes, 1);
+        else turn(t->keys + j, at + j, bytes, 0);
+    }
+}
+
+/* scores[r][j] = q[r] . key j: `rows` rows, `parts` registers of keys. */
+INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_t dim, float *scores, int64_t ld,
                        const int rows, const int parts) {
-    pf sum[4][4];
+    pf sum[TALL][8];
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < parts; c++) sum[r][c] = part_at(acc + r * padded + c * PART);
-    for (int64_t j = 0; j < count; j++)
-        for (int c = 0; c < parts; c++) {
-            const pf value = part_at(values + j * padded + c * PART);
-            for (int r = 0; r < rows; r++) sum[r][c] += (weights[r * ld + j] - (pf){0}) * value;
+#pragma GCC unroll 8
+        for (int c = 0; c < parts; c++) sum[r][c] = (pf){0};
+    for (int64_t i = 0; i < dim; i++) {
+        pf key[8];
+#pragma GCC unroll 8
+        for (int c = 0; c < parts; c++) key[c] = part_at(keys + i * BLOCK + c * PART);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const pf x = q[r * padded + i] - (pf){0};
+#pragma GCC unroll 8
+            for (int c = 0; c < parts; c++) sum[r][c] = fused(x, key[c], sum[r][c]);
         }
+    }
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < parts; c++) memcpy(acc + r * padded + c * PART, &sum[r][c], sizeof sum[r][c]);
+#pragma GCC unroll 8
+        for (int c = 0; c < parts; c++) memcpy(scores + r * ld + c * PART, &sum[r][c], sizeof sum[r][c]);
 }
-INLINE void value_rows(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded, int64_t count,
-                       const int rows) {
-    int64_t c = 0;
-    for (; c + PARTS * PART <= padded; c += PARTS * PART)
-        value_part(acc + c, weights, ld, values + c, padded, count, rows, PARTS);
-    for (; c < padded; c += PART) value_part(acc + c, weights, ld, values + c, padded, count, rows, 1);
+/* Of `count` keys, up to whole registers, perhaps several. */
+INLINE void score_rows(const float *q, int64_t padded, const float *keys, int64_t dim, float *scores, int64_t ld,
+                       int64_t count, const int rows) {
+    int64_t j = 0;
+    for (; count - j > LANES; j += SCORE_PARTS(rows) * PART)
+        score_part(q, padded, keys + j, dim, scores + j, ld, rows, SCORE_PARTS(rows));
+    for (; j < count; j += LANES) score_part(q, padded, keys + j, dim, scores + j, ld, rows, REGISTERS);
 }
-static void value_block(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded,
-                        int64_t count, int64_t rows) {
-    for (; rows >= 4; rows -= 4, acc += 4 * padded, weights += 4 * ld)
-        value_rows(acc, weights, ld, values, padded, count, 4);
-    if (rows == 3) value_rows(acc, weights, ld, values, padded, count, 3);
-    if (rows == 2) value_rows(acc, weights, ld, values, padded, count, 2);
-    if (rows == 1) value_rows(acc, weights, ld, values, padded, count, 1);
+static void score_block(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
+    const int64_t padded = t->a->padded, dim = t->a->dim, turns = (end - from + TALL - 1) / TALL;
+    for (int64_t turn = 0, r = from; turn < turns; turn++) {
+        const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
+        const float *q = t->q + r * padded;
+        float *to = scores + r * ld;
+        if (rows == 6) score_rows(q, padded, t->keys, dim, to, ld, count, 6);
+        else if (rows == 5) score_rows(q, padded, t->keys, dim, to, ld, count, 5);
+        else if (rows == 4) score_rows(q, padded, t->keys, dim, to, ld, count, 4);
+        else if (rows == 3) score_rows(q, padded, t->keys, dim, to, ld, count, 3);
+        else if (rows == 2) score_rows(q, padded, t->keys, dim, to, ld, count, 2);
+        else score_rows(q, padded, t->keys, dim, to, ld, count, 1);
+        r += rows;
+    }
 }
 
-/* Scores to weights exp2(score - max) of keys [low, count), and their sum: 16 lanes, each in position order, and then
-   the sink's, a score without a key (or NULL). */
-static float softmax(float *s, int64_t low, int64_t count, const float *sink) {
-    const int64_t from = low / LANES * LANES, last = (count - 1) / LANES * LANES;
-    for (int64_t j = from; j < low; j++) s[j] = -INFINITY;
-    for (int64_t j = count; j < last + LANES; j++) s[j] = -INFINITY;
-    const float joins = sink ? *sink * 1.44269504f : -INFINITY;
-    vf most = loadf(s + from), sum = {0};
-    for (int64_t j = from + LANES; j <= last; j += LANES) {
-        most = larger(loadf(s + j), most);
+/* Where the key of a page table's entry is. */
+INLINE const char *key_at(const Tile *t, int64_t entry) {
+    const Attention *a = t->a;
+    return (const char *)a->kv + (t->table[entry] * a->kv_heads + t->head) * 2 * row_bytes(a);
+}
+static const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
+
+/* Addresses of keys [from, end) of one or all queries, and more of the last, up to 16s. */
+static void addresses(const Tile *t, const char **to, int64_t from, int64_t end, const int64_t *path) {
+    for (int64_t j = from; j < end; j++) *to++ = key_at(t, j < t->prefix || !path ? j : t->prefix + path[j - t->prefix]);
+    for (int64_t j = end; j % LANES; j++, to++) to[0] = to[-1];
+}
+
+/* Scores of a tree's nodes for all its queries, and from these each query's path. */
+static void score_paths(const Tile *t, int64_t from, int64_t end) {
+    int64_t first = INT64_MAX, last = -1;
+    for (int64_t i = 0; i < t->queries; i++)
+        for (int64_t p = most(t->prefix, from); p < least(t->counts[i * t->group], end); p++) {
+            const int64_t entry = path_of(t, i)[p - t->prefix];
+            first = least(first, entry), last = most(last, entry);
+        }
+    for (int64_t block = first; block <= last; block += BLOCK) {
+        const int64_t count = least(last + 1 - block, BLOCK);
+        for (int64_t j = 0; j < round_up(count, LANES); j++) t->here[j] = key_at(t, t->prefix + block + least(j, count - 1));
+        stage_keys(t, t->here, count, NULL, 0);
+        score_block(t, 0, t->rows, t->beside, BLOCK, count);
+        for (int64_t r = 0; r < t->rows; r++)
+            for (int64_t p = most(t->prefix, from); p < least(t->counts[r], end); p++) {
+                const int64_t entry = path_of(t, r / t->group)[p - t->prefix] - block;
+                if (entry >= 0 && entry < BLOCK) t->scores[r * LD + p - from] = t->beside[r * BLOCK + entry];
+            }
     }
-    float max = most[0];
-    for (int l = 1; l < LANES; l++) max = most[l] > max ? most[l] : max;
-    max = joins > max ? joins : max;
+}
+
+/* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. */
+static float softmax(float *s, int64_t low, int64_t count, float *top) {
+    const int64_t from = low / LANES * LANES, last = (count - 1) / LANES * LANES;
+    for (int64_t j = from; j < low; j++) s[j] = NONE;
+    for (int64_t j = count; j < last + LANES; j++) s[j] = NONE;
+    vf greatest = loadf(s + from), sum = {0};
+    for (int64_t j = from + LANES; j <= last; j += LANES) greatest = larger(loadf(s + j), greatest);
+    float max = greatest[0];
+    for (int l = 1; l < LANES; l++) max = greatest[l] > max ? greatest[l] : max;
     for (int64_t j = from; j <= last; j += LANES) {
-        vf x = exp2_16(loadf(s + j) - splat(max));
+        const vf x = exp2_16(loadf(s + j) - splat(max));
         sum += x;
         storef(s + j, x);
     }
-    const vf weight = exp2_16(splat(joins) - splat(max));
-    return sum_lanes(sum) + weight[0];
+    *top = max;
+    return sum_lanes(sum);
 }
 
-void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) {
-    const int64_t head = item % a->kv_heads, tile = item / a->kv_heads % a->tiles;
-    const int64_t span = item / a->kv_heads / a->tiles, group = a->heads / a->kv_heads, padded = a->padded;
-    const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
-    const int64_t row = spans ? spans[0] : span;
-    const int64_t offset = spans ? spans[1] : a->starts ? a->starts[span] : span * a->nodes, first = tile * a->tile;
-    const int64_t length = spans ? spans[3] : a->starts ? a->starts[span + 1] - offset : a->nodes;
-    const int64_t n = length - first < a->tile ? length - first : a->tile;
-    if (n <= 0) return;
-    const int64_t *table = a->table + a->rows[row] * a->table_stride, *path = NULL;
-    const int64_t prefix = spans ? spans[2] + first + n : a->prefix[row];
-    const int64_t shared = spans ? (prefix + LANES - 1) / LANES : prefix / LANES, ld = a->keys;
-    float *q = scratch, *acc = q + n * group * padded, *staged = acc + n * group * padded;
-    float *scores = staged + LANES * padded;
-    int64_t counts[TILE_ROWS], lows[TILE_ROWS], lowest = INT64_MAX;
+/* -- values -------------------------------------------------------------------------------------------------------- */
+
+INLINE pf elements(const char *row, int64_t c, const int half) {
+    if (!half) return part_at((const float *)row + c);
+    ph some;
+    memcpy(&some, row + 2 * c, sizeof some);
+    return (pf)(wider(some) << 16);
+}
+/* to[r] += weights[r][j] * value j for j in [from, end), one after the other: `rows` rows, `parts` registers of each. */
+INLINE void value_part(float *to, int64_t padded, const float *weights, const char *const *at, int64_t from, int64_t end,
+                       int64_t c, int64_t byte, const int half, const int rows, const int parts) {
+    pf sum[TALL][4];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) sum[r][i] = part_at(to + r * padded + c + i * PART);
+    for (int64_t j = from; j < end; j++) {
+        pf value[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) value[i] = elements(at[j] + byte, c + i * PART, half);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const pf x = weights[r * LD + j] - (pf){0};
+#pragma GCC unroll 4
+            for (int i = 0; i < parts; i++) sum[r][i] = fused(x, value[i], sum[r][i]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) memcpy(to + r * padded + c + i * PART, &sum[r][i], sizeof sum[r][i]);
+}
+INLINE void value_rows(float *to, int64_t padded, const float *weights, const char *const *at, int64_t from, int64_t end,
+                       int64_t byte, const int half, const int rows) {
+    int64_t c = 0;
+    for (; c + VALUE_PARTS(rows) * PART <= padded; c += VALUE_PARTS(rows) * PART)
+        value_part(to, padded, weights, at, from, end, c, byte, half, rows, VALUE_PARTS(rows));
+    for (; c < padded; c += PART) value_part(to, padded, weights, at, from, end, c, byte, half, rows, 1);
+}
+static void value_sized(float *to, int64_t padded, const float *weights, const char *const *at, int64_t from, int64_t end,
+                        int64_t byte, int half, int64_t rows) {
+#define CASE(n) \
+    if (rows == n && half) value_rows(to, padded, weights, at, from, end, byte, 1, n); \
+    else if (rows == n) value_rows(to, padded, weights, at, from, end, byte, 0, n);
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+}
+
+/* Where values are: in the pool, behind their keys, or staged as floats. */
+typedef struct {
+    const char *const *at;
+    int64_t byte;
+    int half;
+} Values;
+/* Values of keys [from, end) for rows [r, r + rows); weights and addresses start at `chunk`. Of a few queries next to
+   each other most keys are seen by all; the others are each one's own, for a weight of 0 would not keep out a NaN. */
+static void value_turn(const Tile *t, Values v, int64_t chunk, int64_t from, int64_t end, int64_t r, int64_t rows) {
+    const int64_t padded = t->a->padded;
+    float *to = t->part.values + r * padded;
+    const float *weights = t->scores + r * LD;
+    int64_t low = from, high = end;
+    for (int64_t i = r; i < r + rows; i++) low = most(low, t->lows[i]), high = least(high, t->counts[i]);
+    if (high < low) high = low;
+    for (int64_t i = r; i < r + rows; i++) {
+        const int64_t first = most(from, t->lows[i]) - chunk, last = least(least(low, t->counts[i]), end) - chunk;
+        if (first < last)
+            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v.at, first, last, v.byte, v.half, 1);
+    }
+    if (low < high) value_sized(to, padded, weights, v.at, low - chunk, high - chunk, v.byte, v.half, rows);
+    for (int64_t i = r; i < r + rows; i++) {
+        const int64_t first = most(high, t->lows[i]) - chunk, last = least(t->counts[i], end) - chunk;
+        if (first < last)
+            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v.at, first, last, v.byte, v.half, 1);
+    }
+}
+/* For rows [r, last), of keys whose addresses are `at` from position `from` on. Many rows read them as floats that lie
+   together. */
+static void add_values(const Tile *t, const char *const *at, int64_t chunk, int64_t from, int64_t end, int64_t r,
+                       int64_t last) {
+    const Attention *a = t->a;
+    const int64_t bytes = row_bytes(a), turns = (last - r + TALL - 1) / TALL;
+    const int stage = turns > 1 || a->dim % LANES;
+    for (int64_t block = from, next; block < end; block = next) {
+        next = stage ? least(block + BLOCK, end) : end;
+        Values v = {at, bytes, (int)a->kv_half};
+        for (int64_t j = block; j < next && stage; j++) {
+            float *row = t->staged + (j - block) * a->padded;
+            to_floats(row, at[j - chunk] + bytes, a->dim, (int)a->kv_half);
+            for (int64_t c = a->dim; c < a->padded; c++) row[c] = 0;
+            t->here[j - chunk] = (const char *)row;
+        }
+        if (stage) v = (Values){t->here, 0, 0};
+        for (int64_t turn = 0, at_row = r; turn < turns; turn++) {
+            const int64_t rows = (last - at_row + turns - turn - 1) / (turns - turn);
+            value_turn(t, v, chunk, block, next, at_row, rows);
+            at_row += rows;
+        }
+    }
+}
+
+/* -- chunks and tiles ---------------------------------------------------------------------------------------------- */
+
+/* Chunk `number` of the tile to `part`; `more`: it goes on with the next. */
+static void run_chunk(const Tile *t, int64_t number, Ahead *next) {
+    const Attention *a = t->a;
+    const int64_t from = number * CHUNK, end = least(from + CHUNK, t->end), alike = t->queries == 1 ? end : least(end, t->prefix);
+    const Parts *part = &t->part;
+    if (alike > from) addresses(t, t->at, from, alike, t->path);
+    for (int64_t block = from; block < alike; block += BLOCK) {
+        const int64_t count = least(alike - block, BLOCK);
+        const char *const *here = t->at + (block - from);
+        int64_t first = 0, last = t->rows; /* rows that see some of it */
+        while (first < last && (t->counts[first] <= block || t->lows[first] >= block + count)) first++;
+        while (last > first && (t->counts[last - 1] <= block || t->lows[last - 1] >= block + count)) last--;
+        if (first == last) continue;
+        stage_keys(t, here, count, here + BLOCK, alike - block - BLOCK);
+        fetch(next, BLOCK_LINES);
+        score_block(t, first, last, t->scores + (block - from), LD, count);
+    }
+    if (end > alike) score_paths(t, from, end);
+    memset(part->values, 0, (size_t)(t->rows * a->padded) * 4);
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t low = most(t->lows[r], from), count = least(t->counts[r], end);
+        part->tops[r] = NONE, part->sums[r] = 0;
+        if (low < count) part->sums[r] = softmax(t->scores + r * LD, low - from, count - from, part->tops + r);
+    }
+    if (alike > from) add_values(t, t->at, from, from, alike, 0, t->rows);
+    for (int64_t i = 0; i < t->queries && end > alike; i++) {
+        const int64_t first = most(from, t->prefix), last = least(t->counts[i * t->group], end);
+        if (first >= last) continue;
+        addresses(t, t->at + (first - from), first, last, path_of(t, i));
+        add_values(t, t->at, from, first, last, i * t->group, (i + 1) * t->group);
+    }
+}
+
+/* Joins what a chunk has to the chunks before it. */
+static void join_parts(const Tile *t, const Parts *whole, const Parts *part) {
+    const int64_t padded = t->a->padded;
+    for (int64_t r = 0; r < t->rows; r += LANES) {
+        const vf before = loadf(whole->tops + r), own = loadf(part->tops + r), top = larger(own, before);
+        const vi some = above(own, splat(NONE));
+        const vf keep = select_f(some, exp2_16(before - top), splat(1.0f));
+        const vf join = select_f(some, exp2_16(own - top), splat(0.0f));
+        storef(whole->tops + r, select_f(some, top, before));
+        storef(whole->sums + r, loadf(whole->sums + r) * keep + loadf(part->sums + r) * join);
+        storef(t->keep + r, keep);
+        storef(t->join + r, join);
+    }
+    for (int64_t r = 0; r < t->rows; r++)
+        for (int64_t c = 0; c < padded; c += LANES) {
+            float *to = whole->values + r * padded + c;
+            storef(to, loadf(to) * splat(t->keep[r]) + loadf(part->values + r * padded + c) * splat(t->join[r]));
+        }
+}
+static void begin(const Tile *t) {
+    for (int64_t r = 0; r < t->rows; r += LANES) {
+        storef(t->whole.tops + r, splat(NONE));
+        storef(t->whole.sums + r, splat(0.0f));
+    }
+    memset(t->whole.values, 0, (size_t)(t->rows * t->a->padded) * 4);
+}
+/* The sink joins last, as a key without a value. */
+static void finish(const Tile *t) {
+    const Attention *a = t->a;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t head = t->head * t->group + r % t->group, query = t->query + r / t->group;
+        vf keep = splat(1.0f), sum = splat(t->whole.sums[r]);
+        if (a->sinks) {
+            const vf before = splat(t->whole.tops[r]), own = splat(a->sinks[head] * 1.44269504f);
+            const vf top = larger(own, before);
+            keep = exp2_16(before - top);
+            sum = sum * keep + exp2_16(own - top);
+        }
+        for (int64_t c = 0; c < a->dim; c += LANES)
+            store(a->out, (query * a->heads + head) * a->dim + c, a->dim - c, (int)a->half,
+                  loadf(t->whole.values + r * a->padded + c) * keep / sum);
+    }
+    const int64_t size = t->group * a->dim;
+    for (int64_t i = 0; i < t->queries && a->rounded; i++)
+        round_part(a->rounded, a->out, t->query + i, t->head * size, (t->head + 1) * size, a->half);
+}
+
+/* The cursor's tile, over scratch of this thread. */
+static void prepare(Tile *t, const Attention *a, const Cursor *c) {
+    const Reach *reach = &c->reach;
+    const int64_t *spans = a->spans ? a->spans + 4 * c->span : NULL;
     const float scale = 1.44269504f / sqrtf((float)(a->scalar ? a->scalar : a->dim)); /* for exp2 */
-    for (int64_t i = 0; i < n; i++) {
-        counts[i] = spans ? spans[2] + first + i + 1 : prefix + a->path_len[offset + first + i];
-        lows[i] = a->window && counts[i] > a->window ? counts[i] - a->window : 0;
-        lowest = lows[i] < lowest ? lows[i] : lowest;
-        for (int64_t g = 0; g < group; g++)
-            for (int64_t c = 0; c < padded; c += LANES) {
-                const int64_t at = (offset + first + i) * a->q_stride + (head * group + g) * a->dim + c;
-                storef(q + (i * group + g) * padded + c, load(a->q, at, a->dim - c, (int)a->half) * scale);
-            }
+    t->head = c->head;
+    t->group = group_of(a);
+    t->queries = reach->queries;
+    t->rows = t->queries * t->group;
+    t->query = reach->offset + reach->first;
+    t->table = a->table + a->rows[spans ? spans[0] : c->span] * a->table_stride;
+    t->path = spans ? NULL : a->path + t->query * a->depth;
+    t->prefix = spans ? spans[2] + reach->first + t->queries : a->prefix[c->span];
+    t->end = 0;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t i = r / t->group, head = t->head * t->group + r % t->group;
+        const int64_t count = spans ? spans[2] + reach->first + i + 1 : t->prefix + a->path_len[t->query + i];
+        t->counts[r] = count;
+        t->lows[r] = a->window && count > a->window ? count - a->window : 0;
+        t->end = most(t->end, count);
+        for (int64_t c = 0; c < a->padded; c += LANES)
+            storef(t->q + r * a->padded + c,
+                   load(a->q, (t->query + i) * a->q_stride + head * a->dim + c, a->dim - c, (int)a->half) * scale);
     }
-    memset(acc, 0, (size_t)(n * group * padded) * 4);
-    for (int which = 0; which < 2; which++) { /* 0: scores from the keys, 1: sums of the values */
-        for (int64_t block = lowest / LANES; block < shared; block++) {
-            const int64_t at = block * LANES;
-            stage(a, staged, table, prefix, NULL, at, prefix, head, which);
-            fetch(next, BLOCK_LINES);
-            for (int64_t i = 0; i < n; i++) {
-                const int64_t left = counts[i] - at, mine = i * group;
-                if (left <= 0 || at + LANES <= lows[i]) continue;
-                if (which)
-                    value_block(acc + mine * padded, scores + mine * ld + at, ld, staged, padded,
-                                left < LANES ? left : LANES, group);
-                else
-                    for (int64_t r = mine; r < mine + group; r++)
-                        score_block(q + r * padded, staged, padded, scores + r * ld + at);
-            }
-        }
-        for (int64_t i = 0; i < n && !spans; i++) { /* a tree's last blocks, which differ from node to node */
-            path = a->path + (offset + first + i) * a->depth;
-            const int64_t from = lows[i] / LANES > shared ? lows[i] / LANES : shared;
-            for (int64_t at = from * LANES; at < counts[i]; at += LANES) {
-                const int64_t left = counts[i] - at, mine = i * group;
-                stage(a, staged, table, prefix, path, at, counts[i], head, which);
-                fetch(next, BLOCK_LINES);
-                if (which)
-                    value_block(acc + mine * padded, scores + mine * ld + at, ld, staged, padded,
-                                left < LANES ? left : LANES, group);
-                else
-                    for (int64_t r = mine; r < mine + group; r++)
-                        score_block(q + r * padded, staged, padded, scores + r * ld + at);
-            }
-        }
-        for (int64_t r = 0; r < n * group && !which; r++) /* q is done with: its place takes the sum */
-            q[r * padded] = softmax(scores + r * ld, lows[r / group], counts[r / group],
-                                    a->sinks ? a->sinks + head * group + r % group : NULL);
-    }
-    for (int64_t r = 0; r < n * group; r++)
-        for (int64_t c = 0; c < a->dim; c += LANES) {
-            const int64_t at = ((offset + first + r / group) * a->heads + head * group + r % group) * a->dim + c;
-            store(a->out, at, a->dim - c, (int)a->half, loadf(acc + r * padded + c) / q[r * padded]);
-        }
-    for (int64_t i = 0; i < n && a->rounded; i++)
-        round_part(a->rounded, a->out, offset + first + i, head * group * a->dim, (head + 1) * group * a->dim, a->half);
 }
 
-static void some_tiles(void *data) {
+/* Chunks [from, end) of the cursor's tile, one of its units. */
+static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
+    const int64_t padded = a->padded, size = c->plan.size;
+    float *stored = a->stored + (c->stored - c->reach.from) * size; /* of chunk 0 */
+    prepare(t, a, c);
+    if (c->units == 1) begin(t);
+    for (int64_t chunk = from; chunk < end; chunk++) {
+        Parts own = t->part;
+        if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, padded);
+        run_chunk(t, chunk, next);
+        if (c->units == 1) join_parts(t, &t->whole, &t->part);
+        t->part = own;
+    }
+    if (c->units > 1) {
+        int64_t *ended = a->tickets + c->split;
+        if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return;
+        __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
+        begin(t);
+        for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
+            Parts part;
+            parts_at(&part, stored + chunk * size, t->rows, padded);
+            join_parts(t, &t->whole, &part);
+        }
+    }
+    finish(t);
+}
+
+void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {
+    Cursor c = cursor_of(plan_of(a));
+    Tile t = {.a = a};
+    scratch_of(&t, a, a->scratch + thread * thread_floats(a));
+    next_tile(a, &c);
+    for (int64_t unit; unit = take(taken, 1), 1;) {
+        while (unit >= c.unit + c.units)
+            if (!next_tile(a, &c)) return;
+        const int64_t from = c.reach.from + (unit - c.unit) * c.plan.per;
+        run_unit(&t, a, &c, from, least(from + c.plan.per, c.reach.end), next);
+    }
+}
+
+static void some_units(void *data) {
     Attention *a = data;
-    float *scratch = a->scratch + take(&a->worker, 1) * a->scratch_size;
     Ahead nothing = {0};
-    for (int64_t i; (i = take(&a->next, 1)) < a->items;) /* longest first */
-        attend_item(a, a->items - 1 - i, scratch, &nothing);
+    attend_units(a, &a->next, take(&a->worker, 1), &nothing);
 }
 
-/* -- the module --- */
+/* -- the module ---------------------------------------------------------------------------------------------------- */
 
-/* Scores of a query: full vectors, and one more, for powers of two would have all queries share a few cache lines. */
-INLINE int64_t keys_of(int64_t most) { return (most + LANES - 1) / LANES * LANES + LANES; }
-INLINE int64_t tile_of(int64_t group) { return group < TILE_ROWS ? TILE_ROWS / group : 1; }
+/* Bytes of scratch: tickets, each thread's, and the chunks of tiles that are split. */
+#define MOST_STORED (8 << 20) /* floats */
+static int64_t stored_floats(const Attention *a, int64_t rows, int64_t keys) {
+    const int64_t size = parts_size(rows_of(a), a->padded), tiles = (rows * group_of(a) + rows_of(a) - 1) / rows_of(a);
+    return least(tiles * a->kv_heads * (keys / CHUNK + 2) * size, MOST_STORED);
+}
 
-/* heads, kv_heads, dim, most keys of a query -> floats of scratch that a thread needs */
+/* heads, kv_heads, dim, most keys of a query, queries, threads -> floats of scratch, zeros at first */
 static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[4];
-    if (!numbers(args, given, 4, n)) return NULL;
-    const int64_t padded = (n[2] + LANES - 1) / LANES * LANES, rows = n[0] / n[1] * tile_of(n[0] / n[1]);
-    return PyLong_FromLongLong(rows * (2 * padded + keys_of(n[3])) + LANES * padded);
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    const Attention a = {.heads = n[0], .kv_heads = n[1], .dim = n[2], .padded = round_up(n[2], LANES)};
+    return PyLong_FromLongLong(2 * TICKETS + n[5] * thread_floats(&a) + stored_floats(&a, n[4], n[3]));
 }
 
 Attention attention_of(const int64_t *n) {
@@ -287,18 +631,15 @@ Attention attention_of(const int64_t *n) {
                    .count = n[17],
                    .nodes = n[18],
                    .depth = n[19],
-                   .scratch = POINTER(n[20]),
-                   .scratch_size = n[21],
+                   .tickets = POINTER(n[20]),
                    .threads = n[22],
-                   .window = n[24],
-                   .sinks = POINTER(n[25]),
-                   .scalar = n[26]};
-    a.padded = (a.dim + LANES - 1) / LANES * LANES;
-    a.tile = tile_of(a.heads / a.kv_heads);
-    a.tiles = (a.nodes + a.tile - 1) / a.tile;
-    a.tile = (a.nodes + a.tiles - 1) / a.tiles; /* all alike */
-    a.keys = keys_of(n[23]);
-    a.items = a.count * a.tiles * a.kv_heads;
+                   .window = n[23],
+                   .sinks = POINTER(n[24]),
+                   .scalar = n[25]};
+    a.padded = round_up(a.dim, LANES);
+    a.scratch = (float *)(a.tickets + TICKETS);
+    a.stored = a.scratch + a.threads * thread_floats(&a);
+    a.stored_size = (float *)a.tickets + n[21] - a.stored;
     return a;
 }
 static void attend(Attention *a) {
@@ -306,7 +647,7 @@ static void attend(Attention *a) {
     for (int64_t i = 0; i < a->count; i++)
         pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)
                           : a->nodes * (a->prefix[i] + a->depth / 2);
-    run(some_tiles, a, a->items > 1 ? a->threads : 1, pairs * a->heads * a->padded / 14000);
+    run(some_units, a, a->threads, pairs * a->heads * a->padded / 14000);
 }
 static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[ATTENTION];
