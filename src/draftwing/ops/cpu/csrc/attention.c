@@ -56,7 +56,7 @@ typedef struct {
     int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
     int64_t *counts, *lows;                    /* of rows */
     float *q, *keys, *staged, *scores, *beside; /* beside: scores of a tree's nodes, [rows, BLOCK] */
-    const char **at, **here;                    /* keys of a chunk, of a block */
+    const char **at, **after, **here;           /* keys of a chunk, of the next, of a block */
     float *keep, *join;                         /* of rows: factors of two parts that are joined */
     Parts whole, part;
 } Tile;
@@ -75,7 +75,8 @@ static float *parts_at(Parts *p, float *memory, int64_t rows, int64_t padded) {
 static float *scratch_of(Tile *t, const Attention *a, float *memory) {
     const int64_t rows = rows_of(a), aligned = round_up(rows, LANES), padded = a->padded;
     t->at = (const char **)memory;
-    t->here = t->at + CHUNK + LANES;
+    t->after = t->at + CHUNK + LANES;
+    t->here = t->after + CHUNK + LANES;
     t->counts = (int64_t *)(t->here + CHUNK + LANES);
     t->lows = t->counts + aligned;
     t->keep = (float *)(t->lows + aligned);
@@ -167,57 +168,66 @@ static Plan plan_of(const Attention *a) {
 
 /* -- scores -------------------------------------------------------------------------------------------------------- */
 
+/* Shuffles of two vectors, in each 128 bits: their words one by one, and two by two; of the first half or the second. */
 #if PART == 16
-#define ZIP(a, b, from) \
-    __builtin_shufflevector(a, b, from, 16 + from, 1 + from, 17 + from, 4 + from, 20 + from, 5 + from, 21 + from, \
-                            8 + from, 24 + from, 9 + from, 25 + from, 12 + from, 28 + from, 13 + from, 29 + from)
-#define PAIRS(a, b, from) \
-    __builtin_shufflevector(a, b, from, 1 + from, 16 + from, 17 + from, 4 + from, 5 + from, 20 + from, 21 + from, \
-                            8 + from, 9 + from, 24 + from, 25 + from, 12 + from, 13 + from, 28 + from, 29 + from)
+#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, 8 + l, 12 + i, 12 + j, 12 + k, 12 + l
 #elif PART == 8
-#define ZIP(a, b, from) \
-    __builtin_shufflevector(a, b, from, 8 + from, 1 + from, 9 + from, 4 + from, 12 + from, 5 + from, 13 + from)
-#define PAIRS(a, b, from) \
-    __builtin_shufflevector(a, b, from, 1 + from, 8 + from, 9 + from, 4 + from, 5 + from, 12 + from, 13 + from)
+#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l
 #else
-#define ZIP(a, b, from) __builtin_shufflevector(a, b, from, 4 + from, 1 + from, 5 + from)
-#define PAIRS(a, b, from) __builtin_shufflevector(a, b, from, 1 + from, 4 + from, 5 + from)
+#define EACH_128(i, j, k, l) i, j, k, l
+#endif
+#define ZIP(a, b, half) __builtin_shufflevector(a, b, EACH_128(2 * half, PART + 2 * half, 2 * half + 1, PART + 2 * half + 1))
+#define PAIRS(a, b, half) \
+    __builtin_shufflevector(a, b, EACH_128(2 * half, 2 * half + 1, PART + 2 * half, PART + 2 * half + 1))
+/* Two of the 128 bits of each. */
+#define OF_128(i) 4 * (i), 4 * (i) + 1, 4 * (i) + 2, 4 * (i) + 3
+#if PART == 16
+#define JOINED_128(a, b, i, j) __builtin_shufflevector(a, b, OF_128(i), OF_128(j), OF_128(4 + i), OF_128(4 + j))
+#elif PART == 8
+#define JOINED_128(a, b, i) __builtin_shufflevector(a, b, OF_128(i), OF_128(2 + i))
 #endif
 
-/* 16 bytes of every fourth key, from `at` on. */
-INLINE pu fourths(const char *const *at, int64_t byte) {
+/* to[i] = word i of PART keys, of as many words from `byte` on. Each line of a key is read once: keys often lie so that
+   the first cache has room for a few of them only. */
+INLINE void turn_words(pu *to, const char *const *at, int64_t byte) {
+    pu v[PART], zipped[PART];
+#pragma GCC unroll 16
+    for (int j = 0; j < PART; j++) memcpy(&v[j], at[j] + byte, sizeof v[j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < PART; j += 2) zipped[j] = ZIP(v[j], v[j + 1], 0), zipped[j + 1] = ZIP(v[j], v[j + 1], 1);
+#pragma GCC unroll 4
+    for (int j = 0; j < PART; j += 4) {
+        v[j] = PAIRS(zipped[j], zipped[j + 2], 0), v[j + 1] = PAIRS(zipped[j], zipped[j + 2], 1);
+        v[j + 2] = PAIRS(zipped[j + 1], zipped[j + 3], 0), v[j + 3] = PAIRS(zipped[j + 1], zipped[j + 3], 1);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
 #if PART == 16
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(at[0] + byte)));
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[4] + byte)), 1);
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[8] + byte)), 2);
-    return (pu)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[12] + byte)), 3);
-#elif PART == 8 && defined(__AVX2__)
-    const __m256i v = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(at[0] + byte)));
-    return (pu)_mm256_inserti128_si256(v, _mm_loadu_si128((const __m128i *)(at[4] + byte)), 1);
+        const pu a = JOINED_128(v[i], v[4 + i], 0, 1), b = JOINED_128(v[i], v[4 + i], 2, 3);
+        const pu c = JOINED_128(v[8 + i], v[12 + i], 0, 1), d = JOINED_128(v[8 + i], v[12 + i], 2, 3);
+        to[i] = JOINED_128(a, c, 0, 2), to[4 + i] = JOINED_128(a, c, 1, 3);
+        to[8 + i] = JOINED_128(b, d, 0, 2), to[12 + i] = JOINED_128(b, d, 1, 3);
+#elif PART == 8
+        to[i] = JOINED_128(v[i], v[4 + i], 0), to[4 + i] = JOINED_128(v[i], v[4 + i], 1);
 #else
-    pu v;
-    memcpy(&v, at[0] + byte, sizeof v);
-    return v;
+        to[i] = v[i];
 #endif
+    }
 }
 INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
 
-/* to[c][j] = element c of key j: PART keys, 16 bytes of each at a time. */
-INLINE void turn(float *to, const char *const *at, int64_t bytes, const int half) {
-    for (int64_t byte = 0; byte < bytes; byte += 16) {
-        pu four[4], pairs[4], turned[4];
-        for (int i = 0; i < 4; i++) four[i] = fourths(at + i, byte);
-        pairs[0] = ZIP(four[0], four[1], 0), pairs[1] = ZIP(four[0], four[1], 2);
-        pairs[2] = ZIP(four[2], four[3], 0), pairs[3] = ZIP(four[2], four[3], 2);
-        turned[0] = PAIRS(pairs[0], pairs[2], 0), turned[1] = PAIRS(pairs[0], pairs[2], 2);
-        turned[2] = PAIRS(pairs[1], pairs[3], 0), turned[3] = PAIRS(pairs[1], pairs[3], 2);
-        for (int i = 0; i < 4; i++) {
-            if (half) {
-                put(to, turned[i] << 16);
-                put(to + BLOCK, turned[i] & 0xffff0000u);
-            } else put(to, turned[i]);
-            to += half ? 2 * BLOCK : BLOCK;
-        }
+/* to[c][j] = element c of key j, of PART keys; zeros or anything from head_dim on. */
+INLINE void turn(float *to, const char *const *at, int64_t words, const int half) {
+    for (int64_t first = 0; first < words; first += PART) {
+        pu word[PART];
+        turn_words(word, at, 4 * first);
+#pragma GCC unroll 16
+        for (int i = 0; i < PART; i++)
+            if (i >= words - first) break;
+            else if (half) {
+                put(to + (first + i) * 2 * BLOCK, word[i] << 16);
+                put(to + ((first + i) * 2 + 1) * BLOCK, word[i] & 0xffff0000u);
+            } else put(to + (first + i) * BLOCK, word[i]);
     }
 }
 
@@ -234,8 +244,8 @@ static void stage_keys(const Tile *t, const char *const *at, int64_t count, cons
             bring(at[i] + bytes, bytes);
             if (i < more) bring(after[i], bytes);
         }
-        if (t->a->kv_half) turn(t->keys + j, at + j, bytes, 1);
-        else turn(t->keys + j, at + j, bytes, 0);
+        if (t->a->kv_half) turn(t->keys + j, at + j, (bytes + 3) / 4, 1);
+        else turn(t->keys + j, at + j, bytes / 4, 0);
     }
 }
 
@@ -347,9 +357,16 @@ INLINE pf elements(const char *row, int64_t c, const int half) {
     memcpy(&some, row + 2 * c, sizeof some);
     return (pf)(wider(some) << 16);
 }
+/* Where values are: in the pool, behind their keys, or staged as floats. What is read after them is fetched meanwhile. */
+typedef struct {
+    const char *const *at, *const *after; /* after: or NULL */
+    int64_t byte, bytes;                  /* bytes: of a key in the pool */
+    int half;
+} Values;
 /* to[r] += weights[r][j] * value j for j in [from, end), one after the other: `rows` rows, `parts` registers of each. */
-INLINE void value_part(float *to, int64_t padded, const float *weights, const char *const *at, int64_t from, int64_t end,
-                       int64_t c, int64_t byte, const int half, const int rows, const int parts) {
+INLINE void value_part(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
+                       int64_t c, const int half, const int rows, const int parts) {
+    const char *const *after = c ? NULL : v->after;
     pf sum[TALL][4];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -358,7 +375,8 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const ch
     for (int64_t j = from; j < end; j++) {
         pf value[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) value[i] = elements(at[j] + byte, c + i * PART, half);
+        for (int i = 0; i < parts; i++) value[i] = elements(v->at[j] + v->byte, c + i * PART, half);
+        if (after) bring(after[j], v->bytes);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const pf x = weights[r * LD + j] - (pf){0};
@@ -371,31 +389,25 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const ch
 #pragma GCC unroll 4
         for (int i = 0; i < parts; i++) memcpy(to + r * padded + c + i * PART, &sum[r][i], sizeof sum[r][i]);
 }
-INLINE void value_rows(float *to, int64_t padded, const float *weights, const char *const *at, int64_t from, int64_t end,
-                       int64_t byte, const int half, const int rows) {
+INLINE void value_rows(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
+                       const int half, const int rows) {
     int64_t c = 0;
     for (; c + VALUE_PARTS(rows) * PART <= padded; c += VALUE_PARTS(rows) * PART)
-        value_part(to, padded, weights, at, from, end, c, byte, half, rows, VALUE_PARTS(rows));
-    for (; c < padded; c += PART) value_part(to, padded, weights, at, from, end, c, byte, half, rows, 1);
+        value_part(to, padded, weights, v, from, end, c, half, rows, VALUE_PARTS(rows));
+    for (; c < padded; c += PART) value_part(to, padded, weights, v, from, end, c, half, rows, 1);
 }
-static void value_sized(float *to, int64_t padded, const float *weights, const char *const *at, int64_t from, int64_t end,
-                        int64_t byte, int half, int64_t rows) {
+static void value_sized(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
+                        int64_t rows) {
 #define CASE(n) \
-    if (rows == n && half) value_rows(to, padded, weights, at, from, end, byte, 1, n); \
-    else if (rows == n) value_rows(to, padded, weights, at, from, end, byte, 0, n);
+    if (rows == n && v->half) value_rows(to, padded, weights, v, from, end, 1, n); \
+    else if (rows == n) value_rows(to, padded, weights, v, from, end, 0, n);
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
 }
 
-/* Where values are: in the pool, behind their keys, or staged as floats. */
-typedef struct {
-    const char *const *at;
-    int64_t byte;
-    int half;
-} Values;
 /* Values of keys [from, end) for rows [r, r + rows); weights and addresses start at `chunk`. Of a few queries next to
    each other most keys are seen by all; the others are each one's own, for a weight of 0 would not keep out a NaN. */
-static void value_turn(const Tile *t, Values v, int64_t chunk, int64_t from, int64_t end, int64_t r, int64_t rows) {
+static void value_turn(const Tile *t, const Values *v, int64_t chunk, int64_t from, int64_t end, int64_t r, int64_t rows) {
     const int64_t padded = t->a->padded;
     float *to = t->part.values + r * padded;
     const float *weights = t->scores + r * LD;
@@ -405,44 +417,45 @@ static void value_turn(const Tile *t, Values v, int64_t chunk, int64_t from, int
     for (int64_t i = r; i < r + rows; i++) {
         const int64_t first = most(from, t->lows[i]) - chunk, last = least(least(low, t->counts[i]), end) - chunk;
         if (first < last)
-            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v.at, first, last, v.byte, v.half, 1);
+            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last, 1);
     }
-    if (low < high) value_sized(to, padded, weights, v.at, low - chunk, high - chunk, v.byte, v.half, rows);
+    if (low < high) value_sized(to, padded, weights, v, low - chunk, high - chunk, rows);
     for (int64_t i = r; i < r + rows; i++) {
         const int64_t first = most(high, t->lows[i]) - chunk, last = least(t->counts[i], end) - chunk;
         if (first < last)
-            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v.at, first, last, v.byte, v.half, 1);
+            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last, 1);
     }
 }
 /* For rows [r, last), of keys whose addresses are `at` from position `from` on. Many rows read them as floats that lie
-   together. */
-static void add_values(const Tile *t, const char *const *at, int64_t chunk, int64_t from, int64_t end, int64_t r,
-                       int64_t last) {
+   together. after: what is read next, or NULL. */
+static void add_values(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
+                       int64_t end, int64_t r, int64_t last) {
     const Attention *a = t->a;
     const int64_t bytes = row_bytes(a), turns = (last - r + TALL - 1) / TALL;
     const int stage = turns > 1 || a->dim % LANES;
+    Values v = {at, after, bytes, bytes, (int)a->kv_half};
+    if (stage) v = (Values){.at = t->here};
     for (int64_t block = from, next; block < end; block = next) {
         next = stage ? least(block + BLOCK, end) : end;
-        Values v = {at, bytes, (int)a->kv_half};
         for (int64_t j = block; j < next && stage; j++) {
             float *row = t->staged + (j - block) * a->padded;
             to_floats(row, at[j - chunk] + bytes, a->dim, (int)a->kv_half);
             for (int64_t c = a->dim; c < a->padded; c++) row[c] = 0;
             t->here[j - chunk] = (const char *)row;
+            if (after) bring(after[j - chunk], bytes);
         }
-        if (stage) v = (Values){t->here, 0, 0};
-        for (int64_t turn = 0, at_row = r; turn < turns; turn++) {
-            const int64_t rows = (last - at_row + turns - turn - 1) / (turns - turn);
-            value_turn(t, v, chunk, block, next, at_row, rows);
-            at_row += rows;
+        for (int64_t turn = 0, first = r; turn < turns; turn++) {
+            const int64_t rows = (last - first + turns - turn - 1) / (turns - turn);
+            value_turn(t, &v, chunk, block, next, first, rows);
+            first += rows;
         }
     }
 }
 
 /* -- chunks and tiles ---------------------------------------------------------------------------------------------- */
 
-/* Chunk `number` of the tile to `part`; `more`: it goes on with the next. */
-static void run_chunk(const Tile *t, int64_t number, Ahead *next) {
+/* Chunk `number` of the tile to `part`; last: of the unit. */
+static void run_chunk(const Tile *t, int64_t number, int last_one, Ahead *next) {
     const Attention *a = t->a;
     const int64_t from = number * CHUNK, end = least(from + CHUNK, t->end), alike = t->queries == 1 ? end : least(end, t->prefix);
     const Parts *part = &t->part;
@@ -465,12 +478,17 @@ static void run_chunk(const Tile *t, int64_t number, Ahead *next) {
         part->tops[r] = NONE, part->sums[r] = 0;
         if (low < count) part->sums[r] = softmax(t->scores + r * LD, low - from, count - from, part->tops + r);
     }
-    if (alike > from) add_values(t, t->at, from, from, alike, 0, t->rows);
+    const int64_t after = last_one ? 0 : least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
+    if (after > 0) { /* where it has fewer keys, the last again */
+        addresses(t, t->after, from + CHUNK, from + CHUNK + after, t->path);
+        for (int64_t j = after; j < CHUNK; j++) t->after[j] = t->after[after - 1];
+    }
+    if (alike > from) add_values(t, t->at, after > 0 ? t->after : NULL, from, from, alike, 0, t->rows);
     for (int64_t i = 0; i < t->queries && end > alike; i++) {
         const int64_t first = most(from, t->prefix), last = least(t->counts[i * t->group], end);
         if (first >= last) continue;
         addresses(t, t->at + (first - from), first, last, path_of(t, i));
-        add_values(t, t->at, from, first, last, i * t->group, (i + 1) * t->group);
+        add_values(t, t->at, NULL, from, first, last, i * t->group, (i + 1) * t->group);
     }
 }
 
@@ -556,7 +574,7 @@ static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from,
     for (int64_t chunk = from; chunk < end; chunk++) {
         Parts own = t->part;
         if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, padded);
-        run_chunk(t, chunk, next);
+        run_chunk(t, chunk, chunk + 1 == end, next);
         if (c->units == 1) join_parts(t, &t->whole, &t->part);
         t->part = own;
     }
