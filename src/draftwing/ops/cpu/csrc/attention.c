@@ -14,52 +14,7 @@
    chunks of a tile. Where a tile is one unit it is joined as it goes; else its chunks are stored, and the thread that
    ends the last unit joins them. */
 
-#include "cpu.h"
-
-#define CHUNK 256      /* positions that have one maximum */
-#define BLOCK 64       /* keys that are turned together */
-#define TILE_ROWS 96   /* query heads of a tile, unless one query has more */
-#define FEW_ROWS 12    /* a tile has so many at least where units are too few */
-#define TALL 6         /* rows whose sums registers have room for */
-#define UNITS 4        /* of a thread, so that all end at about the same time */
-#define TICKETS 1024   /* tiles that may be several units */
-#define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
-#define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
-#define NONE (-INFINITY)
-
-/* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. */
-#if PART == 16
-#define SCORE_PARTS(rows) 4
-#define VALUE_PARTS(rows) 4
-#elif PART == 8
-#define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
-#define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
-#else
-#define SCORE_PARTS(rows) ((rows) <= 3 ? 8 : 4)
-#define VALUE_PARTS(rows) 4
-#endif
-
-INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* What chunks of a tile come to: of each row its maximum (-inf: it has no key there), the sum of its weights, and of
-   its values. */
-typedef struct {
-    float *tops, *sums, *values; /* [rows, up to 16s], the same, [rows, padded] */
-} Parts;
-
-typedef struct {
-    const Attention *a;
-    const int64_t *table, *path; /* path: of the first query; NULL: all keys come by the table */
-    int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
-    int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
-    int64_t *counts, *lows;                    /* of rows */
-    float *q, *keys, *staged, *scores, *beside; /* beside: scores of a tree's nodes, [rows, BLOCK] */
-    const char **at, **after, **here;           /* keys of a chunk, of the next, of a block */
-    float *keep, *join;                         /* of rows: factors of two parts that are joined */
-    Parts whole, part;
-} Tile;
+#include "attention.h"
 
 /* -- sizes and shares ---------------------------------------------------------------------------------------------- */
 
@@ -81,7 +36,11 @@ static float *scratch_of(Tile *t, const Attention *a, float *memory) {
     t->lows = t->counts + aligned;
     t->keep = (float *)(t->lows + aligned);
     t->join = t->keep + aligned;
-    t->q = t->join + aligned;
+    t->q_scales = t->join + aligned;
+    t->factors = t->q_scales + aligned;
+    t->key_scales = t->factors + aligned;
+    t->value_scales = t->key_scales + BLOCK;
+    t->q = t->value_scales + CHUNK;
     t->keys = t->q + rows * padded;
     t->staged = t->keys + BLOCK * padded;
     t->scores = t->staged + BLOCK * padded;
@@ -168,52 +127,6 @@ static Plan plan_of(const Attention *a) {
 
 /* -- scores -------------------------------------------------------------------------------------------------------- */
 
-/* Shuffles of two vectors, in each 128 bits: their words one by one, and two by two; of the first half or the second. */
-#if PART == 16
-#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, 8 + l, 12 + i, 12 + j, 12 + k, 12 + l
-#elif PART == 8
-#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l
-#else
-#define EACH_128(i, j, k, l) i, j, k, l
-#endif
-#define ZIP(a, b, half) __builtin_shufflevector(a, b, EACH_128(2 * half, PART + 2 * half, 2 * half + 1, PART + 2 * half + 1))
-#define PAIRS(a, b, half) \
-    __builtin_shufflevector(a, b, EACH_128(2 * half, 2 * half + 1, PART + 2 * half, PART + 2 * half + 1))
-/* Two of the 128 bits of each. */
-#define OF_128(i) 4 * (i), 4 * (i) + 1, 4 * (i) + 2, 4 * (i) + 3
-#if PART == 16
-#define JOINED_128(a, b, i, j) __builtin_shufflevector(a, b, OF_128(i), OF_128(j), OF_128(4 + i), OF_128(4 + j))
-#elif PART == 8
-#define JOINED_128(a, b, i) __builtin_shufflevector(a, b, OF_128(i), OF_128(2 + i))
-#endif
-
-/* to[i] = word i of PART keys, of as many words from `byte` on. Each line of a key is read once: keys often lie so that
-   the first cache has room for a few of them only. */
-INLINE void turn_words(pu *to, const char *const *at, int64_t byte) {
-    pu v[PART], zipped[PART];
-#pragma GCC unroll 16
-    for (int j = 0; j < PART; j++) memcpy(&v[j], at[j] + byte, sizeof v[j]);
-#pragma GCC unroll 8
-    for (int j = 0; j < PART; j += 2) zipped[j] = ZIP(v[j], v[j + 1], 0), zipped[j + 1] = ZIP(v[j], v[j + 1], 1);
-#pragma GCC unroll 4
-    for (int j = 0; j < PART; j += 4) {
-        v[j] = PAIRS(zipped[j], zipped[j + 2], 0), v[j + 1] = PAIRS(zipped[j], zipped[j + 2], 1);
-        v[j + 2] = PAIRS(zipped[j + 1], zipped[j + 3], 0), v[j + 3] = PAIRS(zipped[j + 1], zipped[j + 3], 1);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-#if PART == 16
-        const pu a = JOINED_128(v[i], v[4 + i], 0, 1), b = JOINED_128(v[i], v[4 + i], 2, 3);
-        const pu c = JOINED_128(v[8 + i], v[12 + i], 0, 1), d = JOINED_128(v[8 + i], v[12 + i], 2, 3);
-        to[i] = JOINED_128(a, c, 0, 2), to[4 + i] = JOINED_128(a, c, 1, 3);
-        to[8 + i] = JOINED_128(b, d, 0, 2), to[12 + i] = JOINED_128(b, d, 1, 3);
-#elif PART == 8
-        to[i] = JOINED_128(v[i], v[4 + i], 0), to[4 + i] = JOINED_128(v[i], v[4 + i], 1);
-#else
-        to[i] = v[i];
-#endif
-    }
-}
 INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
 
 /* to[c][j] = element c of key j, of PART keys; zeros or anything from head_dim on. */
@@ -231,11 +144,6 @@ INLINE void turn(float *to, const char *const *at, int64_t words, const int half
     }
 }
 
-INLINE void bring(const char *at, int64_t bytes) {
-    for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(at + c, 0, 2);
-}
-INLINE int64_t row_bytes(const Attention *a) { return a->dim * (a->kv_half ? 2 : 4); }
-
 /* Turns `count` keys; there are more addresses, up to 16s. Their values are read next, and the keys of `after`. */
 static void stage_keys(const Tile *t, const char *const *at, int64_t count, const char *const *after, int64_t more) {
     const int64_t bytes = row_bytes(t->a);
@@ -244,7 +152,8 @@ static void stage_keys(const Tile *t, const char *const *at, int64_t count, cons
             bring(at[i] + bytes, bytes);
             if (i < more) bring(after[i], bytes);
         }
-        if (t->a->kv_half) turn(t->keys + j, at + j, (bytes + 3) / 4, 1);
+        if (t->a->kv_type == INT8) stage_keys_8(t, j, at + j);
+        else if (t->a->kv_type == HALF) turn(t->keys + j, at + j, (bytes + 3) / 4, 1);
         else turn(t->keys + j, at + j, bytes / 4, 0);
     }
 }
@@ -283,6 +192,10 @@ INLINE void score_rows(const float *q, int64_t padded, const float *keys, int64_
 }
 static void score_block(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
     const int64_t padded = t->a->padded, dim = t->a->dim, turns = (end - from + TALL - 1) / TALL;
+    if (t->a->kv_type == INT8) {
+        score_block_8(t, from, end, scores, ld, count);
+        return;
+    }
     for (int64_t turn = 0, r = from; turn < turns; turn++) {
         const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
         const float *q = t->q + r * padded;
@@ -296,13 +209,6 @@ static void score_block(const Tile *t, int64_t from, int64_t end, float *scores,
         r += rows;
     }
 }
-
-/* Where the key of a page table's entry is. */
-INLINE const char *key_at(const Tile *t, int64_t entry) {
-    const Attention *a = t->a;
-    return (const char *)a->kv + (t->table[entry] * a->kv_heads + t->head) * 2 * row_bytes(a);
-}
-static const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
 
 /* Addresses of keys [from, end) of one or all queries, and more of the last, up to 16s. */
 static void addresses(const Tile *t, const char **to, int64_t from, int64_t end, const int64_t *path) {
@@ -329,24 +235,6 @@ static void score_paths(const Tile *t, int64_t from, int64_t end) {
                 if (entry >= 0 && entry < BLOCK) t->scores[r * LD + p - from] = t->beside[r * BLOCK + entry];
             }
     }
-}
-
-/* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. */
-static float softmax(float *s, int64_t low, int64_t count, float *top) {
-    const int64_t from = low / LANES * LANES, last = (count - 1) / LANES * LANES;
-    for (int64_t j = from; j < low; j++) s[j] = NONE;
-    for (int64_t j = count; j < last + LANES; j++) s[j] = NONE;
-    vf greatest = loadf(s + from), sum = {0};
-    for (int64_t j = from + LANES; j <= last; j += LANES) greatest = larger(loadf(s + j), greatest);
-    float max = greatest[0];
-    for (int l = 1; l < LANES; l++) max = greatest[l] > max ? greatest[l] : max;
-    for (int64_t j = from; j <= last; j += LANES) {
-        const vf x = exp2_16(loadf(s + j) - splat(max));
-        sum += x;
-        storef(s + j, x);
-    }
-    *top = max;
-    return sum_lanes(sum);
 }
 
 /* -- values -------------------------------------------------------------------------------------------------------- */
@@ -432,14 +320,18 @@ static void add_values(const Tile *t, const char *const *at, const char *const *
                        int64_t end, int64_t r, int64_t last) {
     const Attention *a = t->a;
     const int64_t bytes = row_bytes(a), turns = (last - r + TALL - 1) / TALL;
+    if (a->kv_type == INT8) {
+        add_values_8(t, at, after, chunk, from, end, r, last);
+        return;
+    }
     const int stage = turns > 1 || a->dim % LANES;
-    Values v = {at, after, bytes, bytes, (int)a->kv_half};
+    Values v = {at, after, bytes, bytes, (int)a->kv_type};
     if (stage) v = (Values){.at = t->here};
     for (int64_t block = from, next; block < end; block = next) {
         next = stage ? least(block + BLOCK, end) : end;
         for (int64_t j = block; j < next && stage; j++) {
             float *row = t->staged + (j - block) * a->padded;
-            to_floats(row, at[j - chunk] + bytes, a->dim, (int)a->kv_half);
+            to_floats(row, at[j - chunk] + bytes, a->dim, (int)a->kv_type);
             for (int64_t c = a->dim; c < a->padded; c++) row[c] = 0;
             t->here[j - chunk] = (const char *)row;
             if (after) bring(after[j - chunk], bytes);
@@ -472,11 +364,13 @@ static void run_chunk(const Tile *t, int64_t number, int last_one, Ahead *next) 
         score_block(t, first, last, t->scores + (block - from), LD, count);
     }
     if (end > alike) score_paths(t, from, end);
+    if (a->kv_type == INT8 && alike > from) value_scales(t, alike - from);
     memset(part->values, 0, (size_t)(t->rows * a->padded) * 4);
     for (int64_t r = 0; r < t->rows; r++) {
         const int64_t low = most(t->lows[r], from), count = least(t->counts[r], end);
         part->tops[r] = NONE, part->sums[r] = 0;
         if (low < count) part->sums[r] = softmax(t->scores + r * LD, low - from, count - from, part->tops + r);
+        if (a->kv_type == INT8) round_weights(t, r, from, low, count, alike);
     }
     const int64_t after = last_one ? 0 : least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
     if (after > 0) { /* where it has fewer keys, the last again */
@@ -490,6 +384,7 @@ static void run_chunk(const Tile *t, int64_t number, int last_one, Ahead *next) 
         addresses(t, t->at + (first - from), first, last, path_of(t, i));
         add_values(t, t->at, NULL, from, first, last, i * t->group, (i + 1) * t->group);
     }
+    if (a->kv_type == INT8) values_to_floats(t);
 }
 
 /* Joins what a chunk has to the chunks before it. */
@@ -563,6 +458,7 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c) {
             storef(t->q + r * a->padded + c,
                    load(a->q, (t->query + i) * a->q_stride + head * a->dim + c, a->dim - c, (int)a->half) * scale);
     }
+    if (a->kv_type == INT8) round_queries(t);
 }
 
 /* Chunks [from, end) of the cursor's tile, one of its units. */
@@ -637,7 +533,7 @@ Attention attention_of(const int64_t *n) {
                    .kv_heads = n[5],
                    .dim = n[6],
                    .half = n[7],
-                   .kv_half = n[8],
+                   .kv_type = n[8],
                    .rows = POINTER(n[9]),
                    .table = POINTER(n[10]),
                    .table_stride = n[11],

@@ -132,17 +132,19 @@ void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
 
 /* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool. Of
    heads [from, to), perhaps normed before. The sine comes with its sign (rope_table); rounded as `rotate` does. */
-INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half, const int kv_half) {
-    const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, kv_width = kv_half ? 2 : 4;
-    const int64_t rope = i * r->rope_stride;
+INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half, const int kv_type) {
+    const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, rope = i * r->rope_stride;
+    const int64_t bytes = kv_type == INT8 ? dim + SCALE_BYTES : dim * (kv_type == HALF ? 2 : 4);
     char *row = (char *)r->out + i * r->stride * width;
-    char *slot = (char *)r->kv + r->slots[i] * r->kv_heads * 2 * dim * kv_width;
+    char *slot = (char *)r->kv + r->slots[i] * r->kv_heads * 2 * bytes;
     const int64_t turned = r->heads + r->kv_heads;
+    float wide[kv_type == INT8 ? MOST_DIM : 1];
     for (int64_t h = from_head; h < to_head && h < turned; h++) {
-        char *from = row + h * dim * width;
-        char *to = h < r->heads ? from : slot + (h - r->heads) * 2 * dim * kv_width;
-        const int to_half = h < r->heads ? half : kv_half;
-        const void *weight = h < r->heads ? r->q_norm : r->k_norm;
+        char *from = row + h * dim * width, *key = slot + (h - r->heads) * 2 * bytes;
+        const int is_key = h >= r->heads, round = is_key && kv_type == INT8;
+        void *to = !is_key ? from : round ? (char *)wide : key;
+        const int to_half = !is_key ? half : kv_type == HALF;
+        const void *weight = is_key ? r->k_norm : r->q_norm;
         if (weight) {
             const Rows norm = {.out = from, .x = from, .weight = weight, .size = dim, .wide = r->wide, .eps = r->eps};
             norm_row(&norm, 0, half);
@@ -154,20 +156,25 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
             vf upper = rounded(b * load(r->cos, rope + mid + c, n, half), half);
             lower += b * load(r->sin, rope + c, n, half);
             upper += a * load(r->sin, rope + mid + c, n, half);
-            store(to, c, n, to_half, lower);
-            store(to, mid + c, n, to_half, upper);
+            store(to, c, n, to_half, round ? rounded(lower, half) : lower);
+            store(to, mid + c, n, to_half, round ? rounded(upper, half) : upper);
         }
+        if (round) round_row(key, wide, dim);
     }
     for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++) {
-        char *to = slot + (2 * (h - turned) + 1) * dim * kv_width;
+        char *value = slot + (2 * (h - turned) + 1) * bytes;
+        void *to = kv_type == INT8 ? (char *)wide : value;
         for (int64_t c = 0; c < dim; c += LANES)
-            store(to, c, dim - c, kv_half, load(row + h * dim * width, c, dim - c, half));
+            store(to, c, dim - c, kv_type == HALF, load(row + h * dim * width, c, dim - c, half));
+        if (kv_type == INT8) round_row(value, wide, dim);
     }
 }
 void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
-    if (r->half) rope_row(r, i, from, to, 1, 1);
-    else if (r->kv_half) rope_row(r, i, from, to, 0, 1);
-    else rope_row(r, i, from, to, 0, 0);
+    if (r->kv_type == INT8 && r->half) rope_row(r, i, from, to, 1, INT8);
+    else if (r->kv_type == INT8) rope_row(r, i, from, to, 0, INT8);
+    else if (r->half) rope_row(r, i, from, to, 1, HALF);
+    else if (r->kv_type == HALF) rope_row(r, i, from, to, 0, HALF);
+    else rope_row(r, i, from, to, 0, FLOAT);
 }
 static void rope_all(const Rows *r, int64_t i) { rope_part(r, i, 0, r->heads + 2 * r->kv_heads); }
 
@@ -205,7 +212,7 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t g
     return go(&r, n[5], 2 * n[2] * n[3]);
 }
 
-/* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, half of kv, norms
+/* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, type of kv, norms
    of the heads of q and k or zeros, threads, whether these norms are wide; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[17];
@@ -223,7 +230,7 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
               .stride = n[9],
               .rope_stride = n[10],
               .half = n[11],
-              .kv_half = n[12],
+              .kv_type = n[12],
               .q_norm = POINTER(n[13]),
               .k_norm = POINTER(n[14]),
               .wide = n[16],

@@ -305,11 +305,20 @@ HIDDEN Rounded rounded_at(void *memory, int64_t rows, int64_t inputs);
 /* Of row `row` of x [rows, inputs], elements [from, end), multiples of 32. */
 HIDDEN void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half);
 
+/* -- keys and values ------------------------------------------------------------------------------------------------ */
+
+/* Types of the pool. In 8 bits a row, the key or value of a head, is followed by its scale. */
+enum { FLOAT, HALF, INT8 };
+#define SCALE_BYTES 4
+#define MOST_DIM 512 /* in 8 bits: sums of so many products have room in 32 */
+/* A row as `KVPool.write` rounds it; in attention_int8.c. */
+HIDDEN void round_row(char *to, const float *x, int64_t dim);
+
 /* -- what lies between the products: cpu.c ------------------------------------------------------------------------- */
 
 typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
-    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_half;
+    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
     int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
     double eps;
     void *out, *kv;
@@ -328,7 +337,7 @@ typedef struct {
     void *out;
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
     const int64_t *starts; /* of trees with different numbers of queries: their first ones, or NULL */
-    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_half, threads; /* half: of q,
+    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_type, threads; /* half: of q,
                                                                                                           and out */
     int64_t window, scalar; /* as `AttentionKind` has them */
     const float *sinks;     /* of heads, or NULL */
@@ -338,7 +347,7 @@ typedef struct {
     float *scratch, *stored; /* of threads; what chunks of these tiles have */
     int64_t stored_size, next, worker;
 } Attention;
-/* From out, q, kv, stride of q, heads, kv_heads, dim, half, half of kv, rows of the table, table, its stride,
+/* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
    scratch, its size, threads; window, sinks or 0, scalar: as `AttentionKind` has them. */
 #define ATTENTION 26

@@ -215,7 +215,7 @@ static Layers layers_of(const int64_t *n) {
                              .kv_heads = a.kv_heads,
                              .dim = a.dim,
                              .half = n[14],
-                             .kv_half = a.kv_half}};
+                             .kv_type = a.kv_type}};
 }
 
 /* rows, half, numbers of a layer, most inputs of a normed row, threads -> bytes of `spare` */
