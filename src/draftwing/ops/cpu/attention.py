@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,8 @@ class NativeAttention:
         return CpuAttend(self, batch, first_layer)
 
     def scratch(self, size: int) -> Tensor:
-        """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
+        """[size] float32, zeros at first, kept: pages that are new to the process cost more than the work done in
+        them."""
         self._scratch = self._grown(self._scratch, size)
         return self._scratch
 
@@ -67,7 +69,13 @@ class NativeAttention:
         if kept.numel() >= size:
             return kept
         self._outgrown.append(kept)
-        return kept.new_empty(max(size, 2 * kept.numel()))
+        return _zeros(max(size, 2 * kept.numel()), kept.dtype)
+
+
+def _zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """Takes memory only as it is written."""
+    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + 63, np.uint8))
+    return memory[-memory.data_ptr() % 64 :][: size * dtype.itemsize].view(dtype)
 
 
 class CpuAttend(KernelAttend):
@@ -204,7 +212,6 @@ class CpuAttend(KernelAttend):
         shape = HeadShape(heads, kv_heads, dim)
         self._shape, how = shape, self._hows.get(shape)
         if how is None:
-            size = self._raw.scratch_size(*shape, self._most_keys)
-            scratch = self._backend.scratch(size * self._threads)
-            how = self._hows[shape] = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)
+            size = self._raw.scratch_size(*shape, self._most_keys, self._slots.shape[0], self._threads)
+            how = self._hows[shape] = (*self._who, self._backend.scratch(size).data_ptr(), size, self._threads)
         self._how = how
