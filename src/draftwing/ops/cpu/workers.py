@@ -10,7 +10,9 @@ import torch
 class _Fields(ctypes.Structure):
     """C's `Workers`."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("most", "active")]  # noqa: RUF012
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("most", "active", "fixed", "since", "pause", "credit", "lost", "tries")
+    ]
 
 
 class Workers:

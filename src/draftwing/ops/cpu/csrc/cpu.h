@@ -217,7 +217,7 @@ INLINE vf exp2_16(vf x) {
 /* The threads that calls run in, as `ops/cpu/workers.py` has them in memory. most: as many as torch uses, since OpenMP
    makes and ends threads when the number changes; active: in which calls run now. */
 typedef struct {
-    int64_t most, active;
+    int64_t most, active, fixed, since, pause, credit, lost, tries;
 } Workers;
 HIDDEN void find_threads(void); /* once, before anything runs */
 /* Calls work(data) in each of the threads, or in one (workers: NULL, or little work); cost: about the microseconds that
