@@ -21,6 +21,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.attention import TorchAttention
 
 KERNELS = load_extension()
@@ -34,7 +35,7 @@ Backend = Callable[[KVPool], AttnBackend]
 
 def native(pool: KVPool) -> NativeAttention:
     assert KERNELS is not None
-    return NativeAttention(pool, KERNELS)
+    return NativeAttention(pool, KERNELS, Workers())
 
 
 @pytest.fixture(params=["torch", pytest.param("cpu", marks=needs_kernels)])

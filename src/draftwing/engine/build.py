@@ -116,11 +116,11 @@ def build(
         if drafter_spec.same_tokenizer and tokenizer and not options.dummy:
             check_draft_tokenizer(options, draft_path, tokenizer)
     if options.tp_size > 1:
+        device.set_threads(None)
         options = spread(options, config, device)
     log_drafter(options)
     log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
-    if options.num_threads:
-        device.set_threads(options.num_threads)
+    device.set_threads(options.num_threads)
     check_device(options, device, config)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large

@@ -15,6 +15,7 @@ from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -28,7 +29,7 @@ CONTEXT = 128  # of the harness
 
 
 def native(pool):
-    return NativeAttention(pool, KERNELS)
+    return NativeAttention(pool, KERNELS, Workers())
 
 
 def packed_model():

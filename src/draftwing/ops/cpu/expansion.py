@@ -12,6 +12,7 @@ from torch import Tensor
 from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
 from draftwing.ops.cpu.tree import addresses, empty_draft, ints, with_rows
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
 from draftwing.ops.types import (
     BlockInputs,
@@ -44,6 +45,7 @@ class CpuExpansionOps(ExpansionOps):
     """Overrides all of `ExpansionOps`."""
 
     raw: Any
+    workers: Workers
     take_rows: Any  # `LayerOps.take_rows`
 
     def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
@@ -182,12 +184,11 @@ class CpuExpansionOps(ExpansionOps):
         if key is not None and target_ids is not None:
             own.append(target_ids.to(torch.int32).contiguous())
         fields = [part.data_ptr() for part in own] + [0] * (4 - len(own))
-        threads = torch.get_num_threads()
-        scratch = torch.empty(threads, 2, vocab + 15, dtype=torch.float32)
+        scratch = torch.empty(self.workers.most, 2, vocab + 15, dtype=torch.float32)
         ids, logp = ints(nodes, topk), torch.empty(nodes, topk, dtype=torch.float32)
         self.raw.top_tokens(
             ids.data_ptr(), logp.data_ptr(), topk, logits.data_ptr(), logits.dtype == torch.bfloat16,
-            batch, nodes // batch, vocab, *fields, scratch.data_ptr(), threads,
+            batch, nodes // batch, vocab, *fields, scratch.data_ptr(), self.workers.address,
         )  # fmt: skip
         return ids, logp
 

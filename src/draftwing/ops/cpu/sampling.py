@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.sampling import CANDIDATES, Exact, SamplingOps, without_banned
 from draftwing.ops.types import SamplingRows
 
@@ -17,6 +18,7 @@ class CpuSamplingOps(SamplingOps):
     """Overrides all of `SamplingOps`."""
 
     raw: Any
+    workers: Workers
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab: int) -> Tensor:
         return self._gumbel(seed, position, None, vocab)
@@ -66,13 +68,13 @@ class CpuSamplingOps(SamplingOps):
         assert count <= min(MAX_TOPK, vocab) and positions.dtype == depth.dtype == torch.int64
         read = [logits.contiguous(), positions.contiguous(), depth.contiguous()]
         fields = [0] * 6  # seed, temperature, filtered, top_k, top_p, min_p
-        threads, scratch = torch.get_num_threads(), torch.empty(0, dtype=torch.int32)
+        scratch = torch.empty(0, dtype=torch.int32)
         if params is not None:
             chosen = [params.seed, params.temperature]
             if filtered.shape[0]:
                 chosen.append(torch.zeros_like(params.seed).index_fill_(0, filtered, 1))
                 chosen += [params.top_k, params.top_p, params.min_p]
-                scratch = torch.empty(threads, 2, vocab + 15, dtype=torch.int32)
+                scratch = torch.empty(self.workers.most, 2, vocab + 15, dtype=torch.int32)
             own = [field.contiguous() for field in chosen]
             read += own
             fields[: len(own)] = [field.data_ptr() for field in own]
@@ -80,7 +82,8 @@ class CpuSamplingOps(SamplingOps):
         noise = torch.empty(batch, nodes, count, dtype=torch.float32)
         self.raw.draw(
             ids.data_ptr(), noise.data_ptr(), count, read[0].data_ptr(), logits.dtype == torch.bfloat16,
-            batch * nodes, nodes, vocab, read[1].data_ptr(), read[2].data_ptr(), *fields, scratch.data_ptr(), threads,
+            batch * nodes, nodes, vocab, read[1].data_ptr(), read[2].data_ptr(), *fields, scratch.data_ptr(),
+            self.workers.address,
         )  # fmt: skip
         return ids, noise
 
@@ -109,6 +112,6 @@ class CpuSamplingOps(SamplingOps):
         out = torch.empty(batch, nodes, size, dtype=torch.float32)
         self.raw.gumbel(
             out.data_ptr(), seed.data_ptr(), position.data_ptr(), 0 if token_ids is None else token_ids.data_ptr(),
-            batch * nodes, nodes, size, stride, torch.get_num_threads(),
+            batch * nodes, nodes, size, stride, self.workers.address,
         )  # fmt: skip
         return out

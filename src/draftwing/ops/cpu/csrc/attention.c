@@ -105,7 +105,7 @@ static int64_t chunks_of(const Attention *a, const Plan *p) {
 }
 /* Tiles are large, for they share keys, and as many units as all threads like to have; no bit follows from either. */
 static Plan plan_of(const Attention *a) {
-    const int64_t wanted = a->threads > 1 ? UNITS * a->threads : 1, group = group_of(a);
+    const int64_t threads = a->workers->most, wanted = threads > 1 ? UNITS * threads : 1, group = group_of(a);
     Plan p = {.tile = rows_of(a) / group};
     int64_t chunks;
     while (1) {
@@ -546,13 +546,13 @@ Attention attention_of(const int64_t *n) {
                    .nodes = n[18],
                    .depth = n[19],
                    .tickets = POINTER(n[20]),
-                   .threads = n[22],
+                   .workers = POINTER(n[22]),
                    .window = n[23],
                    .sinks = POINTER(n[24]),
                    .scalar = n[25]};
     a.padded = round_up(a.dim, LANES);
     a.scratch = (float *)(a.tickets + TICKETS);
-    a.stored = a.scratch + a.threads * thread_floats(&a);
+    a.stored = a.scratch + a.workers->most * thread_floats(&a);
     a.stored_size = (float *)a.tickets + n[21] - a.stored;
     return a;
 }
@@ -561,7 +561,7 @@ static void attend(Attention *a) {
     for (int64_t i = 0; i < a->count; i++)
         pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)
                           : a->nodes * (a->prefix[i] + a->depth / 2);
-    run(some_units, a, a->threads, pairs * a->heads * a->padded / 14000);
+    run(some_units, a, a->workers, pairs * a->heads * a->padded / 14000);
 }
 static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[ATTENTION];

@@ -5,81 +5,6 @@
    sum runs in an order that the row alone decides, over 16 fixed lanes where it is a vector's. */
 
 #include "cpu.h"
-#include <dlfcn.h>
-#include <pthread.h>
-#include <sched.h>
-
-/* glibc 2.34 gave these new versions. By their first ones, which it keeps, a module that is built there runs from glibc
-   2.27 on. */
-#if defined(__GLIBC__) && defined(__x86_64__)
-#define FIRST_GLIBC "GLIBC_2.2.5"
-#elif defined(__GLIBC__) && defined(__aarch64__)
-#define FIRST_GLIBC "GLIBC_2.17"
-#endif
-#ifdef FIRST_GLIBC
-__asm__(".symver dlopen, dlopen@" FIRST_GLIBC);
-__asm__(".symver dlsym, dlsym@" FIRST_GLIBC);
-__asm__(".symver pthread_create, pthread_create@" FIRST_GLIBC);
-__asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
-#endif
-
-#define MAX_THREADS 256
-#define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
-
-/* -- threads ------------------------------------------------------------------------------------------------------ */
-
-/* torch's own OpenMP threads where they are GNU's: they are warm, and threads of another pool would have to wait for
-   cores on which these spin. Otherwise threads are made for the call, for which the work must be larger. */
-static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
-static int (*gomp_threads)(void); /* of the team that the caller is in */
-
-static void *enter(void *job) {
-    void **pair = job;
-    ((void (*)(void *))pair[0])(pair[1]);
-    return NULL;
-}
-/* size: told how many threads there are, before the calling one works. */
-static void run_threads(void (*work)(void *), void *data, int64_t threads, int64_t *size) {
-    pthread_t made[MAX_THREADS];
-    int count = 0;
-    void *job[2] = {(void *)work, data};
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
-    while (count < threads - 1 && !pthread_create(&made[count], NULL, enter, job)) count++;
-    __atomic_store_n(size, count + 1, __ATOMIC_RELEASE);
-    work(data);
-    while (count) pthread_join(made[--count], NULL);
-}
-void run(void (*work)(void *), void *data, int64_t threads, int64_t cost) {
-    int64_t size;
-    if (threads <= 1 || cost < (gomp_parallel ? 8 : 200)) work(data);
-    else if (gomp_parallel) gomp_parallel(work, data, (unsigned)threads, 0);
-    else run_threads(work, data, threads, &size);
-}
-
-void run_team(void (*work)(void *), void *data, Team *team, int64_t threads) {
-    if (threads > 1 && gomp_parallel) gomp_parallel(work, data, (unsigned)threads, 0); /* or fewer: see `join` */
-    else run_threads(work, data, threads, &team->size);
-}
-Member join(Team *team) {
-    Member me = {.team = team, .number = take(&team->entered, 1)};
-    while (!(me.size = __atomic_load_n(&team->size, __ATOMIC_ACQUIRE)))
-        if (gomp_parallel) __atomic_store_n(&team->size, gomp_threads(), __ATOMIC_RELEASE);
-        else sched_yield();
-    return me;
-}
-void meet(const Member *me, Ahead *next) {
-    Team *team = me->team;
-    const int64_t round = __atomic_load_n(&team->round, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == me->size) {
-        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&team->round, round + 1, __ATOMIC_RELEASE);
-        return;
-    }
-    for (int64_t turn = 0; __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == round; turn++) {
-        fetch(next, 2);
-        if (turn > SPIN) sched_yield();
-    }
-}
 
 /* -- row by row: norm, gated MLP, rotary embedding ---------------------------------------------------------------- */
 
@@ -180,14 +105,14 @@ static void rope_all(const Rows *r, int64_t i) { rope_part(r, i, 0, r->heads + 2
 
 /* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ---------------- */
 
-static PyObject *go(Rows *r, int64_t threads, int64_t elements) {
+static PyObject *go(Rows *r, void *workers, int64_t elements) {
     Py_BEGIN_ALLOW_THREADS
-    run(some_rows, r, threads, elements / 2000);
+    run(some_rows, r, workers, elements / 2000);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
-/* out, x, weight, rows, size, half, threads, wide; eps */
+/* out, x, weight, rows, size, half, workers, wide; eps */
 static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[8];
     if (!numbers(args, given - 1, 8, n)) return NULL;
@@ -199,21 +124,21 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t g
               .size = n[4],
               .wide = n[7],
               .eps = PyFloat_AsDouble(args[8])};
-    return PyErr_Occurred() ? NULL : go(&r, n[6], n[3] * n[4]);
+    return PyErr_Occurred() ? NULL : go(&r, POINTER(n[6]), n[3] * n[4]);
 }
 
-/* out, x, rows, size, half, threads, gelu */
+/* out, x, rows, size, half, workers, gelu */
 static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[7];
     if (!numbers(args, given, 7, n)) return NULL;
     Rows r = {
         .row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2], .size = n[3],
         .gelu = n[6]};
-    return go(&r, n[5], 2 * n[2] * n[3]);
+    return go(&r, POINTER(n[5]), 2 * n[2] * n[3]);
 }
 
 /* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, type of kv, norms
-   of the heads of q and k or zeros, threads, whether these norms are wide; eps */
+   of the heads of q and k or zeros, workers, whether these norms are wide; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[17];
     if (!numbers(args, given - 1, 17, n)) return NULL;
@@ -235,7 +160,7 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
               .k_norm = POINTER(n[14]),
               .wide = n[16],
               .eps = PyFloat_AsDouble(args[17])};
-    return PyErr_Occurred() ? NULL : go(&r, n[15], n[5] * (n[6] + 2 * n[7]) * n[8]);
+    return PyErr_Occurred() ? NULL : go(&r, POINTER(n[15]), n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 
 static PyMethodDef methods[] = {
@@ -273,9 +198,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_" TEXT(ISA), .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
-    void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
-    if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
-    if (gomp_threads) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
+    find_threads();
     PyObject *made = PyModule_Create(&module);
     if (made &&
         (PyModule_AddFunctions(made, tree_methods) || PyModule_AddFunctions(made, assign_methods) ||

@@ -246,9 +246,15 @@ INLINE vf exp2_16(vf x) {
 
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
-/* Calls work(data) in each of `threads` threads, or in one; cost: about the microseconds that one would take. Always
-   as many as torch uses: OpenMP makes and ends threads when the number changes. */
-HIDDEN void run(void (*work)(void *), void *data, int64_t threads, int64_t cost);
+/* The threads that calls run in, as `ops/cpu/workers.py` has them in memory. most: as many as torch uses, since OpenMP
+   makes and ends threads when the number changes; active: in which calls run now. */
+typedef struct {
+    int64_t most, active, fixed, since, pause, credit, lost, tries;
+} Workers;
+HIDDEN void find_threads(void); /* once, before anything runs */
+/* Calls work(data) in each of the threads, or in one (workers: NULL, or little work); cost: about the microseconds that
+   one would take. */
+HIDDEN void run(void (*work)(void *), void *data, Workers *workers, int64_t cost);
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
 
 /* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. */
@@ -272,8 +278,8 @@ typedef struct {
     Team *team;
     int64_t number, size;
 } Member;
-/* Calls work(data) in at most `threads` threads, each of which begins with `join`. `team` starts as zeros. */
-HIDDEN void run_team(void (*work)(void *), void *data, Team *team, int64_t threads);
+/* Calls work(data) in the threads, or in fewer, each of which begins with `join`. `team` starts as zeros. */
+HIDDEN void run_team(void (*work)(void *), void *data, Team *team, Workers *workers);
 HIDDEN Member join(Team *team);
 HIDDEN void meet(const Member *me, Ahead *next);
 INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
@@ -337,8 +343,8 @@ typedef struct {
     void *out;
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
     const int64_t *starts; /* of trees with different numbers of queries: their first ones, or NULL */
-    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_type, threads; /* half: of q,
-                                                                                                          and out */
+    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_type; /* half: of q and out */
+    Workers *workers;
     int64_t window, scalar; /* as `AttentionKind` has them */
     const float *sinks;     /* of heads, or NULL */
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
@@ -349,7 +355,7 @@ typedef struct {
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
-   scratch, its size, threads; window, sinks or 0, scalar: as `AttentionKind` has them. */
+   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them. */
 #define ATTENTION 26
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* Attends until nothing is left to take, in thread `thread` of those that share `taken`. */

@@ -44,7 +44,8 @@ typedef struct {
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans, *starts, *slots, *saves; /* as in `Attention` */
     int64_t table_stride, count, longest, depth;
     char *scratch;
-    int64_t scratch_size, threads, group; /* group: value heads of a unit, of one key head */
+    Workers *workers;
+    int64_t scratch_size, group; /* group: value heads of a unit, of one key head */
     float eps;
     int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: of an item's units */
 } Net;
@@ -550,7 +551,7 @@ static void some_pieces(void *data) {
 
 /* -- the module ---------------------------------------------------------------------------------------------------- */
 
-#define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, threads */
+#define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, workers */
 #define BATCH \
     11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
                     longest span, depth: as of attention */
@@ -564,7 +565,7 @@ static Net net_of(const int64_t *n, const int64_t *batch) {
              .nodes = n[6],
              .group = n[7],
              .half = n[8],
-             .threads = n[9],
+             .workers = POINTER(n[9]),
              .rows = POINTER(batch[0]),
              .table = POINTER(batch[1]),
              .table_stride = batch[2],
@@ -577,7 +578,7 @@ static Net net_of(const int64_t *n, const int64_t *batch) {
              .longest = batch[9],
              .depth = batch[10]};
     const int64_t units = j.value_heads / j.group;
-    j.pieces = units < j.threads ? units : j.threads;
+    j.pieces = units < j.workers->most ? units : j.workers->most;
     j.channels = 2 * j.key_heads * j.key_dim + j.value_heads * j.value_dim;
     j.bytes = j.half ? 2 : 4;
     return j;
@@ -610,7 +611,7 @@ static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t 
     j.eps = (float)PyFloat_AsDouble(args[ALL]);
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    run(some_pieces, &j, j.count * j.pieces > 1 ? j.threads : 1,
+    run(some_pieces, &j, j.count * j.pieces > 1 ? j.workers : NULL,
         n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;

@@ -238,7 +238,7 @@ PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     job.eps = job.rope.eps = PyFloat_AsDouble(args[15 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_of_layers, &job, &job.team, job.attention.threads);
+    run_team(some_of_layers, &job, &job.team, job.attention.workers);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

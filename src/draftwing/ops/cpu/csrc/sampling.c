@@ -360,7 +360,7 @@ static void draw_some(void *data) {
 }
 
 /* ids, noise, count, logits, half, rows, nodes, vocab, positions, depth, seed, temperature, filtered, top_k, top_p,
-   min_p, scratch, threads. ids and noise [rows, count]: the best of each row, by ascending id */
+   min_p, scratch, workers. ids and noise [rows, count]: the best of each row, by ascending id */
 PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[18];
     if (!numbers(args, given, 18, n)) return NULL;
@@ -383,7 +383,7 @@ PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
               .scratch = POINTER(n[16])};
     d.padded = (d.vocab + LANES - 1) / LANES * LANES;
     Py_BEGIN_ALLOW_THREADS
-    run(draw_some, &d, d.rows > 1 ? n[17] : 1, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
+    run(draw_some, &d, d.rows > 1 ? POINTER(n[17]) : NULL, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -434,7 +434,7 @@ static void noise_some(void *data) {
     }
 }
 
-/* out [rows, size], seed, positions [rows], ids, rows, nodes (rows of a seed), size, stride of ids, threads */
+/* out [rows, size], seed, positions [rows], ids, rows, nodes (rows of a seed), size, stride of ids, workers */
 PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[9];
     if (!numbers(args, given, 9, n)) return NULL;
@@ -447,7 +447,7 @@ PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .size = n[6],
                    .stride = n[7]};
     Py_BEGIN_ALLOW_THREADS
-    run(noise_some, &noise, noise.rows > 1 ? n[8] : 1, noise.rows * noise.size / 800);
+    run(noise_some, &noise, noise.rows > 1 ? POINTER(n[8]) : NULL, noise.rows * noise.size / 800);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -611,11 +611,12 @@ static void some_following(void *data) {
 
 /* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
    half, rows; of the GEMM, whose outputs are a multiple of 32; spare: logits [rows * outputs], and of each thread rows
-   [rows * inputs] and those rounded, if the weight is in blocks; threads; eps */
+   [rows * inputs] and those rounded, if the weight is in blocks; workers; eps */
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[12 + GEMM];
     if (!numbers(args, given - 1, 12 + GEMM, n)) return NULL;
     const int64_t *more = n + 10 + GEMM;
+    Workers *workers = POINTER(more[1]);
     Following f = {.ids = POINTER(n[0]),
                    .logp = POINTER(n[1]),
                    .states = POINTER(n[2]),
@@ -630,16 +631,16 @@ PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) 
     f.product.out = POINTER(more[0]);
     f.spare = (char *)f.product.out + f.product.rows * f.product.outputs * (n[8] ? 2 : 4);
     if (PyErr_Occurred()) return NULL;
-    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(more[1] * f.product.rows));
+    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(workers->most * f.product.rows));
     if (!f.found) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_following, &f, &f.team, more[1]);
+    run_team(some_following, &f, &f.team, workers);
     Py_END_ALLOW_THREADS
     free(f.found);
     Py_RETURN_NONE;
 }
 
-/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, target, scratch, threads. ids and
+/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, target, scratch, workers. ids and
    logp [rows, nodes, count]: best first */
 PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[14];
@@ -659,7 +660,7 @@ PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given)
              .scratch = POINTER(n[12])};
     t.padded = (t.vocab + LANES - 1) / LANES * LANES;
     Py_BEGIN_ALLOW_THREADS
-    run(top_some, &t, t.rows > 1 ? n[13] : 1, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);
+    run(top_some, &t, t.rows > 1 ? POINTER(n[13]) : NULL, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
