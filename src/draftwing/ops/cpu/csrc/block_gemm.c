@@ -6,180 +6,13 @@
    nor on threads, nor on the instruction set.
 
    A block's weights are unpacked once for up to TILE rows. What differs between instruction sets is how many outputs
-   are computed together, and `dot`. */
+   are computed together, and `dots`. */
 
-#include "blocks.h"
+#include "dots.h"
 
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 #define AHEAD (4 << 10)    /* bytes that are fetched before they are needed; hardware does not see past a page's end */
-
-/* -- what an instruction set has: PART outputs at once, 4 bytes of each ---------------------------------------------- */
-
-#if PART == 16 && !defined(__AVX512VNNI__) || PART == 8 && !defined(__AVX2__)
-#error "dot has no instructions for this set: see isa.py"
-#endif
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#elif defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
-typedef uint8_t vb __attribute__((vector_size(4 * PART)));
-typedef int32_t vn __attribute__((vector_size(4 * PART)));
-typedef uint8_t few_bytes __attribute__((vector_size(PART)));
-typedef int8_t few_signed __attribute__((vector_size(PART)));
-
-INLINE vb bytes_at(const uint8_t *p) {
-    vb v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-INLINE pf floats_of(vn v) { return __builtin_convertvector(v, pf); }
-/* PART bytes as whole numbers. GCC 12 would move them one by one for `__builtin_convertvector`. */
-INLINE vn from_bytes(const uint8_t *p) {
-#if PART == 16
-    return (vn)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
-#elif defined(__AVX2__)
-    return (vn)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
-#else
-    few_bytes v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vn);
-#endif
-}
-INLINE vn from_signed(const uint8_t *p) {
-#if PART == 16
-    return (vn)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p));
-#elif defined(__AVX2__)
-    return (vn)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p));
-#else
-    few_signed v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vn);
-#endif
-}
-INLINE pf from_halves(const uint8_t *p) {
-#if PART == 16
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
-#elif defined(__AVX2__)
-    return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
-#elif defined(__aarch64__)
-    float16x4_t h;
-    memcpy(&h, p, sizeof h);
-    return vcvt_f32_f16(h);
-#else
-    uint16_t h[PART];
-    pf v;
-    memcpy(h, p, sizeof h);
-    for (int i = 0; i < PART; i++) v[i] = from_half(h[i]);
-    return v;
-#endif
-}
-INLINE pf from_exponents(const uint8_t *p) {
-    const vn e = from_bytes(p), small = e < 2;
-    return (pf)((small & (e + 1) << 21) | (~small & (e - 1) << 23));
-}
-/* Twice the values of MXFP4's codes, plus 16. */
-INLINE vb mx_values(vb codes) {
-#if PART == 16
-    const __m128i values = _mm_add_epi8(_mm_setr_epi8(MX_VALUES), _mm_set1_epi8(16));
-    return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)codes);
-#elif defined(__AVX2__)
-    const __m128i values = _mm_add_epi8(_mm_setr_epi8(MX_VALUES), _mm_set1_epi8(16));
-    return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
-#elif defined(__aarch64__)
-    const int8x16_t values = {MX_VALUES};
-    return (vb)vreinterpretq_u8_s8(vaddq_s8(vqtbl1q_s8(values, (uint8x16_t)codes), vdupq_n_s8(16)));
-#else
-    const vb size = codes & 7, five = (vb)(size > 4), six = (vb)(size > 5), seven = (vb)(size > 6);
-    const vb value = size + (five & 1) + (six & 1) + (seven & 3), minus = (vb)(codes > 7);
-    return ((value ^ minus) - minus) + 16;
-#endif
-}
-INLINE vn every(int32_t x) { return x - (vn){0}; }
-INLINE pf every_float(float x) { return x - (pf){0}; }
-
-/* sum over `count` groups of four inputs: w, not below 0 and at most 255 (less of narrow kinds), times x. */
-INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
-#if PART == 16
-    vn sums[2] = {{0}, {0}}; /* two: each waits for its own last instruction */
-    for (int g = 0; g < count; g++) {
-        int32_t four;
-        memcpy(&four, x + 4 * g, 4);
-        sums[g % 2] = (vn)_mm512_dpbusd_epi32((__m512i)sums[g % 2], (__m512i)w[g], _mm512_set1_epi32(four));
-    }
-    return sums[0] + sums[1];
-#elif defined(__AVXVNNI__)
-    vn sums[2] = {{0}, {0}};
-    for (int g = 0; g < count; g++) {
-        int32_t four;
-        memcpy(&four, x + 4 * g, 4);
-        sums[g % 2] = (vn)_mm256_dpbusd_avx_epi32((__m256i)sums[g % 2], (__m256i)w[g], _mm256_set1_epi32(four));
-    }
-    return sums[0] + sums[1];
-#elif defined(__AVX2__)
-    /* Pairs are summed in 16 bits, as many as fit: 8 of 15 * 127 * 2, 4 of 31, 2 of 63. Of 8 bits no pair fits, but of
-       numbers with a sign it does: -128 to 127, whose sign goes to x. */
-    const int most = k.wide ? 1 : k.high == 2 ? 2 : k.high || k.mx ? 4 : 8;
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_setzero_si256();
-    for (int first = 0; first < count; first += most) {
-        __m256i pairs = _mm256_setzero_si256();
-        for (int g = first; g < first + most && g < count; g++) {
-            int32_t four;
-            memcpy(&four, x + 4 * g, 4);
-            __m256i y = _mm256_set1_epi32(four), v = (__m256i)w[g];
-            if (k.wide) {
-                y = _mm256_sign_epi8(y, v);
-                v = _mm256_abs_epi8(v);
-            }
-            const __m256i both = _mm256_maddubs_epi16(v, y);
-            pairs = g == first ? both : _mm256_add_epi16(pairs, both);
-        }
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-    }
-    return (vn)sum;
-#elif defined(__ARM_FEATURE_DOTPROD)
-    int32x4_t sum = vdupq_n_s32(0);
-    for (int g = 0; g < count; g += 4) {
-        const int8x16_t y = vld1q_s8(x + 4 * g), *v = (const int8x16_t *)(w + g);
-        sum = vdotq_laneq_s32(sum, v[0], y, 0);
-        sum = vdotq_laneq_s32(sum, v[1], y, 1);
-        sum = vdotq_laneq_s32(sum, v[2], y, 2);
-        sum = vdotq_laneq_s32(sum, v[3], y, 3);
-    }
-    return (vn)sum;
-#elif defined(__SSE2__)
-    const __m128i zero = _mm_setzero_si128();
-    __m128i low = zero, high = zero; /* two halves of each output's sum */
-    for (int g = 0; g < count; g++) {
-        int32_t four;
-        memcpy(&four, x + 4 * g, 4);
-        const __m128i v = (__m128i)w[g], y = _mm_set1_epi32(four), wide = _mm_srai_epi16(_mm_unpacklo_epi8(y, y), 8);
-        const __m128i a = k.wide ? _mm_srai_epi16(_mm_unpacklo_epi8(v, v), 8) : _mm_unpacklo_epi8(v, zero);
-        const __m128i b = k.wide ? _mm_srai_epi16(_mm_unpackhi_epi8(v, v), 8) : _mm_unpackhi_epi8(v, zero);
-        low = _mm_add_epi32(low, _mm_madd_epi16(a, wide));
-        high = _mm_add_epi32(high, _mm_madd_epi16(b, wide));
-    }
-    const __m128 even = _mm_shuffle_ps((__m128)low, (__m128)high, 0x88);
-    return (vn)even + (vn)_mm_shuffle_ps((__m128)low, (__m128)high, 0xdd);
-#else
-    vn sum = {0};
-    for (int g = 0; g < count; g++)
-        for (int o = 0; o < PART; o++)
-            for (int i = 0; i < 4; i++) {
-                const int q = k.wide ? (int8_t)w[g][4 * o + i] : w[g][4 * o + i];
-                sum[o] += q * x[4 * g + i];
-            }
-    return sum;
-#endif
-}
-#if PART == 16 || defined(__AVXVNNI__)
-#define WIDE_IS_SIGNED 0 /* which `dot` takes 8 bits as they are stored, plus 128 */
-#else
-#define WIDE_IS_SIGNED 1
-#endif
 
 /* -- one panel ------------------------------------------------------------------------------------------------------ */
 
@@ -208,61 +41,96 @@ INLINE void unpack(const Kind k, vb *w, const uint8_t *at, int64_t o) {
     }
 }
 
+/* WIDE parts of a panel's block: q, and what the sums of its products are multiplied with. */
+typedef struct {
+    vb w[WIDE][8];
+    pf scale[WIDE], second[WIDE]; /* second: scales of the second half, or mins */
+} Weights;
+/* What a super-block begins with. */
+typedef struct {
+    pf scale[PANEL_OUTPUTS / PART], min[PANEL_OUTPUTS / PART];
+} Super;
+
+INLINE void weights_of(const Kind k, Weights *to, const uint8_t *at, const Super *super, int part) {
+    const uint8_t *values = at + q_bytes(k);
+    for (int i = 0; i < WIDE; i++) {
+        const int c = part + i, o = PART * c;
+        unpack(k, to->w[i], at, o);
+        if (k.mx) {
+            to->scale[i] = from_exponents(values + o);
+        } else if (!k.super) {
+            to->scale[i] = from_halves(values + 2 * o);
+            if (k.min) to->second[i] = from_halves(values + 32 + 2 * o);
+        } else if (k.halves) {
+            to->scale[i] = super->scale[c] * floats_of(from_signed(values + o));
+            to->second[i] = super->scale[c] * floats_of(from_signed(values + 16 + o));
+        } else {
+            to->scale[i] = super->scale[c] * floats_of(from_bytes(values + o));
+            to->second[i] = -(super->min[c] * floats_of(from_bytes(values + 16 + o)));
+        }
+    }
+}
+
+/* A block of rows, from one of them on. */
+typedef struct {
+    const int8_t *bytes;
+    const float *scales, *sums;
+    const int32_t *less;
+} Block;
+INLINE Block block_of(const Rounded *x, int64_t block, int64_t row) {
+    const int64_t at = block * x->rows + row;
+    return (Block){x->bytes + at * BLOCK, x->scales + at, x->sums + at, x->less + 3 * at};
+}
+
+/* Adds a block's products to sums[row][16] of `rows` rows, 1 or MANY, for WIDE parts from where `sums` begins. */
+INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x, const int rows,
+                     float (*sums)[PANEL_OUTPUTS]) {
+    const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED);
+    vn whole[MANY][WIDE];
+    pf value[MANY][WIDE];
+    for (int half = 0; half < (k.halves ? 2 : 1); half++) {
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < WIDE; c++)
+                whole[r][c] = takes_zero ? every(x.less[3 * r + (k.halves ? half : 2)]) << k.zero : (vn){0};
+        dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < WIDE; c++)
+                value[r][c] = half ? value[r][c] + floats_of(whole[r][c]) * of->second[c]
+                                   : floats_of(whole[r][c]) * of->scale[c];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < WIDE; c++) {
+            pf sum = part_at(sums[r] + PART * c) + value[r][c] * every_float(x.scales[r]);
+            if (k.min) sum += of->second[c] * every_float(x.sums[r]);
+            memcpy(sums[r] + PART * c, &sum, sizeof sum);
+        }
+}
+
 /* sums[row][16] of rows [row, row + rows) with a panel. */
 INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
                      float (*sums)[PANEL_OUTPUTS]) {
     const Kind k = kind_of(type);
     const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
-    const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED);
-    pf units[PANEL_OUTPUTS / PART] = {0}, bases[PANEL_OUTPUTS / PART] = {0};
+    Super super = {0};
     for (int64_t b = 0; b < blocks; b++, at += size) {
         if (k.super && b % SUPER == 0) {
             for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
-                units[c] = from_halves(at + 2 * PART * c);
-                if (k.min) bases[c] = from_halves(at + 32 + 2 * PART * c);
+                super.scale[c] = from_halves(at + 2 * PART * c);
+                if (k.min) super.min[c] = from_halves(at + 32 + 2 * PART * c);
             }
             at += head_bytes(k);
         }
-        const int64_t first = b * x->rows + row;
-        const int8_t *bytes = x->bytes + first * BLOCK;
-        const float *scales = x->scales + first, *weighted = x->sums + first;
-        const int32_t *halves = x->halves + 2 * first;
         for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(at + AHEAD + c);
-        for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
-            const uint8_t *values = at + q_bytes(k);
-            vb w[8];
-            unpack(k, w, at, PART * c);
-            vn one = {0}, two = {0};
-            pf scale = {0}, min = {0};
-            if (k.mx) {
-                scale = from_exponents(values + PART * c);
-            } else if (!k.super) {
-                scale = from_halves(values + 2 * PART * c);
-                if (k.min) min = from_halves(values + 32 + 2 * PART * c);
-            } else if (k.halves) {
-                scale = units[c];
-                one = from_signed(values + PART * c);
-                two = from_signed(values + 16 + PART * c);
-            } else {
-                scale = units[c] * floats_of(from_bytes(values + PART * c));
-                min = -(bases[c] * floats_of(from_bytes(values + 16 + PART * c)));
-            }
-            for (int64_t r = 0; r < rows; r++) {
-                vn whole;
-                if (k.halves) {
-                    const vn first_half = dot(k, w, bytes + r * BLOCK, 4) - (every(halves[2 * r]) << k.zero);
-                    const vn second_half =
-                        dot(k, w + 4, bytes + r * BLOCK + BLOCK / 2, 4) - (every(halves[2 * r + 1]) << k.zero);
-                    whole = first_half * one + second_half * two;
-                } else {
-                    whole = dot(k, w, bytes + r * BLOCK, 8);
-                    if (takes_zero) whole -= every(halves[2 * r] + halves[2 * r + 1]) << k.zero;
-                }
-                pf sum = part_at(sums[r] + PART * c);
-                sum += floats_of(whole) * scale * every_float(scales[r]);
-                if (k.min) sum += min * every_float(weighted[r]);
-                memcpy(sums[r] + PART * c, &sum, sizeof sum);
-            }
+        for (int c = 0; c < PANEL_OUTPUTS / PART; c += WIDE) {
+            Weights weights;
+            weights_of(k, &weights, at, &super, c);
+            const vb(*w)[8] = weights.w;
+            IN_MEMORY(w, weights.w);
+            int64_t r = 0;
+            for (; r + MANY <= rows; r += MANY)
+                add_rows(k, w, &weights, block_of(x, b, row + r), MANY, (void *)(sums[r] + PART * c));
+            for (; MANY > 1 && r < rows; r++)
+                add_rows(k, w, &weights, block_of(x, b, row + r), 1, (void *)(sums[r] + PART * c));
         }
     }
 }
@@ -331,14 +199,14 @@ INLINE byte_half bytes_of(vi v) {
 #endif
 }
 
-int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 16); }
+int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 20); }
 Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
     const int64_t blocks = rows * (inputs / BLOCK);
     char *at = memory;
     return (Rounded){.bytes = (int8_t *)at,
                      .scales = (float *)(at + blocks * BLOCK),
                      .sums = (float *)(at + blocks * (BLOCK + 4)),
-                     .halves = (int32_t *)(at + blocks * (BLOCK + 8)),
+                     .less = (int32_t *)(at + blocks * (BLOCK + 8)),
                      .rows = rows,
                      .inputs = inputs};
 }
@@ -363,8 +231,9 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
         const int32_t first = sum_of(a), second = sum_of(c);
         to->scales[place] = scale;
         to->sums[place] = scale * (float)(first + second);
-        to->halves[2 * place] = first;
-        to->halves[2 * place + 1] = second;
+        to->less[3 * place] = -first;
+        to->less[3 * place + 1] = -second;
+        to->less[3 * place + 2] = -(first + second);
     }
 }
 void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {
