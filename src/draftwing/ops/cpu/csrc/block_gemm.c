@@ -9,6 +9,7 @@
    are computed together, and `dots`. */
 
 #include "dots.h"
+#include "tiles.h"
 
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
@@ -51,6 +52,12 @@ typedef struct {
     pf scale[PANEL_OUTPUTS / PART], min[PANEL_OUTPUTS / PART];
 } Super;
 
+INLINE void super_of(const Kind k, Super *to, const uint8_t *at) {
+    for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
+        to->scale[c] = from_halves(at + 2 * PART * c);
+        if (k.min) to->min[c] = from_halves(at + 32 + 2 * PART * c);
+    }
+}
 INLINE void weights_of(const Kind k, Weights *to, const uint8_t *at, const Super *super, int part) {
     const uint8_t *values = at + q_bytes(k);
     for (int i = 0; i < WIDE; i++) {
@@ -82,28 +89,34 @@ INLINE Block block_of(const Rounded *x, int64_t block, int64_t row) {
     return (Block){x->bytes + at * BLOCK, x->scales + at, x->sums + at, x->less + 3 * at};
 }
 
+/* Adds a row's products with a block, times their scales, to `sum` [PART]. */
+INLINE void add_value(const Kind k, float *sum, pf value, pf second, Block x, int64_t r) {
+    pf y = part_at(sum) + value * every_float(x.scales[r]);
+    if (k.min) y += second * every_float(x.sums[r]);
+    memcpy(sum, &y, sizeof y);
+}
+/* The sums of q times x, without `Kind.zero`: of half a block where each has a scale, else of all of it. */
+INLINE void products_of(const Kind k, const vb (*w)[8], Block x, const int half, const int rows, vn (*whole)[WIDE]) {
+    const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED), all = k.halves ? half : 2;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < WIDE; c++) whole[r][c] = takes_zero ? every(x.less[3 * r + all]) << k.zero : (vn){0};
+    dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
+}
 /* Adds a block's products to sums[row][16] of `rows` rows, 1 or MANY, for WIDE parts from where `sums` begins. */
 INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x, const int rows,
                      float (*sums)[PANEL_OUTPUTS]) {
-    const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED);
     vn whole[MANY][WIDE];
     pf value[MANY][WIDE];
-    for (int half = 0; half < (k.halves ? 2 : 1); half++) {
+    products_of(k, w, x, 0, rows, whole);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < WIDE; c++) value[r][c] = floats_of(whole[r][c]) * of->scale[c];
+    if (k.halves) {
+        products_of(k, w, x, 1, rows, whole);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < WIDE; c++)
-                whole[r][c] = takes_zero ? every(x.less[3 * r + (k.halves ? half : 2)]) << k.zero : (vn){0};
-        dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < WIDE; c++)
-                value[r][c] = half ? value[r][c] + floats_of(whole[r][c]) * of->second[c]
-                                   : floats_of(whole[r][c]) * of->scale[c];
+            for (int c = 0; c < WIDE; c++) value[r][c] += floats_of(whole[r][c]) * of->second[c];
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < WIDE; c++) {
-            pf sum = part_at(sums[r] + PART * c) + value[r][c] * every_float(x.scales[r]);
-            if (k.min) sum += of->second[c] * every_float(x.sums[r]);
-            memcpy(sums[r] + PART * c, &sum, sizeof sum);
-        }
+        for (int c = 0; c < WIDE; c++) add_value(k, sums[r] + PART * c, value[r][c], of->second[c], x, r);
 }
 
 /* sums[row][16] of rows [row, row + rows) with a panel. */
@@ -114,10 +127,7 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
     Super super = {0};
     for (int64_t b = 0; b < blocks; b++, at += size) {
         if (k.super && b % SUPER == 0) {
-            for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
-                super.scale[c] = from_halves(at + 2 * PART * c);
-                if (k.min) super.min[c] = from_halves(at + 32 + 2 * PART * c);
-            }
+            super_of(k, &super, at);
             at += head_bytes(k);
         }
         for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(at + AHEAD + c);
@@ -134,9 +144,62 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
         }
     }
 }
+
+#if HAS_TILES
+/* A block between its products and their scales. */
+typedef struct {
+    Weights weights;
+    int32_t whole[2][TILE][PANEL_OUTPUTS]; /* of both halves, or of all in the first */
+} Halfway;
+INLINE void begin_block(const Kind k, Halfway *to, const uint8_t *at, const Super *super, const int8_t *x,
+                        const Tiles *t, int turn) {
+    vb *w = to->weights.w[0];
+    weights_of(k, &to->weights, at, super, 0);
+    for (int g = 0; g < 8 && k.zero; g++) w[g] -= (uint8_t)(1 << k.zero);
+    multiply_tiles(t, w, x, to->whole[0], k.halves ? 0 : turn);
+    if (k.halves) multiply_tiles(t, w + 4, x + BLOCK / 2, to->whole[1], 1);
+}
+INLINE void end_block(const Kind k, const Halfway *of, Block x, int64_t rows, float (*sums)[PANEL_OUTPUTS]) {
+    for (int64_t r = 0; r < rows; r++) {
+        pi whole[2];
+        for (int half = 0; half < 1 + k.halves; half++) memcpy(&whole[half], of->whole[half][r], sizeof *whole);
+        pf value = floats_of(whole[0]) * of->weights.scale[0];
+        if (k.halves) value += floats_of(whole[1]) * of->weights.second[0];
+        add_value(k, sums[r], value, of->weights.second[0], x, r);
+    }
+}
+/* As `panel_of`, by tiles. Scales of a block are applied while tiles multiply the next one. */
+INLINE void panel_by_tiles(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
+                           float (*sums)[PANEL_OUTPUTS], Tiles *t) {
+    const Kind k = kind_of(type);
+    const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
+    Super super = {0};
+    Halfway halfway[2];
+    size_tiles(t, rows, k.halves ? 4 : 8);
+    for (int64_t b = 0; b < blocks; b++, at += size) {
+        if (k.super && b % SUPER == 0) {
+            super_of(k, &super, at);
+            at += head_bytes(k);
+        }
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(at + AHEAD + c);
+        begin_block(k, &halfway[b % 2], at, &super, block_of(x, b, row).bytes, t, b % 2);
+        if (b) end_block(k, &halfway[(b - 1) % 2], block_of(x, b - 1, row), rows, sums);
+    }
+    end_block(k, &halfway[(blocks - 1) % 2], block_of(x, blocks - 1, row), rows, sums);
+}
+#define BY_TILES(type)                                   \
+    if (rows >= FEWEST) {                                \
+        panel_by_tiles(type, x, at, row, rows, sums, t); \
+        return;                                          \
+    }
+#else
+#define BY_TILES(type)
+#endif
+
 #define OF_TYPE(type)                                                                        \
     static void panel_##type(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, \
-                             float (*sums)[PANEL_OUTPUTS]) {                                 \
+                             float (*sums)[PANEL_OUTPUTS], Tiles *t) {                       \
+        BY_TILES(type)                                                                       \
         panel_of(type, x, at, row, rows, sums);                                              \
     }
 OF_TYPE(Q4_0)
@@ -149,17 +212,17 @@ OF_TYPE(Q5_K)
 OF_TYPE(Q6_K)
 OF_TYPE(MXFP4)
 static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
-                  float (*sums)[PANEL_OUTPUTS]) {
+                  float (*sums)[PANEL_OUTPUTS], Tiles *t) {
     switch (type) {
-    case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
-    case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
-    case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
-    case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
-    case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
-    case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
-    case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
-    case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
-    case MXFP4: panel_MXFP4(x, at, row, rows, sums); break;
+    case Q4_0: panel_Q4_0(x, at, row, rows, sums, t); break;
+    case Q4_1: panel_Q4_1(x, at, row, rows, sums, t); break;
+    case Q5_0: panel_Q5_0(x, at, row, rows, sums, t); break;
+    case Q5_1: panel_Q5_1(x, at, row, rows, sums, t); break;
+    case Q8_0: panel_Q8_0(x, at, row, rows, sums, t); break;
+    case Q4_K: panel_Q4_K(x, at, row, rows, sums, t); break;
+    case Q5_K: panel_Q5_K(x, at, row, rows, sums, t); break;
+    case Q6_K: panel_Q6_K(x, at, row, rows, sums, t); break;
+    case MXFP4: panel_MXFP4(x, at, row, rows, sums, t); break;
     }
 }
 
@@ -172,25 +235,36 @@ typedef union {
     four parts[LANES / 4];
 } Fours;
 
-/* Of 16 numbers: the largest; the sum; all of them, which fit, as bytes. */
+/* Of 16 numbers, twice: the largest. Of 16: the sum; all of them, which fit, as bytes. */
 INLINE four larger_four(four a, four b) {
     const four first = a > b;
     return (first & a) | (~first & b);
 }
-INLINE int32_t largest_of(vi v) {
-    const Fours x = {.all = v};
+INLINE int32_t largest_of(vi v, vi w) {
+#if PART == 16
+    return _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)v, (__m512i)w));
+#else
+    const Fours x = {.all = v}, y = {.all = w};
     four most = larger_four(larger_four(x.parts[0], x.parts[1]), larger_four(x.parts[2], x.parts[3]));
+    most = larger_four(most, larger_four(larger_four(y.parts[0], y.parts[1]), larger_four(y.parts[2], y.parts[3])));
     most = larger_four(most, __builtin_shufflevector(most, most, 2, 3, 0, 1));
     return larger_four(most, __builtin_shufflevector(most, most, 1, 0, 3, 2))[0];
+#endif
 }
 INLINE int32_t sum_of(vi v) {
+#if PART == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
     const Fours x = {.all = v};
     four sum = (x.parts[0] + x.parts[1]) + (x.parts[2] + x.parts[3]);
     sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
     return sum[0] + sum[1];
+#endif
 }
 INLINE byte_half bytes_of(vi v) {
-#if PART < 16 && defined(__SSE2__)
+#if PART == 16
+    return (byte_half)_mm512_cvtepi32_epi8((__m512i)v);
+#elif defined(__SSE2__)
     const Fours x = {.all = v};
     const __m128i low = _mm_packs_epi32((__m128i)x.parts[0], (__m128i)x.parts[1]);
     return (byte_half)_mm_packs_epi16(low, _mm_packs_epi32((__m128i)x.parts[2], (__m128i)x.parts[3]));
@@ -218,16 +292,16 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
     for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
         const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
         const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
-        const int32_t one = largest_of((vi)low & 0x7fffffff), other = largest_of((vi)high & 0x7fffffff);
-        const int32_t size = one > other ? one : other;
+        const int32_t size = largest_of((vi)low & 0x7fffffff, (vi)high & 0x7fffffff);
         float most;
         memcpy(&most, &size, sizeof most);
         const int lost = size >= 0x7f800000;
         const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
         vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
         if (lost) a = c = (vi){0};
-        const byte_half bytes[2] = {bytes_of(a), bytes_of(c)};
-        memcpy(to->bytes + place * BLOCK, bytes, sizeof bytes);
+        const byte_half bytes = bytes_of(a), others = bytes_of(c);
+        memcpy(to->bytes + place * BLOCK, &bytes, sizeof bytes);
+        memcpy(to->bytes + place * BLOCK + LANES, &others, sizeof others);
         const int32_t first = sum_of(a), second = sum_of(c);
         to->scales[place] = scale;
         to->sums[place] = scale * (float)(first + second);
@@ -256,6 +330,7 @@ static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int
 }
 void multiply_blocks(const Product *p, int64_t from, int64_t to) {
     const int64_t *blocks = p->blocks;
+    Tiles tiles = {0};
     for (int64_t i = 0; i < blocks[0]; i++) {
         const Part part = part_of(blocks, i);
         const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs), end = part.first + part.outputs;
@@ -267,11 +342,12 @@ void multiply_blocks(const Product *p, int64_t from, int64_t to) {
                 const int64_t rows = p->rows - row < TILE ? p->rows - row : TILE;
                 float sums[TILE][PANEL_OUTPUTS];
                 memset(sums, 0, (size_t)rows * sizeof *sums);
-                panel(part.type, &p->rounded, at, row, rows, sums);
+                panel(part.type, &p->rounded, at, row, rows, sums, &tiles);
                 put(p, sums, row, rows, output, count);
             }
         }
     }
+    release_tiles(&tiles);
 }
 
 typedef struct {
