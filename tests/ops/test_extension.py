@@ -12,7 +12,7 @@ from draftwing.errors import ConfigError
 from draftwing.ops.cpu import extension
 from draftwing.ops.cpu.isa import PLAIN, known_sets, runnable_sets
 
-NAMES = ["plain", "avx2", "avx_vnni", "avx512", "avx512_bf16"]
+NAMES = ["plain", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx"]
 WORDS = {  # of /proc/cpuinfo, where they differ
     "lzcnt": "abm", "avx512_vbmi": "avx512vbmi",
 }  # fmt: skip
@@ -22,14 +22,15 @@ def test_sets_go_from_the_plainest_to_the_best() -> None:
     sets = known_sets("x86_64")
     assert [isa.name for isa in sets] == NAMES
     assert sets[0] == PLAIN and not PLAIN.needs and not PLAIN.flags
-    assert [isa.name for isa in known_sets("aarch64")] == ["plain", "dotprod"]
+    assert [isa.name for isa in known_sets("aarch64")] == ["plain", "dotprod", "i8mm"]
     assert known_sets("riscv64") == (PLAIN,)
 
 
 @pytest.mark.parametrize(
     ("lacks", "best"),
     [
-        (set(), "avx512_bf16"),
+        (set(), "amx"),
+        ({"amx_int8"}, "avx512_bf16"),
         ({"avx512_bf16"}, "avx512"),
         ({"avx512_vbmi"}, "avx512"),
         ({"avx512vl"}, "avx_vnni"),

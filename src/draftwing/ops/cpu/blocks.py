@@ -40,7 +40,7 @@ class BlockedGemm:
         self.raw: Any = load_extension()
         self.workers = workers
         self.dtype, self.inputs = dtype, parts[0].columns
-        self.rounded = self.inputs + self.inputs // 32 * 16  # bytes of a row in 8 bits, as C's `rounded_size` has it
+        self.rounded = self.inputs + self.inputs // 32 * 20  # bytes of a row in 8 bits, as C's `rounded_size` has it
         self._take([_Panels(self._packed(part), TYPES[part.kind], part.data.shape[0]) for part in parts])
 
     def _take(self, parts: Sequence[_Panels]) -> None:

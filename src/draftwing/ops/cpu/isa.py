@@ -33,6 +33,9 @@ PLAIN = Isa("plain")  # runs on every CPU of its kind, and tells what the one at
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4_2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _WIDE = "-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni"
+_BF16 = *_WIDE, "-mavx512bf16", "-mavx512vbmi"
+_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi"}
+_DOTPROD = frozenset({"asimddp", "atomics", "asimdrdm", "crc32"})
 
 # From the plainest to the best.
 _SETS = {
@@ -41,15 +44,13 @@ _SETS = {
         Isa("avx2", ("-march=x86-64-v3",), _V3),
         Isa("avx_vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
         Isa("avx512", _WIDE, _V4 | {"avx512_vnni"}),
-        Isa(
-            "avx512_bf16",  # what Zen 4 and Sapphire Rapids have in common, as far as the kernels ask for it
-            (*_WIDE, "-mavx512bf16", "-mavx512vbmi"),
-            _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi"},
-        ),
+        Isa("avx512_bf16", _BF16, _V4_BF16),  # what Zen 4 and Sapphire Rapids share, as far as kernels ask for it
+        Isa("amx", (*_BF16, "-mamx-tile", "-mamx-int8"), _V4_BF16 | {"amx_tile", "amx_int8"}),
     ),
     "aarch64": (
         PLAIN,
-        Isa("dotprod", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp", "atomics", "asimdrdm", "crc32"})),
+        Isa("dotprod", ("-march=armv8.2-a+dotprod",), _DOTPROD),
+        Isa("i8mm", ("-march=armv8.2-a+dotprod+i8mm",), _DOTPROD | {"i8mm"}),
     ),
 }
 _SETS["AMD64"] = _SETS["x86_64"]

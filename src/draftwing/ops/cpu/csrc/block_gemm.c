@@ -6,180 +6,14 @@
    nor on threads, nor on the instruction set.
 
    A block's weights are unpacked once for up to TILE rows. What differs between instruction sets is how many outputs
-   are computed together, and `dot`. */
+   are computed together, and `dots`. */
 
-#include "blocks.h"
+#include "dots.h"
+#include "tiles.h"
 
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 #define AHEAD (4 << 10)    /* bytes that are fetched before they are needed; hardware does not see past a page's end */
-
-/* -- what an instruction set has: PART outputs at once, 4 bytes of each ---------------------------------------------- */
-
-#if PART == 16 && !defined(__AVX512VNNI__) || PART == 8 && !defined(__AVX2__)
-#error "dot has no instructions for this set: see isa.py"
-#endif
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#elif defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
-typedef uint8_t vb __attribute__((vector_size(4 * PART)));
-typedef int32_t vn __attribute__((vector_size(4 * PART)));
-typedef uint8_t few_bytes __attribute__((vector_size(PART)));
-typedef int8_t few_signed __attribute__((vector_size(PART)));
-
-INLINE vb bytes_at(const uint8_t *p) {
-    vb v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-INLINE pf floats_of(vn v) { return __builtin_convertvector(v, pf); }
-/* PART bytes as whole numbers. GCC 12 would move them one by one for `__builtin_convertvector`. */
-INLINE vn from_bytes(const uint8_t *p) {
-#if PART == 16
-    return (vn)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
-#elif defined(__AVX2__)
-    return (vn)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
-#else
-    few_bytes v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vn);
-#endif
-}
-INLINE vn from_signed(const uint8_t *p) {
-#if PART == 16
-    return (vn)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p));
-#elif defined(__AVX2__)
-    return (vn)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p));
-#else
-    few_signed v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vn);
-#endif
-}
-INLINE pf from_halves(const uint8_t *p) {
-#if PART == 16
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
-#elif defined(__AVX2__)
-    return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
-#elif defined(__aarch64__)
-    float16x4_t h;
-    memcpy(&h, p, sizeof h);
-    return vcvt_f32_f16(h);
-#else
-    uint16_t h[PART];
-    pf v;
-    memcpy(h, p, sizeof h);
-    for (int i = 0; i < PART; i++) v[i] = from_half(h[i]);
-    return v;
-#endif
-}
-INLINE pf from_exponents(const uint8_t *p) {
-    const vn e = from_bytes(p), small = e < 2;
-    return (pf)((small & (e + 1) << 21) | (~small & (e - 1) << 23));
-}
-/* Twice the values of MXFP4's codes, plus 16. */
-INLINE vb mx_values(vb codes) {
-#if PART == 16
-    const __m128i values = _mm_add_epi8(_mm_setr_epi8(MX_VALUES), _mm_set1_epi8(16));
-    return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)codes);
-#elif defined(__AVX2__)
-    const __m128i values = _mm_add_epi8(_mm_setr_epi8(MX_VALUES), _mm_set1_epi8(16));
-    return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
-#elif defined(__aarch64__)
-    const int8x16_t values = {MX_VALUES};
-    return (vb)vreinterpretq_u8_s8(vaddq_s8(vqtbl1q_s8(values, (uint8x16_t)codes), vdupq_n_s8(16)));
-#else
-    const vb size = codes & 7, five = (vb)(size > 4), six = (vb)(size > 5), seven = (vb)(size > 6);
-    const vb value = size + (five & 1) + (six & 1) + (seven & 3), minus = (vb)(codes > 7);
-    return ((value ^ minus) - minus) + 16;
-#endif
-}
-INLINE vn every(int32_t x) { return x - (vn){0}; }
-INLINE pf every_float(float x) { return x - (pf){0}; }
-
-/* sum over `count` groups of four inputs: w, not below 0 and at most 255 (less of narrow kinds), times x. */
-INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
-#if PART == 16
-    vn sums[2] = {{0}, {0}}; /* two: each waits for its own last instruction */
-    for (int g = 0; g < count; g++) {
-        int32_t four;
-        memcpy(&four, x + 4 * g, 4);
-        sums[g % 2] = (vn)_mm512_dpbusd_epi32((__m512i)sums[g % 2], (__m512i)w[g], _mm512_set1_epi32(four));
-    }
-    return sums[0] + sums[1];
-#elif defined(__AVXVNNI__)
-    vn sums[2] = {{0}, {0}};
-    for (int g = 0; g < count; g++) {
-        int32_t four;
-        memcpy(&four, x + 4 * g, 4);
-        sums[g % 2] = (vn)_mm256_dpbusd_avx_epi32((__m256i)sums[g % 2], (__m256i)w[g], _mm256_set1_epi32(four));
-    }
-    return sums[0] + sums[1];
-#elif defined(__AVX2__)
-    /* Pairs are summed in 16 bits, as many as fit: 8 of 15 * 127 * 2, 4 of 31, 2 of 63. Of 8 bits no pair fits, but of
-       numbers with a sign it does: -128 to 127, whose sign goes to x. */
-    const int most = k.wide ? 1 : k.high == 2 ? 2 : k.high || k.mx ? 4 : 8;
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_setzero_si256();
-    for (int first = 0; first < count; first += most) {
-        __m256i pairs = _mm256_setzero_si256();
-        for (int g = first; g < first + most && g < count; g++) {
-            int32_t four;
-            memcpy(&four, x + 4 * g, 4);
-            __m256i y = _mm256_set1_epi32(four), v = (__m256i)w[g];
-            if (k.wide) {
-                y = _mm256_sign_epi8(y, v);
-                v = _mm256_abs_epi8(v);
-            }
-            const __m256i both = _mm256_maddubs_epi16(v, y);
-            pairs = g == first ? both : _mm256_add_epi16(pairs, both);
-        }
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-    }
-    return (vn)sum;
-#elif defined(__ARM_FEATURE_DOTPROD)
-    int32x4_t sum = vdupq_n_s32(0);
-    for (int g = 0; g < count; g += 4) {
-        const int8x16_t y = vld1q_s8(x + 4 * g), *v = (const int8x16_t *)(w + g);
-        sum = vdotq_laneq_s32(sum, v[0], y, 0);
-        sum = vdotq_laneq_s32(sum, v[1], y, 1);
-        sum = vdotq_laneq_s32(sum, v[2], y, 2);
-        sum = vdotq_laneq_s32(sum, v[3], y, 3);
-    }
-    return (vn)sum;
-#elif defined(__SSE2__)
-    const __m128i zero = _mm_setzero_si128();
-    __m128i low = zero, high = zero; /* two halves of each output's sum */
-    for (int g = 0; g < count; g++) {
-        int32_t four;
-        memcpy(&four, x + 4 * g, 4);
-        const __m128i v = (__m128i)w[g], y = _mm_set1_epi32(four), wide = _mm_srai_epi16(_mm_unpacklo_epi8(y, y), 8);
-        const __m128i a = k.wide ? _mm_srai_epi16(_mm_unpacklo_epi8(v, v), 8) : _mm_unpacklo_epi8(v, zero);
-        const __m128i b = k.wide ? _mm_srai_epi16(_mm_unpackhi_epi8(v, v), 8) : _mm_unpackhi_epi8(v, zero);
-        low = _mm_add_epi32(low, _mm_madd_epi16(a, wide));
-        high = _mm_add_epi32(high, _mm_madd_epi16(b, wide));
-    }
-    const __m128 even = _mm_shuffle_ps((__m128)low, (__m128)high, 0x88);
-    return (vn)even + (vn)_mm_shuffle_ps((__m128)low, (__m128)high, 0xdd);
-#else
-    vn sum = {0};
-    for (int g = 0; g < count; g++)
-        for (int o = 0; o < PART; o++)
-            for (int i = 0; i < 4; i++) {
-                const int q = k.wide ? (int8_t)w[g][4 * o + i] : w[g][4 * o + i];
-                sum[o] += q * x[4 * g + i];
-            }
-    return sum;
-#endif
-}
-#if PART == 16 || defined(__AVXVNNI__)
-#define WIDE_IS_SIGNED 0 /* which `dot` takes 8 bits as they are stored, plus 128 */
-#else
-#define WIDE_IS_SIGNED 1
-#endif
 
 /* -- one panel ------------------------------------------------------------------------------------------------------ */
 
@@ -208,67 +42,164 @@ INLINE void unpack(const Kind k, vb *w, const uint8_t *at, int64_t o) {
     }
 }
 
+/* WIDE parts of a panel's block: q, and what the sums of its products are multiplied with. */
+typedef struct {
+    vb w[WIDE][8];
+    pf scale[WIDE], second[WIDE]; /* second: scales of the second half, or mins */
+} Weights;
+/* What a super-block begins with. */
+typedef struct {
+    pf scale[PANEL_OUTPUTS / PART], min[PANEL_OUTPUTS / PART];
+} Super;
+
+INLINE void super_of(const Kind k, Super *to, const uint8_t *at) {
+    for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
+        to->scale[c] = from_halves(at + 2 * PART * c);
+        if (k.min) to->min[c] = from_halves(at + 32 + 2 * PART * c);
+    }
+}
+INLINE void weights_of(const Kind k, Weights *to, const uint8_t *at, const Super *super, int part) {
+    const uint8_t *values = at + q_bytes(k);
+    for (int i = 0; i < WIDE; i++) {
+        const int c = part + i, o = PART * c;
+        unpack(k, to->w[i], at, o);
+        if (k.mx) {
+            to->scale[i] = from_exponents(values + o);
+        } else if (!k.super) {
+            to->scale[i] = from_halves(values + 2 * o);
+            if (k.min) to->second[i] = from_halves(values + 32 + 2 * o);
+        } else if (k.halves) {
+            to->scale[i] = super->scale[c] * floats_of(from_signed(values + o));
+            to->second[i] = super->scale[c] * floats_of(from_signed(values + 16 + o));
+        } else {
+            to->scale[i] = super->scale[c] * floats_of(from_bytes(values + o));
+            to->second[i] = -(super->min[c] * floats_of(from_bytes(values + 16 + o)));
+        }
+    }
+}
+
+/* A block of rows, from one of them on. */
+typedef struct {
+    const int8_t *bytes;
+    const float *scales, *sums;
+    const int32_t *less;
+} Block;
+INLINE Block block_of(const Rounded *x, int64_t block, int64_t row) {
+    const int64_t at = block * x->rows + row;
+    return (Block){x->bytes + at * BLOCK, x->scales + at, x->sums + at, x->less + 3 * at};
+}
+
+/* Adds a row's products with a block, times their scales, to `sum` [PART]. */
+INLINE void add_value(const Kind k, float *sum, pf value, pf second, Block x, int64_t r) {
+    pf y = part_at(sum) + value * every_float(x.scales[r]);
+    if (k.min) y += second * every_float(x.sums[r]);
+    memcpy(sum, &y, sizeof y);
+}
+/* The sums of q times x, without `Kind.zero`: of half a block where each has a scale, else of all of it. */
+INLINE void products_of(const Kind k, const vb (*w)[8], Block x, const int half, const int rows, vn (*whole)[WIDE]) {
+    const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED), all = k.halves ? half : 2;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < WIDE; c++) whole[r][c] = takes_zero ? every(x.less[3 * r + all]) << k.zero : (vn){0};
+    dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
+}
+/* Adds a block's products to sums[row][16] of `rows` rows, 1 or MANY, for WIDE parts from where `sums` begins. */
+INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x, const int rows,
+                     float (*sums)[PANEL_OUTPUTS]) {
+    vn whole[MANY][WIDE];
+    pf value[MANY][WIDE];
+    products_of(k, w, x, 0, rows, whole);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < WIDE; c++) value[r][c] = floats_of(whole[r][c]) * of->scale[c];
+    if (k.halves) {
+        products_of(k, w, x, 1, rows, whole);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < WIDE; c++) value[r][c] += floats_of(whole[r][c]) * of->second[c];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < WIDE; c++) add_value(k, sums[r] + PART * c, value[r][c], of->second[c], x, r);
+}
+
 /* sums[row][16] of rows [row, row + rows) with a panel. */
 INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
                      float (*sums)[PANEL_OUTPUTS]) {
     const Kind k = kind_of(type);
     const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
-    const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED);
-    pf units[PANEL_OUTPUTS / PART] = {0}, bases[PANEL_OUTPUTS / PART] = {0};
+    Super super = {0};
     for (int64_t b = 0; b < blocks; b++, at += size) {
         if (k.super && b % SUPER == 0) {
-            for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
-                units[c] = from_halves(at + 2 * PART * c);
-                if (k.min) bases[c] = from_halves(at + 32 + 2 * PART * c);
-            }
+            super_of(k, &super, at);
             at += head_bytes(k);
         }
-        const int64_t first = b * x->rows + row;
-        const int8_t *bytes = x->bytes + first * BLOCK;
-        const float *scales = x->scales + first, *weighted = x->sums + first;
-        const int32_t *halves = x->halves + 2 * first;
         for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(at + AHEAD + c);
-        for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
-            const uint8_t *values = at + q_bytes(k);
-            vb w[8];
-            unpack(k, w, at, PART * c);
-            vn one = {0}, two = {0};
-            pf scale = {0}, min = {0};
-            if (k.mx) {
-                scale = from_exponents(values + PART * c);
-            } else if (!k.super) {
-                scale = from_halves(values + 2 * PART * c);
-                if (k.min) min = from_halves(values + 32 + 2 * PART * c);
-            } else if (k.halves) {
-                scale = units[c];
-                one = from_signed(values + PART * c);
-                two = from_signed(values + 16 + PART * c);
-            } else {
-                scale = units[c] * floats_of(from_bytes(values + PART * c));
-                min = -(bases[c] * floats_of(from_bytes(values + 16 + PART * c)));
-            }
-            for (int64_t r = 0; r < rows; r++) {
-                vn whole;
-                if (k.halves) {
-                    const vn first_half = dot(k, w, bytes + r * BLOCK, 4) - (every(halves[2 * r]) << k.zero);
-                    const vn second_half =
-                        dot(k, w + 4, bytes + r * BLOCK + BLOCK / 2, 4) - (every(halves[2 * r + 1]) << k.zero);
-                    whole = first_half * one + second_half * two;
-                } else {
-                    whole = dot(k, w, bytes + r * BLOCK, 8);
-                    if (takes_zero) whole -= every(halves[2 * r] + halves[2 * r + 1]) << k.zero;
-                }
-                pf sum = part_at(sums[r] + PART * c);
-                sum += floats_of(whole) * scale * every_float(scales[r]);
-                if (k.min) sum += min * every_float(weighted[r]);
-                memcpy(sums[r] + PART * c, &sum, sizeof sum);
-            }
+        for (int c = 0; c < PANEL_OUTPUTS / PART; c += WIDE) {
+            Weights weights;
+            weights_of(k, &weights, at, &super, c);
+            const vb(*w)[8] = weights.w;
+            IN_MEMORY(w, weights.w);
+            int64_t r = 0;
+            for (; r + MANY <= rows; r += MANY)
+                add_rows(k, w, &weights, block_of(x, b, row + r), MANY, (void *)(sums[r] + PART * c));
+            for (; MANY > 1 && r < rows; r++)
+                add_rows(k, w, &weights, block_of(x, b, row + r), 1, (void *)(sums[r] + PART * c));
         }
     }
 }
+
+#if HAS_TILES
+/* A block between its products and their scales. */
+typedef struct {
+    Weights weights;
+    int32_t whole[2][TILE][PANEL_OUTPUTS]; /* of both halves, or of all in the first */
+} Halfway;
+INLINE void begin_block(const Kind k, Halfway *to, const uint8_t *at, const Super *super, const int8_t *x,
+                        const Tiles *t, int turn) {
+    vb *w = to->weights.w[0];
+    weights_of(k, &to->weights, at, super, 0);
+    for (int g = 0; g < 8 && k.zero; g++) w[g] -= (uint8_t)(1 << k.zero);
+    multiply_tiles(t, w, x, to->whole[0], k.halves ? 0 : turn);
+    if (k.halves) multiply_tiles(t, w + 4, x + BLOCK / 2, to->whole[1], 1);
+}
+INLINE void end_block(const Kind k, const Halfway *of, Block x, int64_t rows, float (*sums)[PANEL_OUTPUTS]) {
+    for (int64_t r = 0; r < rows; r++) {
+        pi whole[2];
+        for (int half = 0; half < 1 + k.halves; half++) memcpy(&whole[half], of->whole[half][r], sizeof *whole);
+        pf value = floats_of(whole[0]) * of->weights.scale[0];
+        if (k.halves) value += floats_of(whole[1]) * of->weights.second[0];
+        add_value(k, sums[r], value, of->weights.second[0], x, r);
+    }
+}
+/* As `panel_of`, by tiles. Scales of a block are applied while tiles multiply the next one. */
+INLINE void panel_by_tiles(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
+                           float (*sums)[PANEL_OUTPUTS], Tiles *t) {
+    const Kind k = kind_of(type);
+    const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
+    Super super = {0};
+    Halfway halfway[2];
+    size_tiles(t, rows, k.halves ? 4 : 8);
+    for (int64_t b = 0; b < blocks; b++, at += size) {
+        if (k.super && b % SUPER == 0) {
+            super_of(k, &super, at);
+            at += head_bytes(k);
+        }
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(at + AHEAD + c);
+        begin_block(k, &halfway[b % 2], at, &super, block_of(x, b, row).bytes, t, b % 2);
+        if (b) end_block(k, &halfway[(b - 1) % 2], block_of(x, b - 1, row), rows, sums);
+    }
+    end_block(k, &halfway[(blocks - 1) % 2], block_of(x, blocks - 1, row), rows, sums);
+}
+#define BY_TILES(type)                                   \
+    if (rows >= FEWEST) {                                \
+        panel_by_tiles(type, x, at, row, rows, sums, t); \
+        return;                                          \
+    }
+#else
+#define BY_TILES(type)
+#endif
+
 #define OF_TYPE(type)                                                                        \
     static void panel_##type(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, \
-                             float (*sums)[PANEL_OUTPUTS]) {                                 \
+                             float (*sums)[PANEL_OUTPUTS], Tiles *t) {                       \
+        BY_TILES(type)                                                                       \
         panel_of(type, x, at, row, rows, sums);                                              \
     }
 OF_TYPE(Q4_0)
@@ -281,17 +212,17 @@ OF_TYPE(Q5_K)
 OF_TYPE(Q6_K)
 OF_TYPE(MXFP4)
 static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
-                  float (*sums)[PANEL_OUTPUTS]) {
+                  float (*sums)[PANEL_OUTPUTS], Tiles *t) {
     switch (type) {
-    case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
-    case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
-    case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
-    case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
-    case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
-    case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
-    case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
-    case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
-    case MXFP4: panel_MXFP4(x, at, row, rows, sums); break;
+    case Q4_0: panel_Q4_0(x, at, row, rows, sums, t); break;
+    case Q4_1: panel_Q4_1(x, at, row, rows, sums, t); break;
+    case Q5_0: panel_Q5_0(x, at, row, rows, sums, t); break;
+    case Q5_1: panel_Q5_1(x, at, row, rows, sums, t); break;
+    case Q8_0: panel_Q8_0(x, at, row, rows, sums, t); break;
+    case Q4_K: panel_Q4_K(x, at, row, rows, sums, t); break;
+    case Q5_K: panel_Q5_K(x, at, row, rows, sums, t); break;
+    case Q6_K: panel_Q6_K(x, at, row, rows, sums, t); break;
+    case MXFP4: panel_MXFP4(x, at, row, rows, sums, t); break;
     }
 }
 
@@ -304,25 +235,36 @@ typedef union {
     four parts[LANES / 4];
 } Fours;
 
-/* Of 16 numbers: the largest; the sum; all of them, which fit, as bytes. */
+/* Of 16 numbers, twice: the largest. Of 16: the sum; all of them, which fit, as bytes. */
 INLINE four larger_four(four a, four b) {
     const four first = a > b;
     return (first & a) | (~first & b);
 }
-INLINE int32_t largest_of(vi v) {
-    const Fours x = {.all = v};
+INLINE int32_t largest_of(vi v, vi w) {
+#if PART == 16
+    return _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)v, (__m512i)w));
+#else
+    const Fours x = {.all = v}, y = {.all = w};
     four most = larger_four(larger_four(x.parts[0], x.parts[1]), larger_four(x.parts[2], x.parts[3]));
+    most = larger_four(most, larger_four(larger_four(y.parts[0], y.parts[1]), larger_four(y.parts[2], y.parts[3])));
     most = larger_four(most, __builtin_shufflevector(most, most, 2, 3, 0, 1));
     return larger_four(most, __builtin_shufflevector(most, most, 1, 0, 3, 2))[0];
+#endif
 }
 INLINE int32_t sum_of(vi v) {
+#if PART == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
     const Fours x = {.all = v};
     four sum = (x.parts[0] + x.parts[1]) + (x.parts[2] + x.parts[3]);
     sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
     return sum[0] + sum[1];
+#endif
 }
 INLINE byte_half bytes_of(vi v) {
-#if PART < 16 && defined(__SSE2__)
+#if PART == 16
+    return (byte_half)_mm512_cvtepi32_epi8((__m512i)v);
+#elif defined(__SSE2__)
     const Fours x = {.all = v};
     const __m128i low = _mm_packs_epi32((__m128i)x.parts[0], (__m128i)x.parts[1]);
     return (byte_half)_mm_packs_epi16(low, _mm_packs_epi32((__m128i)x.parts[2], (__m128i)x.parts[3]));
@@ -331,14 +273,14 @@ INLINE byte_half bytes_of(vi v) {
 #endif
 }
 
-int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 16); }
+int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 20); }
 Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
     const int64_t blocks = rows * (inputs / BLOCK);
     char *at = memory;
     return (Rounded){.bytes = (int8_t *)at,
                      .scales = (float *)(at + blocks * BLOCK),
                      .sums = (float *)(at + blocks * (BLOCK + 4)),
-                     .halves = (int32_t *)(at + blocks * (BLOCK + 8)),
+                     .less = (int32_t *)(at + blocks * (BLOCK + 8)),
                      .rows = rows,
                      .inputs = inputs};
 }
@@ -350,21 +292,22 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
     for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
         const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
         const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
-        const int32_t one = largest_of((vi)low & 0x7fffffff), other = largest_of((vi)high & 0x7fffffff);
-        const int32_t size = one > other ? one : other;
+        const int32_t size = largest_of((vi)low & 0x7fffffff, (vi)high & 0x7fffffff);
         float most;
         memcpy(&most, &size, sizeof most);
         const int lost = size >= 0x7f800000;
         const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
         vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
         if (lost) a = c = (vi){0};
-        const byte_half bytes[2] = {bytes_of(a), bytes_of(c)};
-        memcpy(to->bytes + place * BLOCK, bytes, sizeof bytes);
+        const byte_half bytes = bytes_of(a), others = bytes_of(c);
+        memcpy(to->bytes + place * BLOCK, &bytes, sizeof bytes);
+        memcpy(to->bytes + place * BLOCK + LANES, &others, sizeof others);
         const int32_t first = sum_of(a), second = sum_of(c);
         to->scales[place] = scale;
         to->sums[place] = scale * (float)(first + second);
-        to->halves[2 * place] = first;
-        to->halves[2 * place + 1] = second;
+        to->less[3 * place] = -first;
+        to->less[3 * place + 1] = -second;
+        to->less[3 * place + 2] = -(first + second);
     }
 }
 void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {
@@ -387,6 +330,7 @@ static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int
 }
 void multiply_blocks(const Product *p, int64_t from, int64_t to) {
     const int64_t *blocks = p->blocks;
+    Tiles tiles = {0};
     for (int64_t i = 0; i < blocks[0]; i++) {
         const Part part = part_of(blocks, i);
         const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs), end = part.first + part.outputs;
@@ -398,11 +342,12 @@ void multiply_blocks(const Product *p, int64_t from, int64_t to) {
                 const int64_t rows = p->rows - row < TILE ? p->rows - row : TILE;
                 float sums[TILE][PANEL_OUTPUTS];
                 memset(sums, 0, (size_t)rows * sizeof *sums);
-                panel(part.type, &p->rounded, at, row, rows, sums);
+                panel(part.type, &p->rounded, at, row, rows, sums, &tiles);
                 put(p, sums, row, rows, output, count);
             }
         }
     }
+    release_tiles(&tiles);
 }
 
 typedef struct {

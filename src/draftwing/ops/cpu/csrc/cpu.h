@@ -303,10 +303,10 @@ typedef struct {
     int8_t *bytes;   /* [32] */
     float *scales;   /* [] */
     float *sums;     /* [] of the bytes, times the scale */
-    int32_t *halves; /* [2] sums of 16 bytes */
+    int32_t *less;   /* [3] sums of the first 16 bytes, the last 16, and all, times -1 */
     int64_t rows, inputs;
 } Rounded;
-HIDDEN int64_t rounded_size(int64_t rows, int64_t inputs); /* bytes, a multiple of 48 */
+HIDDEN int64_t rounded_size(int64_t rows, int64_t inputs); /* bytes, a multiple of 52 */
 HIDDEN Rounded rounded_at(void *memory, int64_t rows, int64_t inputs);
 /* Of row `row` of x [rows, inputs], elements [from, end), multiples of 32. */
 HIDDEN void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half);
