@@ -219,6 +219,7 @@ class Plan:
     limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     thinking: IntArray = field(default_factory=lambda: NOBODY)  # with a thinking budget
+    penalised: bool = False  # whether penalties and biases are all that makes it special
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
     catch_up: DraftExtend | None = (

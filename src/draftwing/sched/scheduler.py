@@ -67,6 +67,7 @@ class SchedulerConfig:
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
     states: StateSizes | None = None  # of a model with recurrent layers
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
+    edits_by_row: bool = False  # whether a step with penalties or biases costs what others do
 
 
 class Scheduler:
@@ -92,7 +93,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._prefills = PrefillBudget()
-        self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral)
+        self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = DraftExtendPlanner(config.lagging, config.lag, config.deferral, config.slots)
