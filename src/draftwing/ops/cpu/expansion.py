@@ -186,7 +186,7 @@ class CpuExpansionOps(ExpansionOps):
         logits = logits.contiguous()
         own = [] if key is None else [part.contiguous() for part in key]
         if key is not None and target_ids is not None:
-            own.append(target_ids.to(torch.int32).contiguous())
+            own.append(target_ids.contiguous())
         fields = [part.data_ptr() for part in own] + [0] * (4 - len(own))
         threads = torch.get_num_threads()
         scratch = torch.empty(threads, 2, vocab + 15, dtype=torch.float32)

@@ -84,7 +84,6 @@ class HeadTopK:
         """norm: weight and eps, None where states come normed; names [outputs] int64: what the outputs are called,
         None: 0, 1, .. The number of outputs is a multiple of 32."""
         assert names is None or (names.is_contiguous() and names.shape == (gemm.outputs,))
-        names = None if names is None else names.to(torch.int32)
         own = [None if part is None else part.detach() for part in (bias, names, norm[0] if norm else None)]
         self._held = own, gemm  # addresses go stale where a module's weights are moved
         bias_at, self._names, self._norm = (0 if part is None else part.data_ptr() for part in own)

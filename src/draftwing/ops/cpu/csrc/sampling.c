@@ -576,7 +576,7 @@ typedef struct {
     const void *logits;
     const int64_t *seed, *positions; /* of each row */
     const float *temperature;        /* NULL: no noise */
-    const int32_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
+    const int64_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
     int64_t rows, nodes, vocab, padded, half, count, next, worker;
     float *scratch; /* [threads, 2 * padded]: a row's noise, a node's sums */
 } Top;
@@ -584,7 +584,7 @@ typedef struct {
 typedef struct {
     const int64_t *seed, *positions;
     const float *temperature;
-    const int32_t *target; /* as of `Top` */
+    const int64_t *target; /* as of `Top` */
 } Noises;
 
 /* Of a row, what noise adds to logits [from, to). */
@@ -592,10 +592,10 @@ static void row_noise(const Noises *n, int64_t row, int64_t from, int64_t to, fl
     const Key key = key_of(n->seed[row], n->positions[row]);
     const vf zero = {0};
     for (int64_t c = from; c < to; c += LANES) {
-        vu ids = {0};
+        vl ids = {0};
         const int64_t left = to - c < LANES ? to - c : LANES;
-        if (n->target) memcpy(&ids, n->target + c, (size_t)left * 4);
-        const vi bits = bits_of(n->target ? ids * TOKEN_MUL : ids_from(c), key);
+        if (n->target) memcpy(&ids, n->target + c, (size_t)left * 8);
+        const vi bits = bits_of(n->target ? __builtin_convertvector(ids, vu) * TOKEN_MUL : ids_from(c), key);
         Scored s;
         score(&zero, &bits, n->temperature[row], &s);
         storef(noise + c, s.noise);
@@ -655,8 +655,7 @@ typedef struct {
     Team team;
     Product product;               /* its x is that of thread 0, its out the logits */
     const void *states, *norm;     /* norm: weight, or NULL */
-    const int64_t *places;         /* of each row in states, ids and logp, or NULL: 0, 1, .. */
-    const int32_t *names;          /* target ids, or NULL */
+    const int64_t *places, *names; /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
     const int64_t *seed, *positions; /* of each group of `nodes` rows, whose noise is the same */
     const float *temperature;        /* NULL: no noise */
     int64_t stride, count, nodes;
@@ -749,10 +748,10 @@ static void some_following(void *data) {
     for (int64_t i = me.number; i < p.rows; i += me.size) join_found(f, i, me.size);
 }
 
-/* ids, logp [.., count]: best first; states, their stride, places, names int32 (0: none), count; the norm's weight (0:
-   none); half, rows; of the GEMM, whose outputs are a multiple of 32; spare: noise [outputs], logits [rows * outputs],
-   and of each thread rows [rows * inputs] and those rounded, if the weight is in blocks; threads; seed, positions,
-   temperature (0: no noise) of each group of so many rows; eps */
+/* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
+   half, rows; of the GEMM, whose outputs are a multiple of 32; spare: noise [outputs], logits [rows * outputs], and of
+   each thread rows [rows * inputs] and those rounded, if the weight is in blocks; threads; seed, positions, temperature
+   (0: no noise) of each group of so many rows; eps */
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[16 + GEMM];
     if (!numbers(args, given - 1, 16 + GEMM, n)) return NULL;
