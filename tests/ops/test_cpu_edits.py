@@ -58,9 +58,10 @@ class Case(NamedTuple):
 
     def drawn(self, ops: CpuOps, rescored: bool, edits: bool = True) -> Tensor:
         rescoring = Rescoring(self.hidden, self.weight, lambda x, ids: ops.exact_logits(x, self.weight, ids))
+        asked = SamplingGroups(NONE, NONE, NONE), True, rescoring if rescored else None
         return ops.draw(
-            self.logits, self.positions, self.tree.depth, DEPTH, self.table, self.rows, SamplingGroups(NONE, NONE, NONE),
-            True, rescoring if rescored else None, self.row_edits() if edits else None,
+            self.logits, self.positions, self.tree.depth, DEPTH, self.table, self.rows, *asked,
+            self.row_edits() if edits else None,
         )  # fmt: skip
 
 

@@ -266,9 +266,7 @@ class Executor:
 
     def _graph_step(self, key: Key, filtered: bool, edited: bool = False) -> TreeStep:
         rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
-        return TreeStep(
-            key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited
-        )
+        return TreeStep(key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited)
 
     def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""

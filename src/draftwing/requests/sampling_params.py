@@ -219,10 +219,7 @@ class SamplingParams(BaseModel):
     def penalised(self) -> bool:
         """Returns whether there are penalties or biases."""
         return bool(
-            self.frequency_penalty
-            or self.presence_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
 
     @property
