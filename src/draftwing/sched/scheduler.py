@@ -379,7 +379,7 @@ class Scheduler:
                 self._commit_path(req, plan.shape, result, i, count)
                 if nonfinite:
                     self.kv.quarantine(req)
-                self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i, : count - 1].tolist())
+                self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i])
             if i in traced:
                 number = 0 if plan.kind == "prefill" else req.verify_steps
                 self._trace(req, result, i, traced[i], len(plan.rows), number)
@@ -423,7 +423,7 @@ class Scheduler:
         if shape.nodes > 1:
             window = slice(req.kv, req.kv + shape.nodes)
             req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
-            req.note_proposed(result.proposed_by[i].tolist())
+            req.note_proposed(result.proposed_by[i])
         req.kv += count
         req.bound -= shape.max_commit - count
         req.inflight -= 1

@@ -112,7 +112,8 @@ class HeadTopK:
         places = None if places is None else places.contiguous()
         width = states.element_size()
         size = 4 * gemm.outputs + rows * (gemm.outputs * width + threads * (inputs * width + gemm.rounded))
-        key, nodes = (0, 0, 0), 1
+        key: tuple[int, ...] = (0, 0, 0)
+        nodes = 1
         if noise is not None:
             assert all(part.is_contiguous() for part in noise)
             key, nodes = addresses(noise), rows // noise.seed.shape[0]
