@@ -30,7 +30,7 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import HeadTopK
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.cpu.workers import Workers
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, NoiseKey
 from draftwing.parallel.ranks import ALONE
 
 KERNELS = load_extension()
@@ -260,3 +260,10 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dty
         assert torch.equal(ids[at], best[at])
         torch.testing.assert_close(scores[at], logp[at])
         assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
+    # With noise: two rows, the first of which is greedy, of three states each.
+    key = NoiseKey(torch.tensor([5, -(2**40)]), torch.tensor([70, 9]), torch.tensor([0.0, 1.3]))
+    best, logp = OPS.top_tokens(gemm(x[:6], bias, None), 2, 3, key, names)
+    ids, scores = torch.full((6, 3), -1), torch.zeros(6, 3)
+    readout.best(states[:6], None, ids, scores, key)
+    assert torch.equal(ids, best if names is None else names[best])
+    torch.testing.assert_close(scores, logp)

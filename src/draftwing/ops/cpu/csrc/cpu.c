@@ -177,6 +177,7 @@ static PyMethodDef methods[] = {
     {"block_quantize", (PyCFunction)(void (*)(void))py_block_quantize, METH_FASTCALL, NULL},
     {"block_rows", (PyCFunction)(void (*)(void))py_block_rows, METH_FASTCALL, NULL},
     {"panel_bytes", (PyCFunction)(void (*)(void))py_panel_bytes, METH_FASTCALL, NULL},
+    {"sampling_rows", (PyCFunction)(void (*)(void))py_sampling_rows, METH_FASTCALL, NULL},
     {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
     {"heaviest", (PyCFunction)(void (*)(void))py_heaviest, METH_FASTCALL, NULL},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},

@@ -397,7 +397,33 @@ HIDDEN PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t gi
 /* In features.c. */
 HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
+/* -- penalties and biases: edits.c ------------------------------------------------------------------------------------- */
+
+/* Of the row table, and of a batch of draft trees. Rows of a batch are b, rows of the table rows[b]. */
+typedef struct {
+    const int64_t *rows, *text, *prompt_len, *bias_ids; /* [batch]; [R, length]; [R]; [R, biases], padded with value 0 */
+    const float *penalties, *bias_values; /* [R, 3]: frequency, presence, repetition; [R, biases] */
+    const int64_t *tokens, *path, *path_len; /* [batch, nodes], and of paths [batch, nodes, width] */
+    int64_t length, biases, nodes, width;
+} Edits;
+typedef struct {
+    float factor, delta;
+} Edit;
+INLINE float edited(float x, Edit e) { return (x > 0.0f ? x / e.factor : x * e.factor) + e.delta; }
+HIDDEN int is_edited(const Edits *e, int64_t b); /* whether the row has any */
+/* counts [vocab] are zeros before and after; newest: position of the row's root, up to which its text counts. */
+HIDDEN void count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts);
+HIDDEN void forget_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts);
+/* before [width]: what is put back. */
+HIDDEN void count_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, int32_t *before);
+HIDDEN void forget_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, const int32_t *before);
+HIDDEN Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id);
+/* x [vocab] as floats of the node's logits: the tokens that have an edit, when all is counted. */
+HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, int64_t newest, const int32_t *counts,
+                      const void *logits, int half, float *x);
+
 /* In sampling.c. */
+HIDDEN PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
