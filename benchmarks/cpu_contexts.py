@@ -227,8 +227,8 @@ def result(record: dict[str, Any]) -> dict[str, Any]:
         "hardware": f"{record['hardware']}, {min(reads) / 1e9:.0f} to {max(reads) / 1e9:.0f} GB/s of plain reads",
         "software": [record["machine"].split(", ")[-1], f"llama.cpp of llama-cpp-python {VERSION}"],
         "model": record["model"],
-        "workload": f"1 request, greedy, {record['tokens']} tokens behind a context that is cached; tokens/s, medians of "
-        f"{record['rounds']} rounds; the floor is the time to read the weights and the KV cache of a step",
+        "workload": f"1 request, greedy, {record['tokens']} tokens behind a context that is cached; tokens/s, medians "
+        f"of {record['rounds']} rounds; the floor is the time to read the weights and the KV cache of a step",
         "commands": record["commands"],
         "columns": COLUMNS,
         "rows": [row(*one) for one in contexts_of(record)],
@@ -293,7 +293,7 @@ def main() -> None:
         with running(args, file, Path(tempfile.mkdtemp(prefix="logs-"))) as asks:
             for context, found in measure_all(args, file, prompts, asks):
                 record["isas"].setdefault(args.isa, {})[str(context)] = found
-                print(*row(args.isa, context, found), {k: round(v, 2) for k, v in found["accept_length"].items()}, flush=True)
+                print(*row(args.isa, context, found), found["accept_length"], flush=True)
                 write(args, record)
 
 
@@ -324,7 +324,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--result", type=Path, help="in the form of benchmarks/results")
     parser.add_argument("--plot", type=Path, help="an SVG")
     args = parser.parse_args(argv)
-    args.said = [word for word in (argv or sys.argv[1:])]
+    args.said = list(argv or sys.argv[1:])
     return args
 
 

@@ -10,6 +10,9 @@ of them, an even number: who is first takes turns. Where prompts take a third of
 for hundredths in a short run, so there are half as many rounds, twice as long. `error` is the standard error of the
 mean of their ratios.
 
+`--cached` makes the prompts of a cell one text that is cached, before an end of their own: then a CPU computes contexts of
+thousands of tokens once for each text. `--isa` holds a CPU to an instruction set.
+
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
 that must be equal.
@@ -29,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chat_servers import SET_BY, run_with
 from load_runs import (
     Answered,
     add_arguments,
@@ -46,6 +50,8 @@ from load_runs import (
 )
 from load_texts import Texts
 
+from draftwing.engine.engine import Engine
+
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")
 DRAFTERS = ("EAGLE3", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE3+NGRAM")
@@ -55,8 +61,10 @@ LONG_PROMPT = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
 SETTLING = (
-    32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to that
+    32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to it
 )
+OWN = 100  # tokens of a prompt behind what is cached
+SHORT = 32  # tokens of an answer at least behind cached texts, where steps are long
 MAX_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 
@@ -146,34 +154,58 @@ def measure_costs(engine: Any, texts: Texts, requests: Sequence[int]) -> Costs:
     return Costs(seconds / len(prompt[0]), steps)
 
 
-def possible(cell: Cell, engine: Any, costs: Costs) -> bool:
+def possible(cell: Cell, engine: Any, costs: Costs, cached: bool) -> bool:
     """Whether it fits into the engine's sizes and the time."""
     info, options = engine.info, engine.options
     longest = cell.prompt + ANSWER[1]
+    prompts = cell.prompt + cell.requests * OWN if cached else cell.requests * cell.prompt
     return bool(
         cell.requests in costs.step
         and cell.requests <= options.max_running_requests
         and longest <= info.context_length
-        and cell.requests * (cell.prompt + ANSWER[0] * 2) <= 0.95 * info.max_total_tokens
-        and costs.prompt * cell.prompt * cell.requests <= MAX_PROMPT_SECONDS
+        and prompts + cell.requests * ANSWER[0] * 2 <= 0.95 * info.max_total_tokens
+        and (cached or costs.prompt * prompts <= MAX_PROMPT_SECONDS)
     )
 
 
 # ---- a cell ----------------------------------------------------------------------------------------------------------
 
 
-def timed(engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
-    """Tokens per second while all requests ran, after a flush, the answers, and how often each shape ran, with the
-    tokens of a row and step. Requests end one by one and are replaced, as on a server: where all end together their
-    prompts are prefilled together, and where nobody comes after them the slowest decides."""
-    assert engine.flush_cache()
-    with watched(engine) as steps:
-        answers, _, (seconds, written) = drive(engine, jobs, requests)
-    trees = [step for step in steps if step.kind == "tree"]
-    shapes = Counter(name_of(step.shape) for step in trees)
-    rows = sum(step.rows for step in trees)
-    length = sum(step.tokens for step in trees) / rows if rows else 1.0
-    return written / seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
+class Prompts(NamedTuple):
+    """Of cells. cached: all prompts of a text and length begin alike, and only their last `OWN` tokens differ."""
+
+    texts: Texts
+    cached: bool
+
+    def of(self, cell: Cell, length: int, count: int, start: int) -> list[list[int]]:
+        """`count` of about `length` tokens; others for another `start`."""
+        if not self.cached or length <= 2 * OWN:
+            return self.texts.prompts(cell.text, length, count, start)
+        (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
+        ends = self.texts.prompts(cell.text, OWN, count, start)
+        return [begin[: length - len(end)] + end for end in ends]
+
+    def settle(self, cell: Cell, each: Engine, tokens: int) -> float:
+        """A run that is not timed for the cell, of prompts like its own; tokens per second all the same."""
+        length = cell.prompt if self.cached else min(cell.prompt, max(100, SETTLING // cell.requests))
+        prompts = self.of(cell, length, cell.requests, 5000)
+        if self.cached:
+            drive(each, jobs_of(prompts[:1], 0.0, 1), 1)
+        return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests)[0]
+
+    def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
+        """Tokens per second while all requests ran, after a flush where nothing is to be cached, the answers, and how
+        often each shape ran, with the tokens of a row and step. Requests end one by one and are replaced, as on a
+        server: where all end together their prompts are prefilled together, and where nobody comes after them the
+        slowest decides."""
+        assert self.cached or engine.flush_cache()
+        with watched(engine) as steps:
+            answers, _, (seconds, written) = drive(engine, jobs, requests)
+        trees = [step for step in steps if step.kind == "tree"]
+        shapes = Counter(name_of(step.shape) for step in trees)
+        rows = sum(step.rows for step in trees)
+        length = sum(step.tokens for step in trees) / rows if rows else 1.0
+        return written / seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
 
 
 def error(ratios: Sequence[float]) -> float | None:
@@ -182,18 +214,19 @@ def error(ratios: Sequence[float]) -> float | None:
 
 
 def run_cell(
-    cell: Cell, none: Any, engine: Any, texts: Texts, costs: Costs, args: argparse.Namespace
+    cell: Cell, none: Any, engine: Any, prompts: Prompts, costs: Costs, args: argparse.Namespace
 ) -> dict[str, Any]:
     count, tokens, long = costs.work(cell, args.seconds)
     tokens = args.tokens or tokens
-    settle = texts.prompts(cell.text, min(cell.prompt, max(100, SETTLING // cell.requests)), cell.requests, 5000)
-    for each in (none, engine):
-        timed(each, jobs_of(settle, cell.temperature, tokens), cell.requests)
+    rate, _ = (prompts.settle(cell, each, SHORT if prompts.cached else tokens) for each in (none, engine))
+    if prompts.cached:  # steps are as long as contexts make them
+        tokens = args.tokens or int(min(max(rate * args.seconds / (cell.requests * WAVES), SHORT), ANSWER[1]))
+        count, long = cell.requests * max(WAVES, round(rate * args.seconds / (cell.requests * tokens))), False
     rounds: list[tuple[float, float]] = []
     for turn in range(max(args.repeats // 2, 1) if long else args.repeats):
-        prompts = texts.prompts(cell.text, cell.prompt, count, turn * count)
-        jobs = jobs_of(prompts, cell.temperature, tokens, SPREAD, turn)
-        runs = {id(each): timed(each, jobs, cell.requests) for each in ((none, engine), (engine, none))[turn % 2]}
+        jobs = jobs_of(prompts.of(cell, cell.prompt, count, turn * count), cell.temperature, tokens, SPREAD, turn)
+        order = ((none, engine), (engine, none))[turn % 2]
+        runs = {id(each): prompts.timed(each, jobs, cell.requests) for each in order}
         (plain, expected, _), (drafted, found, reported) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
@@ -210,18 +243,18 @@ def run_cell(
         **reported,
     }
     if args.fixed:
-        record["fixed"] = fixed_rates(cell, engine, jobs)
+        record["fixed"] = fixed_rates(cell, engine, prompts, jobs)
         best = max(record["fixed"].values())
         record |= {"best_fixed": best, "of_best_fixed": rounds[-1][1] / best}  # with the same requests
     return record
 
 
-def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any]) -> dict[str, float]:
+def fixed_rates(cell: Cell, engine: Any, prompts: Prompts, jobs: Sequence[Any]) -> dict[str, float]:
     """Tokens per second with each shape of the menu."""
     rates = {}
     for shape in fixed_shapes(engine):
         with pinned(engine, shape), watched(engine) as steps:
-            rates[name_of(shape)], _, _ = timed(engine, jobs, cell.requests)
+            rates[name_of(shape)], _, _ = prompts.timed(engine, jobs, cell.requests)
         check_pinned(steps, shape)
     return rates
 
@@ -284,6 +317,8 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
     parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--repeats", type=int, default=4, help="rounds of a cell")
+    parser.add_argument("--cached", action="store_true", help="prompts begin alike, and that is cached")
+    parser.add_argument("--isa", choices=SET_BY, default="native", help="of a CPU")
     parser.add_argument("--fixed", action="store_true", help="also pin each shape of the menu")
     parser.add_argument("--most-seconds", type=float, default=1e9, help="no cell begins later")
     parser.add_argument("--list", action="store_true", help="print the cells that would run, and end")
@@ -293,6 +328,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
+    run_with(args.isa)
     start = time.monotonic()
     none = make_engine(args, "none")
     assert none is not None
@@ -300,8 +336,15 @@ def main() -> None:
     costs = measure_costs(none, texts, args.requests)
     print(f"none: {time.monotonic() - start:.1f} s to start, {costs}", flush=True)
     grid = itertools.product(args.requests, args.prompts, args.temperatures, args.texts, args.all_drafters)
-    cells = cover([cell for cell in map(Cell._make, grid) if possible(cell, none, costs)], args.cells, args.seed)
-    about = {"machine": machine(), "model": args.model, "options": args.options, "date": time.strftime("%Y-%m-%d")}
+    fit = [cell for cell in map(Cell._make, grid) if possible(cell, none, costs, args.cached)]
+    cells = cover(fit, args.cells, args.seed)
+    about = {
+        "machine": machine(),
+        "isa": args.isa,
+        "model": args.model,
+        "options": args.options,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     records: list[dict[str, Any]] = []
     for drafter in args.drafters:
         mine = [cell for cell in cells if cell.drafter == drafter]
@@ -318,7 +361,7 @@ def main() -> None:
             if time.monotonic() - start > args.most_seconds:
                 print(f"left out for want of time: {cell}", flush=True)
                 continue
-            records.append(run_cell(cell, none, engine, texts, costs, args))
+            records.append(run_cell(cell, none, engine, Prompts(texts, args.cached), costs, args))
             print(table(records[-1:]).splitlines()[-1], flush=True)
             write(args.out, records, about)
         let_go(engine)
