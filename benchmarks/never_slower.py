@@ -10,8 +10,9 @@ of them, an even number: who is first takes turns. Where prompts take a third of
 for hundredths in a short run, so there are half as many rounds, twice as long. `error` is the standard error of the
 mean of their ratios.
 
-`--cached` makes the prompts of a cell one text that is cached, before an end of their own: then a CPU computes contexts of
-thousands of tokens once for each text. `--isa` holds a CPU to an instruction set.
+`--cached` leaves prompts out: those of a cell begin alike, and are computed once, before its runs, which ask them again
+and again. Then a CPU reaches contexts of thousands of tokens in seconds. It is for drafters that do not remember what
+was answered. `--isa` holds a CPU to an instruction set.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
@@ -51,6 +52,7 @@ from load_runs import (
 from load_texts import Texts
 
 from draftwing.engine.engine import Engine
+from draftwing.engine.startup.quiet import delays, since
 
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")
@@ -63,8 +65,8 @@ WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or sh
 SETTLING = (
     32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to it
 )
-OWN = 100  # tokens of a prompt behind what is cached
-SHORT = 32  # tokens of an answer at least behind cached texts, where steps are long
+OWN = 100  # tokens of a prompt behind what all have in common
+SHORT = 32  # tokens of an answer at least, where prompts are cached
 MAX_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 
@@ -172,40 +174,50 @@ def possible(cell: Cell, engine: Any, costs: Costs, cached: bool) -> bool:
 
 
 class Prompts(NamedTuple):
-    """Of cells. cached: all prompts of a text and length begin alike, and only their last `OWN` tokens differ."""
+    """Of cells. cached: they begin alike, there are as many as run at once, and all are computed before the rounds."""
 
     texts: Texts
     cached: bool
 
     def of(self, cell: Cell, length: int, count: int, start: int) -> list[list[int]]:
-        """`count` of about `length` tokens; others for another `start`."""
-        if not self.cached or length <= 2 * OWN:
+        """`count` of about `length` tokens; others for another `start`, or the same ones in another order."""
+        if not self.cached:
             return self.texts.prompts(cell.text, length, count, start)
-        (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
-        ends = self.texts.prompts(cell.text, OWN, count, start)
-        return [begin[: length - len(end)] + end for end in ends]
+        different = max(cell.requests, WAVES)
+        prompts = self.texts.prompts(cell.text, min(length, OWN), different, 5000)
+        if length > OWN:
+            (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
+            prompts = [begin[: length - len(end)] + end for end in prompts]
+        return [prompts[(start + index) % different] for index in range(count)]
 
     def settle(self, cell: Cell, each: Engine, tokens: int) -> float:
         """A run that is not timed for the cell, of prompts like its own; tokens per second all the same."""
-        length = cell.prompt if self.cached else min(cell.prompt, max(100, SETTLING // cell.requests))
-        prompts = self.of(cell, length, cell.requests, 5000)
-        if self.cached:
-            drive(each, jobs_of(prompts[:1], 0.0, 1), 1)
+        if not self.cached:
+            length = min(cell.prompt, max(100, SETTLING // cell.requests))
+            prompts = self.of(cell, length, cell.requests, 5000)
+            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests)[0]
+        prompts = self.of(cell, cell.prompt, max(cell.requests, WAVES), 0)
+        for some in (prompts[:1], prompts):  # who comes with the first does not find its prompt cached
+            drive(each, jobs_of(some, 0.0, 1), len(some))
         return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests)[0]
 
     def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
         """Tokens per second while all requests ran, after a flush where nothing is to be cached, the answers, and how
-        often each shape ran, with the tokens of a row and step. Requests end one by one and are replaced, as on a
+        often each shape ran, with the tokens of a row and step, and the share of the time in which a thread waited for
+        a processor. Requests end one by one and are replaced, as on a
         server: where all end together their prompts are prefilled together, and where nobody comes after them the
         slowest decides."""
         assert self.cached or engine.flush_cache()
+        before = delays()
         with watched(engine) as steps:
-            answers, _, (seconds, written) = drive(engine, jobs, requests)
+            answers, whole, (seconds, written) = drive(engine, jobs, requests)
+        waited = max(since(before)) / whole
         trees = [step for step in steps if step.kind == "tree"]
         shapes = Counter(name_of(step.shape) for step in trees)
         rows = sum(step.rows for step in trees)
         length = sum(step.tokens for step in trees) / rows if rows else 1.0
-        return written / seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
+        found = {"shapes": dict(shapes.most_common()), "accept_length": length, "waited": waited}
+        return written / seconds, answers, found
 
 
 def error(ratios: Sequence[float]) -> float | None:
@@ -216,12 +228,15 @@ def error(ratios: Sequence[float]) -> float | None:
 def run_cell(
     cell: Cell, none: Any, engine: Any, prompts: Prompts, costs: Costs, args: argparse.Namespace
 ) -> dict[str, Any]:
-    count, tokens, long = costs.work(cell, args.seconds)
-    tokens = args.tokens or tokens
-    rate, _ = (prompts.settle(cell, each, SHORT if prompts.cached else tokens) for each in (none, engine))
     if prompts.cached:  # steps are as long as contexts make them
+        rate, _ = (prompts.settle(cell, each, args.tokens or SHORT) for each in (none, engine))
         tokens = args.tokens or int(min(max(rate * args.seconds / (cell.requests * WAVES), SHORT), ANSWER[1]))
         count, long = cell.requests * max(WAVES, round(rate * args.seconds / (cell.requests * tokens))), False
+    else:
+        count, tokens, long = costs.work(cell, args.seconds)
+        tokens = args.tokens or tokens
+        for each in (none, engine):
+            prompts.settle(cell, each, tokens)
     rounds: list[tuple[float, float]] = []
     for turn in range(max(args.repeats // 2, 1) if long else args.repeats):
         jobs = jobs_of(prompts.of(cell, cell.prompt, count, turn * count), cell.temperature, tokens, SPREAD, turn)
@@ -236,7 +251,7 @@ def run_cell(
         "tokens": tokens,
         "none": plain,
         "drafts": drafted,
-        "ratio": drafted / plain,
+        "ratio": statistics.median(other / one for one, other in rounds),
         "ratios": [other / one for one, other in rounds],
         "error": error([other / one for one, other in rounds]),
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
@@ -265,14 +280,14 @@ def fixed_rates(cell: Cell, engine: Any, prompts: Prompts, jobs: Sequence[Any]) 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """In Markdown, the worst cell first."""
     head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error |"
-    lines = [head + " accept length | shapes |", "|" + "---|" * 11]
+    lines = [head + " accept length | waited | shapes |", "|" + "---|" * 12]
     for one in sorted(records, key=lambda record: record["ratio"]):
         steps, known = sum(one["shapes"].values()), "" if one["error"] is None else f"{one['error']:.3f}"
         shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
         lines.append(
             f"| {one['requests']} | {one['prompt']} | {one['temperature']:g} | {one['text']} | {one['drafter']} | "
             f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {known} | "
-            f"{one['accept_length']:.2f} | {shapes} |"
+            f"{one['accept_length']:.2f} | {one['waited']:.0%} | {shapes} |"
         )
     return "\n".join(lines)
 
@@ -317,7 +332,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
     parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--repeats", type=int, default=4, help="rounds of a cell")
-    parser.add_argument("--cached", action="store_true", help="prompts begin alike, and that is cached")
+    parser.add_argument("--cached", action="store_true", help="prompts are computed before, and asked again and again")
     parser.add_argument("--isa", choices=SET_BY, default="native", help="of a CPU")
     parser.add_argument("--fixed", action="store_true", help="also pin each shape of the menu")
     parser.add_argument("--most-seconds", type=float, default=1e9, help="no cell begins later")
@@ -333,7 +348,7 @@ def main() -> None:
     none = make_engine(args, "none")
     assert none is not None
     texts = Texts(none.tokenizer, none.info.vocab_size)
-    costs = measure_costs(none, texts, args.requests)
+    costs = Costs(0.0, dict.fromkeys(args.requests, 0.0)) if args.cached else measure_costs(none, texts, args.requests)
     print(f"none: {time.monotonic() - start:.1f} s to start, {costs}", flush=True)
     grid = itertools.product(args.requests, args.prompts, args.temperatures, args.texts, args.all_drafters)
     fit = [cell for cell in map(Cell._make, grid) if possible(cell, none, costs, args.cached)]
