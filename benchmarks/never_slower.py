@@ -11,8 +11,9 @@ for hundredths in a short run, so there are half as many rounds, twice as long. 
 mean of their ratios.
 
 `--cached` leaves prompts out: those of a cell begin alike, and are computed once, before its runs, which ask them again
-and again. Then a CPU reaches contexts of thousands of tokens in seconds. It is for drafters that do not remember what
-was answered. `--isa` holds a CPU to an instruction set.
+and again. Then a CPU reaches contexts of thousands of tokens in seconds, and a step counts with the median time of its
+kind, which a busy machine says little of. It is for drafters that do not remember what was answered. `--isa` holds a
+CPU to an instruction set.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
@@ -27,7 +28,7 @@ import json
 import random
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from typing import Any, NamedTuple
 from chat_servers import SET_BY, run_with
 from load_runs import (
     Answered,
+    Step,
     add_arguments,
     check_pinned,
     drive,
@@ -51,6 +53,7 @@ from load_runs import (
 )
 from load_texts import Texts
 
+from draftwing.core import TreeShape
 from draftwing.engine.engine import Engine
 from draftwing.engine.startup.quiet import delays, since
 
@@ -173,6 +176,13 @@ def possible(cell: Cell, engine: Any, costs: Costs, cached: bool) -> bool:
 # ---- a cell ----------------------------------------------------------------------------------------------------------
 
 
+class Run(NamedTuple):
+    rate: float  # tokens per second
+    answers: list[Answered]
+    report: dict[str, Any]
+    steps: list[Step]
+
+
 class Prompts(NamedTuple):
     """Of cells. cached: they begin alike, there are as many as run at once, and all are computed before the rounds."""
 
@@ -195,18 +205,17 @@ class Prompts(NamedTuple):
         if not self.cached:
             length = min(cell.prompt, max(100, SETTLING // cell.requests))
             prompts = self.of(cell, length, cell.requests, 5000)
-            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests)[0]
+            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
         prompts = self.of(cell, cell.prompt, max(cell.requests, WAVES), 0)
         for some in (prompts[:1], prompts):  # who comes with the first does not find its prompt cached
             drive(each, jobs_of(some, 0.0, 1), len(some))
-        return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests)[0]
+        return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
 
-    def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
+    def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> Run:
         """Tokens per second while all requests ran, after a flush where nothing is to be cached, the answers, and how
         often each shape ran, with the tokens of a row and step, and the share of the time in which a thread waited for
-        a processor. Requests end one by one and are replaced, as on a
-        server: where all end together their prompts are prefilled together, and where nobody comes after them the
-        slowest decides."""
+        a processor. Requests end one by one and are replaced, as on a server: where all end together their prompts are
+        prefilled together, and where nobody comes after them the slowest decides."""
         assert self.cached or engine.flush_cache()
         before = delays()
         with watched(engine) as steps:
@@ -217,7 +226,18 @@ class Prompts(NamedTuple):
         rows = sum(step.rows for step in trees)
         length = sum(step.tokens for step in trees) / rows if rows else 1.0
         found = {"shapes": dict(shapes.most_common()), "accept_length": length, "waited": waited}
-        return written / seconds, answers, found
+        return Run(written / seconds, answers, found, steps)
+
+
+def typical_rate(runs: Sequence[Sequence[Step]], requests: int) -> float:
+    """Tokens per second of steps of all requests that no prefill is between, each counted with the median time of its
+    shape: what stops a busy machine for a while does not count."""
+    times, tokens = defaultdict[TreeShape, list[float]](list), 0
+    for before, step in itertools.chain.from_iterable(itertools.pairwise(steps) for steps in runs):
+        if before.kind == step.kind == "tree" and before.rows == step.rows == requests:
+            times[step.shape].append(step.at - before.at)
+            tokens += step.tokens
+    return tokens / sum(len(each) * statistics.median(each) for each in times.values())
 
 
 def error(ratios: Sequence[float]) -> float | None:
@@ -230,28 +250,36 @@ def run_cell(
 ) -> dict[str, Any]:
     if prompts.cached:  # steps are as long as contexts make them
         rate, _ = (prompts.settle(cell, each, args.tokens or SHORT) for each in (none, engine))
-        tokens = args.tokens or int(min(max(rate * args.seconds / (cell.requests * WAVES), SHORT), ANSWER[1]))
-        count, long = cell.requests * max(WAVES, round(rate * args.seconds / (cell.requests * tokens))), False
+        tokens = args.tokens or int(min(max(rate * args.seconds / cell.requests, SHORT), ANSWER[1]))
+        count, long = cell.requests, False
     else:
         count, tokens, long = costs.work(cell, args.seconds)
         tokens = args.tokens or tokens
         for each in (none, engine):
             prompts.settle(cell, each, tokens)
     rounds: list[tuple[float, float]] = []
+    steps: dict[int, list[list[Step]]] = {id(none): [], id(engine): []}
     for turn in range(max(args.repeats // 2, 1) if long else args.repeats):
-        jobs = jobs_of(prompts.of(cell, cell.prompt, count, turn * count), cell.temperature, tokens, SPREAD, turn)
+        asked, spread = prompts.of(cell, cell.prompt, count, turn * count), 0.0 if prompts.cached else SPREAD
+        jobs = jobs_of(asked, cell.temperature, tokens, spread, turn)
         order = ((none, engine), (engine, none))[turn % 2]
         runs = {id(each): prompts.timed(each, jobs, cell.requests) for each in order}
-        (plain, expected, _), (drafted, found, reported) = runs[id(none)], runs[id(engine)]
+        for key, run in runs.items():
+            steps[key].append(run.steps)
+        (plain, expected, _, _), (drafted, found, reported, _) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
+    ratio = statistics.median(other / one for one, other in rounds)
+    if prompts.cached:
+        plain, drafted = (typical_rate(steps[id(each)], cell.requests) for each in (none, engine))
+        ratio = drafted / plain
     record: dict[str, Any] = {
         **cell._asdict(),
         "prompts": count,
         "tokens": tokens,
         "none": plain,
         "drafts": drafted,
-        "ratio": statistics.median(other / one for one, other in rounds),
+        "ratio": ratio,
         "ratios": [other / one for one, other in rounds],
         "error": error([other / one for one, other in rounds]),
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
@@ -269,7 +297,7 @@ def fixed_rates(cell: Cell, engine: Any, prompts: Prompts, jobs: Sequence[Any]) 
     rates = {}
     for shape in fixed_shapes(engine):
         with pinned(engine, shape), watched(engine) as steps:
-            rates[name_of(shape)], _, _ = prompts.timed(engine, jobs, cell.requests)
+            rates[name_of(shape)] = prompts.timed(engine, jobs, cell.requests).rate
         check_pinned(steps, shape)
     return rates
 
