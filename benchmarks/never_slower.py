@@ -12,8 +12,8 @@ mean of their ratios.
 
 `--cached` leaves prompts out: those of a cell begin alike, and are computed once, before its runs, which ask them again
 and again. Then a CPU reaches contexts of thousands of tokens in seconds, and a step counts with the median time of its
-kind, which a busy machine says little of. It is for drafters that do not remember what was answered. `--isa` holds a
-CPU to an instruction set.
+kind, which a busy machine says little of; `resting` is the speed of plain steps. It is for drafters that do not
+remember what was answered. `--isa` holds a CPU to an instruction set.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
@@ -53,7 +53,7 @@ from load_runs import (
 )
 from load_texts import Texts
 
-from draftwing.core import TreeShape
+from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.engine import Engine
 from draftwing.engine.startup.quiet import delays, since
 
@@ -229,15 +229,21 @@ class Prompts(NamedTuple):
         return Run(written / seconds, answers, found, steps)
 
 
-def typical_rate(runs: Sequence[Sequence[Step]], requests: int) -> float:
-    """Tokens per second of steps of all requests that no prefill is between, each counted with the median time of its
-    shape: what stops a busy machine for a while does not count."""
+class Typical(NamedTuple):
+    rate: float  # tokens per second
+    plain: float | None  # seconds of a plain step
+
+
+def typical(runs: Sequence[Sequence[Step]], requests: int) -> Typical:
+    """Of steps of all requests that no prefill is between, each counted with the median time of its shape: what stops a
+    busy machine for a while does not count."""
     times, tokens = defaultdict[TreeShape, list[float]](list), 0
     for before, step in itertools.chain.from_iterable(itertools.pairwise(steps) for steps in runs):
         if before.kind == step.kind == "tree" and before.rows == step.rows == requests:
             times[step.shape].append(step.at - before.at)
             tokens += step.tokens
-    return tokens / sum(len(each) * statistics.median(each) for each in times.values())
+    middle = {shape: statistics.median(each) for shape, each in times.items()}
+    return Typical(tokens / sum(len(each) * middle[shape] for shape, each in times.items()), middle.get(PLAIN))
 
 
 def error(ratios: Sequence[float]) -> float | None:
@@ -270,9 +276,10 @@ def run_cell(
         rounds.append((plain, drafted))
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(other / one for one, other in rounds)
+    more: dict[str, Any] = {}
     if prompts.cached:
-        plain, drafted = (typical_rate(steps[id(each)], cell.requests) for each in (none, engine))
-        ratio = drafted / plain
+        (plain, one), (drafted, other) = (typical(steps[id(each)], cell.requests) for each in (none, engine))
+        ratio, more = drafted / plain, {"resting": one / other if one and other else None}
     record: dict[str, Any] = {
         **cell._asdict(),
         "prompts": count,
@@ -284,6 +291,7 @@ def run_cell(
         "error": error([other / one for one, other in rounds]),
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
         **reported,
+        **more,
     }
     if args.fixed:
         record["fixed"] = fixed_rates(cell, engine, prompts, jobs)
@@ -308,14 +316,15 @@ def fixed_rates(cell: Cell, engine: Any, prompts: Prompts, jobs: Sequence[Any]) 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """In Markdown, the worst cell first."""
     head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error |"
-    lines = [head + " accept length | waited | shapes |", "|" + "---|" * 12]
+    lines = [head + " accept length | resting | waited | shapes |", "|" + "---|" * 13]
     for one in sorted(records, key=lambda record: record["ratio"]):
         steps, known = sum(one["shapes"].values()), "" if one["error"] is None else f"{one['error']:.3f}"
+        resting = "" if one.get("resting") is None else f"{one['resting']:.3f}"
         shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
         lines.append(
             f"| {one['requests']} | {one['prompt']} | {one['temperature']:g} | {one['text']} | {one['drafter']} | "
             f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {known} | "
-            f"{one['accept_length']:.2f} | {one['waited']:.0%} | {shapes} |"
+            f"{one['accept_length']:.2f} | {resting} | {one['waited']:.0%} | {shapes} |"
         )
     return "\n".join(lines)
 
