@@ -250,21 +250,21 @@ def plot(record: dict[str, Any]) -> str:
         return math.log2(context / lengths[0]) + 0.1
 
     panels = []
-    for isa, contexts in record["isas"].items():
-        places = {place(int(context)): found for context, found in sorted(contexts.items(), key=lambda c: int(c[0]))}
-        for title, rates in (
-            (f"decoding, tokens/s, {isa}", [{at: f["decode"] for at, f in places.items()}]),
-            (f"prompt of that length, tokens/s, {isa}", [{at: f["prompt"] for at, f in places.items()}]),
-        ):
-            by_place = rates[0]
-            names = list(next(iter(by_place.values())))
-            lines = [Line(name, [(at, found[name]) for at, found in by_place.items()]) for name in names]
-            most = max(value for line in lines for _, value in line.points)
-            step = 10 ** math.floor(math.log10(most))
-            ticks = [(tick * step, f"{tick * step:,}") for tick in range(math.ceil(most / step) + 1)]
-            panels.append(Panel(title, lines, ticks))
+    for isa in record["isas"]:
+        here = [(place(context), found) for one, context, found in contexts_of(record) if one == isa]
+        for title, key in (("decoding", "decode"), ("prompt of that length", "prompt")):
+            names = here[0][1][key]
+            lines = [Line(name, [(at, found[key][name]) for at, found in here]) for name in names]
+            highest = max(rate for line in lines for _, rate in line.points)
+            panels.append(Panel(f"{title}, tokens/s, {isa}", lines, ticks(highest)))
     marks = [(place(context), f"{context:,}") for context in lengths]
     return render(panels, place(lengths[-1]), marks, "tokens of context")
+
+
+def ticks(highest: float) -> list[tuple[float, str]]:
+    """Up to ten round numbers, the last one not below `highest`."""
+    step = 10 ** math.floor(math.log10(highest))
+    return [(tick * step, f"{tick * step:,}") for tick in range(math.ceil(highest / step) + 1)]
 
 
 def kept(args: Any) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def ask_engine(engine: Engine, prompt: list[int], tokens: int) -> Answer:
     ((answer,), _, _) = drive(engine, [Job(prompt, sampling(0.0, tokens, 0))], 1)
     decode = (len(answer.tokens) - 1) / (answer.end - answer.first) if answer.gaps else 0.0
     computed = len(prompt) - answer.meta.get("cached_tokens", 0)
-    return Answer(decode, answer.first, computed, answer.meta.get("spec_accept_length") or 1.0)
+    steps = answer.meta.get("spec_verify_ct") or 0
+    return Answer(decode, answer.first, computed, (len(answer.tokens) - 1) / steps if steps else 1.0)
 
 
 def in_turn(asks: dict[str, Ask], prompts: Sequence[list[int]], tokens: int) -> dict[str, list[Answer]]:
