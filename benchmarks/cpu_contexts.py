@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -280,6 +281,7 @@ def kept(args: Any) -> dict[str, Any]:
 def main() -> None:
     args = parsed()
     run_with(args.isa)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the servers are ended
     record, shape = kept(args), SHAPES.get(args.model)
     record |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "hardware": args.hardware}
     record["commit"] = args.commit
