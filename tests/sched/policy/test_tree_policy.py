@@ -44,8 +44,8 @@ def test_never_slower_than_none_and_near_the_best(machine: str, batch: int, hit:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
-def test_the_first_drafts_decide(batch: int) -> None:
-    """A CPU on which a query costs a quarter of a step: within the first answer, drafts that are wrong cost a step."""
+def test_the_first_answer_is_hardly_slower(batch: int) -> None:
+    """A CPU on which a query costs a quarter of a step, and drafts that are wrong."""
     menu, hits = chain_menu(TreeShape(4, 2, 8)), [0.02] * batch
     world = World(menu, 3.2, 1.0, 0.4)
     rate, _ = world.run(TreePolicy(menu, world.cost()), hits, 64)

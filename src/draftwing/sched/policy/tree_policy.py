@@ -93,9 +93,7 @@ class TreePolicy(ShapePolicy):
         """Decides anew, and notes what follows from that."""
         decision, newest = self.decide(context), max(context.last_admission, self._held.context.last_admission)
         tried = decision.loss > 0 or decision.chosen != decision.best
-        # Before anything is known the first drafts decide, not as many as a choice is kept for.
-        guessed = not self._acceptance.known
-        again = not decision.options or tried or guessed or context.latency_slack < math.inf
+        again = not decision.options or tried or context.latency_slack < math.inf
         until = self._step + (1 if again else HOLD)
         self._held = Held(decision.chosen, until, context._replace(last_admission=newest))
         self._best, self._wanted = decision.best, max(self._wanted, decision.wanted)
