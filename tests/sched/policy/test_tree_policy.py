@@ -43,6 +43,31 @@ def test_never_slower_than_none_and_near_the_best(machine: str, batch: int, hit:
     assert rate > 0.97 * max(world.rate(shape, hits) for shape in possible)
 
 
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_the_first_answer_is_hardly_slower(batch: int) -> None:
+    """A CPU on which a query costs a quarter of a step, and drafts that are wrong."""
+    menu, hits = chain_menu(TreeShape(4, 2, 8)), [0.02] * batch
+    world = World(menu, 3.2, 1.0, 0.4)
+    rate, _ = world.run(TreePolicy(menu, world.cost()), hits, 64)
+    assert rate > 0.97 * world.rate(PLAIN, hits)
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+@pytest.mark.parametrize("hit", [0.02, 0.6])
+def test_what_was_measured_of_one_row_alone_is_not_tried_at_once(batch: int, hit: float) -> None:
+    """The start of a CPU has no time for trees of more rows: what plain steps of more rows take says what they cost."""
+    menu, hits = chain_menu(TreeShape(4, 2, 8)), [hit] * batch
+    world = World(menu, 3.2, 1.0, 0.4)
+    cost = StepCost(menu, False)
+    for shape in menu:
+        for size in (1, 4, 16) if shape == PLAIN else (1,):
+            cost.measured(shape, size, 0, world.seconds(shape, size))
+    policy = TreePolicy(menu, cost)
+    first, _ = world.run(policy, hits, 64)
+    then, _ = world.run(policy, hits, 200)
+    assert min(first, then) > 0.985 * world.rate(PLAIN, hits)
+
+
 def settle(
     make: Callable[[Sequence[TreeShape]], World],
     before: Sequence[float],

@@ -28,7 +28,7 @@ from draftwing.core import (
 )
 from draftwing.sched.policy.cost import RATE, RECENT
 
-HIT = 0.7  # share of a model's drafts of a level that are right, as long as nothing is known
+HIT = 0.5  # share of a model's drafts of a level that are right, as long as nothing is known
 COPIED = 0.25  # drafts for each step of a lookup's confidence that are right, as long as nothing is known
 
 
