@@ -22,6 +22,7 @@ from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
 CHAIN = TreeShape(3, 1, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("algorithm", ["none", "NGRAM"])

@@ -120,6 +120,7 @@ def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
     same_logprobs(got, expected)
 
 
+@pytest.mark.slow
 def test_random_requests_under_preemption_and_small_chunks(harness, cases):
     model, every, expected, book = cases
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, slots=150, chunk=7)
@@ -134,6 +135,7 @@ def test_random_requests_under_preemption_and_small_chunks(harness, cases):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     model, every, expected, book = cases
@@ -149,6 +151,7 @@ def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     assert max(deepest[i] for i in range(0, 24, 4)) == 4 and max(deepest[i] for i in range(2, 24, 4)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 @pytest.mark.parametrize("drafter", [None, "oracle"])
 def test_predicted_outputs(harness, cases, drafter):
@@ -231,6 +234,7 @@ class Fragile(ToyGrammar):
         return super().mask(out)
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 def test_a_grammar_that_gives_up_on_a_draft_harms_nobody(harness):
     """Drafts that the answer never takes lead where the grammar fails."""

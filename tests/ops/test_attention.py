@@ -396,6 +396,7 @@ def test_the_choice_of_a_backend() -> None:
     assert run.stdout.strip() == "TorchAttention"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 12])
 def test_trees_read_nothing_on_the_host(nodes: int) -> None:
     with FakeTensorMode():

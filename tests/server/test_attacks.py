@@ -349,7 +349,7 @@ def test_honest_bodies_in_small_chunks_are_taken(server: Attacked) -> None:
 
 
 FIRST = (  # of each kind: bodies before and after an answer, endless heads, many requests, many connections
-    "chunks of a byte, without a key", "a body after a 401", "headers", "requests that do not wait", "401",
+    "chunks of a byte, without a key", "a body after a 401", "headers", "requests that do not wait",
     "connections that ask for /health and leave",
 )  # fmt: skip
 
@@ -361,8 +361,8 @@ def test_others_are_served_while_many_attack(guarded: Attacked, name: str) -> No
     """64 connections without a key. `tools/attacks.py` measures what is felt of them on an idle machine; here others
     may run with it."""
     with attacking(name, guarded.port, 20):
-        time.sleep(0.3)
-        felt = feel(guarded.port, 1.2, "right")
+        time.sleep(0.2)
+        felt = feel(guarded.port, 0.7, "right")
     assert len(felt.gaps) > 8 and max(felt.health) < 5
     assert sorted(felt.gaps)[len(felt.gaps) // 2] < 0.25
 

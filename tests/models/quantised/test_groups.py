@@ -63,6 +63,7 @@ def logits(model: DecoderModel) -> Tensor:
     return model.logits(model(ids, torch.arange(9), FunctionAttend(causal))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_is_the_model_of_the_matrices_multiplied_out(
@@ -83,6 +84,7 @@ def test_it_is_the_model_of_the_matrices_multiplied_out(
     assert float((found - expected).std() / expected.std()) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_weights_are_stored_as_the_config_says(tmp_path: Path, name: str) -> None:
     """As long as the checkpoint's own, and with as large values as those of a model that is not quantised."""

@@ -61,6 +61,7 @@ def settle(
     return next(i for i in range(len(good) - 10) if sum(good[i : i + 10]) >= 8)
 
 
+@pytest.mark.further(machine="gpu", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("machine", ["gpu", "small machine"])
 def test_a_change_is_followed(machine: str, lag: int) -> None:
@@ -122,6 +123,9 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     assert rate > 0.97 * world.rate(best, hits)
 
 
+@pytest.mark.slow
+@pytest.mark.further(by=2.5, which="the best")
+@pytest.mark.further(by=5.0, which="all trees")
 @pytest.mark.parametrize("by", [2.5, 5.0])
 @pytest.mark.parametrize("which", ["the best", "all trees"])
 def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: str) -> None:
@@ -146,6 +150,7 @@ def test_what_never_pays_is_hardly_tried() -> None:
     assert rate > 0.98 * world.rate(PLAIN, hits)
 
 
+@pytest.mark.slow
 def test_what_never_pays_with_any_number_of_rows_is_hardly_tried() -> None:
     """Tries with each number of rows do not add up."""
     menu = (*tree_menu(TreeShape(7, 4, 16))[:-1], *tree_menu(TREE))

@@ -128,6 +128,7 @@ def test_how_long_a_key_is_looked_for_tells_nothing(keyed: Any, monkeypatch: pyt
 ADMIN = [("POST", "/abort_request", {"rid": "x"}), ("POST", "/flush_cache", None), ("GET", "/flush_cache", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path", "body"), ADMIN)
 def test_operators_endpoints_are_for_the_key_that_may(method: str, path: str, body: Any, keyed: Any) -> None:
     client, _ = keyed
