@@ -103,6 +103,7 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
 
 
 @pytest.mark.slow
+@pytest.mark.further(harness="ranks")
 @pytest.mark.further(drafter="suffix", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])

@@ -127,7 +127,7 @@ def next_turn(harness, case):
 @pytest.mark.further(harness="blocks", lag=1)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_conversations_go_on_from_the_end_of_the_turn(harness, case, next_turn, lag):
-    model, prompts, params, expected, book = case
+    model, prompts, params, _, book = case
     more, answers = next_turn
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, lag=lag, states=StateSizes(60, 64, 64))
     rig.answer(prompts, params)

@@ -83,6 +83,7 @@ def test_speculation_changes_no_token(case: Case) -> None:
     case.answer(lag=1)
 
 
+@pytest.mark.further(case=["NEXTN 3 layers", "DSPARK"])
 def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Case) -> None:
     rig = case.answer(slots=130, chunk=5, policy=case.h.Cycle(TREE, PLAIN), deferral=DraftDeferral(24, 12))
     assert rig.sched.retractions > 0

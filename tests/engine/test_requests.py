@@ -106,7 +106,8 @@ def cases(harness):
 
 
 @pytest.mark.slow
-@pytest.mark.further(harness="ranks", shape=CHAIN)
+@pytest.mark.further(harness="ranks")
+@pytest.mark.further(shape=CHAIN, lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
@@ -373,6 +374,8 @@ def only(ids, prompt, text, after):
 
 @pytest.mark.slow
 @pytest.mark.further(harness="ranks")
+@pytest.mark.further(seeded=True, shape=PLAIN)
+@pytest.mark.further(seeded=False, shape=TREE)
 @pytest.mark.parametrize("shape", [PLAIN, TREE])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize(

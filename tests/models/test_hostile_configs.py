@@ -6,7 +6,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,6 @@ from reference.hf_configs import (
 from safetensors.torch import save_file
 from tiny_checkpoint import write_checkpoint
 
-from draftwing import plugins
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.engine.build import build
@@ -100,13 +98,6 @@ def test_every_family_is_here() -> None:
     assert {from_hf(config).architecture for config in EVERY} == set(FAMILIES)
 
 
-@pytest.fixture
-def installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed is read once: it takes milliseconds, for each of a thousand architectures."""
-    monkeypatch.setattr(plugins, "entry_points", cache(plugins.entry_points))
-
-
-@pytest.mark.usefixtures("installed_once")
 @pytest.mark.further(number=[0, 1, 2, 4, 5, 7, 12])  # relatives of the others
 @pytest.mark.parametrize("number", range(len(EVERY)))
 def test_configs(number: int) -> None:

@@ -37,8 +37,7 @@ def steps_of(ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype) -> DeltaSteps:
 
 
 @pytest.mark.further(spec="wide", dtype=[torch.float32, torch.float16])
-@pytest.mark.further(spec=["grouped", "tiled"], dtype=[torch.bfloat16, torch.float16])
-@pytest.mark.further(spec="tiled")
+@pytest.mark.further(spec=["grouped", "tiled"])  # as tests/ops/test_delta_net.py has them
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_in_torch(spec: DeltaSpec, dtype: torch.dtype, device: torch.device) -> None:
     """All of it, states and records."""

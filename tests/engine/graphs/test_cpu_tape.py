@@ -126,6 +126,8 @@ def block_head(model, kind, seed):
     return head
 
 
+@pytest.mark.slow
+@pytest.mark.further(seeded=True, kind=[kind for kind in HEADS if kind not in ("EAGLE3", "DSPARK", "DSPARK+NGRAM")])
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "mixed"])
 def test_heads_draft_the_same(harness, case, kind, seeded):

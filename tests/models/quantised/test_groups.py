@@ -140,7 +140,12 @@ TREE, CHAIN = (3, 4, 12), (3, 1, 4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("fp8 block", None), ("awq", TREE), ("--quantization w4a16", None), ("--quantization fp8", CHAIN)],
+    [
+        pytest.param("fp8 block", None, marks=pytest.mark.exhaustive),
+        ("awq", TREE),
+        pytest.param("--quantization w4a16", None, marks=pytest.mark.exhaustive),
+        ("--quantization fp8", CHAIN),
+    ],
 )
 def test_drafts_change_no_token(
     tmp_path: Path, name: str, shape: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
