@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tiny_checkpoint import write_checkpoint
@@ -96,6 +97,15 @@ def engines_start_soon() -> Iterator[None]:
         for module in (plugins, devices):
             patch.setattr(module, "entry_points", functools.cache(module.entry_points))
         patch.setattr(build, "NGramDrafter", small)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Each `httpx.post` reads those of all authorities, which takes 30 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(httpx.create_ssl_context)
+        patch.setattr("httpx._transports.default.create_ssl_context", read, raising=False)
         yield
 
 

@@ -39,6 +39,7 @@ def case(request, harness, one_thread):
     return model, prompts, params, expected, harness.make_book(prompts, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="blocks", lag=0)
 @pytest.mark.further(lag=0, shape=[CHAIN, DEEP])
 @pytest.mark.parametrize("lag", [0, 1])

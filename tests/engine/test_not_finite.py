@@ -85,6 +85,7 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
     assert later.tokens["again"] == alone.tokens["2"] and later.tokens["with 1"] == alone.tokens["1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["a stop id", "its length"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_an_answer_ends_before_what_would_spoil_it(harness: Any, lag: int, by: str) -> None:

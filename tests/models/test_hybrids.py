@@ -86,6 +86,7 @@ def test_a_checkpoint_is_written_as_it_was_read(pair: tuple[Any, DecoderModel, P
     assert all(".experts." in name or name == "lm_head.weight" for name in stored), sorted(stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", ["torch", "c"])
 @pytest.mark.parametrize("kind", SOME)
 def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -> None:

@@ -127,7 +127,9 @@ def in_8_bits(row: Array) -> Array:
     return np.asarray(np.rint(parts / scale) * scale).reshape(-1)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "plain")) for name in CASES]
+)
 def mixture(ops: CpuOps, request: pytest.FixtureRequest) -> Mixture:
     return Mixture(ops, CASES[request.param])
 

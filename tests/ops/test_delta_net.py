@@ -243,6 +243,7 @@ def test_a_half_type(ops: TorchOps) -> None:
     bench.step({1: TREES["root"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(TREES))
 def test_trees_and_what_of_them_is_accepted(bench: Bench, kind: str) -> None:
     bench.prefill({0: 3, 1: 5})
@@ -295,6 +296,7 @@ def test_saves_in_the_middle_of_chunks(bench: Bench) -> None:
     bench.step({1: TREES["chain"]})
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="triton")  # of which a test of its own has all of these
 def test_bits_are_those_of_plain_steps(bench: Bench) -> None:
     """Of trees and of chunks."""

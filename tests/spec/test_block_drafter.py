@@ -213,6 +213,7 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
     assert compared >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
 @pytest.mark.parametrize("name", ["dspark", "dspark, recurrent"])
 def test_grades_are_moved_by_the_confidence_head(tmp_path: Path, name: str, ops: Any) -> None:

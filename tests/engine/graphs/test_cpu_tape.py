@@ -71,6 +71,7 @@ def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
     return rig.answer(prompts, params or greedy).tokens, stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "shape"),
     [(None, PLAIN), ("ngram", TREE), ("suffix", TREE), ("ngram", TREE._replace(nodes=12, verified=3))],
