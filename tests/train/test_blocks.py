@@ -224,7 +224,7 @@ def test_kernels_do_what_torch_does(tmp_path: Path, monkeypatch: Any, mended_int
     case, device = CASES["dspark, gated, lk_hybrid"], "cuda" if torch.cuda.is_available() else "cpu"
     target = load_model(TARGET.write(tmp_path / "target"), torch.bfloat16, device)
     folder = case.make().write(tmp_path / "head")
-    found = [one._replace(aux_hidden=one.aux_hidden.bfloat16(), final=one.final.bfloat16()) for one in samples()[:2]]
+    found = [one._replace(aux_hidden=one.aux_hidden.bfloat16(), final=one.final.bfloat16()) for one in samples()[:1]]
     results = []
     for kernels in (False, True):
         head = trainable(load_draft_head(folder, target, "DSPARK", torch.float32, device))

@@ -163,4 +163,4 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     begin = time.monotonic()
     with client_of(engine, tracing) as client:
         assert client.post("/generate", json={"text": "abc"}).status_code == 200
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 15  # it would try for a minute
