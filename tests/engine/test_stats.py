@@ -340,6 +340,7 @@ def test_a_step_that_is_committed_in_another_way_is_not_measured(every):
     assert times.steps == (3 if every == 1 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_totals_are_those_of_the_requests(harness, lag, shape):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -297,6 +298,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def main() -> None:
     ops, hashes = make_ops(torch.device("cpu")), {}
     assert isinstance(ops, CpuOps), "the C extension was not built, or is not wanted"
+    asked = os.environ.get("DRAFTWING_CPU_ISA")
+    assert asked is None or ops.title == f"cpu, C for {asked}", "another set runs than the one that is named"
     for name, function in CASES.items():
         for dtype in (torch.float32, torch.bfloat16):
             hashes[f"{name}, {str(dtype).removeprefix('torch.')}"] = digest(function(ops, Inputs(7), dtype))

@@ -73,6 +73,7 @@ def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
     return rig.answer(prompts, params or greedy).tokens, stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "shape"),
     [(None, PLAIN), ("ngram", TREE), ("suffix", TREE), ("ngram", TREE._replace(nodes=12, verified=3))],
@@ -128,6 +129,8 @@ def block_head(model, kind, seed):
     return head
 
 
+@pytest.mark.slow
+@pytest.mark.further(seeded=True, kind=[kind for kind in HEADS if kind not in ("EAGLE3", "DSPARK", "DSPARK+NGRAM")])
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "mixed"])
 def test_heads_draft_the_same(harness, case, kind, seeded):
