@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 30000
-JOBS ?= 2
+JOBS ?=
 ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
@@ -14,15 +14,16 @@ NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
 
-# torch and OpenMP with one thread each: there is a process for every core. They begin files in the order of
-# tests/conftest.py. Bytecode is kept even where the environment is not for it: to compile the tests takes a process 8 s.
+# torch and OpenMP with one thread each: there is a process for every core, and one more where tests wait for servers
+# now and then. They begin files in the order of tests/conftest.py. Bytecode is kept even where the environment is not
+# for it: to compile the tests takes a process 8 s.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 # Types are checked during the tests, for the first time takes half a minute; tests that measure time come afterwards,
 # with nothing else running. pytest ends with 5 where there is no test to run: `ARGS` may choose none of one kind.
 define TESTS
 @$(BIN)/mypy & mypy=$$!; timing=0; \
-$(PYTEST) --numprocesses $(JOBS) -m "not timing and $(1)" $(ARGS); tests=$$?; \
+$(PYTEST) --numprocesses $(or $(JOBS),$(if $(2),3,2)) -m "not timing and $(1)" $(ARGS); tests=$$?; \
 wait $$mypy; types=$$?; \
 $(if $(2),echo "tests that measure time:"; $(PYTEST) --numprocesses 0 -m "timing and $(1)" $(ARGS); timing=$$?;) \
 echo "exit codes: types $$types, tests $$tests, tests that measure time $$timing"; \

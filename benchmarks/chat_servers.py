@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,9 +68,13 @@ class Server:
 
         Raises RuntimeError when the server ends before, TimeoutError when it takes too long.
         """
+        return self.ready(lambda: self.ask(messages, 1))
+
+    def ready(self, attempt: Callable[[], object]) -> float:
+        """Seconds from the start of the process until an attempt raised nothing. Raises as `first_answer`."""
         while time.perf_counter() < self.started + START_SECONDS:
             try:
-                self.ask(messages, 1)
+                attempt()
             except (OSError, http.client.HTTPException):
                 if self.process.poll() is not None:
                     raise RuntimeError(f"{self.contender.name} did not start: see {self.log}") from None
@@ -105,6 +109,19 @@ class Server:
             raise http.client.HTTPException(f"{self.contender.name} ended a stream before it was whole: see {self.log}")
         text = "".join(map(text_of, events))
         return Answer(first or total, total, usage["prompt_tokens"], usage["completion_tokens"], text)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """What the server answers to JSON. Raises HTTPException for a refusal."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=START_SECONDS)
+        try:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            content = response.read().decode(errors="replace")
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise http.client.HTTPException(content)
+        return json.loads(content)
 
     def ask_all(self, prompts: Sequence[Sequence[dict[str, str]]], tokens: int) -> tuple[float, list[Answer]]:
         """All prompts at once; (seconds until the last has its answer, answers in the order they came)."""
@@ -147,8 +164,17 @@ SET_BY = {
         "DRAFTWING_CPU_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
+    "avx512": {},
     "native": {},
 }  # fmt: skip
+
+
+def run_with(isa: str) -> None:
+    """Begins this program again where its environment does not hold it to the instruction set `isa`: libraries choose
+    theirs when they are loaded."""
+    wanted = {**os.environ, **SET_BY[isa]}
+    if wanted != os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
 def llama_server(name: str, programs: Path, model: Path, threads: int, context: int, *more: str) -> Contender:

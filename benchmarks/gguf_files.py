@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp that are made of ours: a model in float32, and a bundled EAGLE-3 head."""
+"""GGUF files for llama.cpp: a model of ours in float32, a bundled EAGLE-3 head, and models with random weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from safetensors import safe_open
 
@@ -29,6 +29,14 @@ NAMES = {  # of an EAGLE-3 head in the official layout, and in llama.cpp
     "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
     "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
+
+# As llama.cpp's mixtures have them: of matrices, and of the embedding, which is the head as well.
+MIXTURES = {"Q8_0": ("Q8_0", "Q8_0"), "Q4_K": ("Q4_K", "Q6_K")}
+# Bytes of a block before which its float16 factors are, and the factors that make the variance of random values 1:
+# 8 bits; 6 bits and a scale of 8; 4 bits times a scale of 6 less a minimum of 6.
+FACTORS = {
+    "Q8_0": (0, (1 / 73.9,)), "Q6_K": (208, (1 / 1365,)), "Q4_K": (0, (1 / 258, 7.5 / 258)),
+}  # fmt: skip
 
 
 def write_float32(model: Path, out: Path) -> None:
@@ -112,3 +120,28 @@ def finish(writer: GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_random(writer: GGUFWriter, name: str, size: tuple[int, int], kind: str, rng: np.random.Generator) -> None:
+    """Adds a matrix of so many rows and columns, as `random_blocks` makes it."""
+    writer.add_tensor(f"{name}.weight", random_blocks(kind, *size, rng), raw_dtype=GGMLQuantizationType[kind])
+
+
+def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """A matrix [rows, bytes of a row] whose values have a variance of 1 / columns."""
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (rows * columns // values, size), np.uint8)
+    at, factors = FACTORS[kind]
+    factor = (np.array(factors) / columns**0.5).astype(np.float16).view(np.uint8)
+    blocks[:, at : at + len(factor)] = factor
+    return blocks.reshape(rows, -1)
+
+
+def add_tokens(writer: GGUFWriter, pre: str, vocab: int) -> None:
+    """Adds a vocabulary of so many tokens without meaning."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(vocab - 3))])
+    writer.add_token_types([1] * vocab)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(1)

@@ -18,16 +18,17 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGUFWriter
+from gguf_files import MIXTURES, add_random, add_tokens, finish
 from llama_cpp_build import CACHE, ISAS, build
-from load_runs import Job, drive, let_go, listed, machine, sampling
+from load_runs import let_go, listed, machine
+from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, median_ratio
 
-from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
 
 VOCAB, HEAD_DIM, STATE, TAPS, INTERVAL = 248_320, 256, 128, 4, 4
@@ -52,23 +53,6 @@ class Size(NamedTuple):
 
 
 SIZES = {"0.8B": Size(24, 1024, 3584, 8, 2, 16, 16), "4B": Size(32, 2560, 9216, 16, 4, 16, 32)}
-# As llama.cpp's mixtures have them: of matrices, and of the embedding, which is the head as well.
-MIXTURES = {"Q8_0": ("Q8_0", "Q8_0"), "Q4_K": ("Q4_K", "Q6_K")}
-# Bytes of a block before which its float16 factors are, and the factors that make the variance of random values 1:
-# 8 bits; 6 bits and a scale of 8; 4 bits times a scale of 6 less a minimum of 6.
-FACTORS = {
-    "Q8_0": (0, (1 / 73.9,)), "Q6_K": (208, (1 / 1365,)), "Q4_K": (0, (1 / 258, 7.5 / 258)),
-}  # fmt: skip
-
-
-def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """A matrix [rows, bytes of a row] whose values have a variance of 1 / columns."""
-    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    blocks = rng.integers(0, 256, (rows * columns // values, size), np.uint8)
-    at, factors = FACTORS[kind]
-    factor = (np.array(factors) / columns**0.5).astype(np.float16).view(np.uint8)
-    blocks[:, at : at + len(factor)] = factor
-    return blocks.reshape(rows, -1)
 
 
 def matrices(size: Size, block: int) -> dict[str, tuple[int, int]]:
@@ -129,49 +113,23 @@ def write_random(path: Path, size: Size, mixture: tuple[str, str], longest: int)
     writer.add_ssm_time_step_rank(size.value_heads)
     writer.add_ssm_inner_size(size.value_heads * STATE)
     writer.add_full_attention_interval(INTERVAL)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35")
-    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(VOCAB - 3))])
-    writer.add_token_types([1] * VOCAB)
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(1)
-
-    def add(name: str, rows: int, columns: int, kind: str) -> None:
-        writer.add_tensor(
-            f"{name}.weight", random_blocks(kind, rows, columns, rng), raw_dtype=GGMLQuantizationType[kind]
-        )
-
-    add("token_embd", VOCAB, size.hidden, head_kind)
+    add_tokens(writer, "qwen35", VOCAB)
+    add_random(writer, "token_embd", (VOCAB, size.hidden), head_kind, rng)
     writer.add_tensor("output_norm.weight", np.ones(size.hidden, np.float32))
     for block in range(size.layers + 1):
-        for name, (rows, columns) in matrices(size, block).items():
-            add(f"blk.{block}.{name}", rows, columns, kind)
+        for name, shape in matrices(size, block).items():
+            add_random(writer, f"blk.{block}.{name}", shape, kind, rng)
         for name, values in vectors(size, block, rng).items():
             writer.add_tensor(f"blk.{block}.{name}", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def make_engine(args: Any, file: Path, drafter: str) -> Engine:
-    given: dict[str, Any] = {**DRAFTERS[drafter], "speculative_algorithm": drafter, "log_level": "warning"}
+    given: dict[str, Any] = {**DRAFTERS[drafter], "speculative_algorithm": drafter}
     if drafter != "none":
         given["simulate_accept_length"] = args.accept_length
     tokens = max(4 * max(args.contexts), 32768)  # a state takes as much memory as 1,600 of them
-    return Engine(
-        Options.from_kwargs(
-            model=str(file), device="cpu", num_threads=args.threads, max_total_tokens=tokens, max_running_requests=2,
-            **given,
-        )
-    )  # fmt: skip
-
-
-def ours(engine: Engine, prompt: list[int], tokens: int) -> dict[str, float]:
-    """Tokens per second of an answer after its first, and of the prompt."""
-    ((answer,), _, _) = drive(engine, [Job(prompt, sampling(0.0, tokens, 0))], 1)
-    made = len(answer.tokens)
-    return {"prompt": len(prompt) / answer.first, "decode": (made - 1) / (answer.end - answer.first)}
+    return cpu_engine(str(file), args.threads, tokens, **given)
 
 
 def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> float:
@@ -186,21 +144,16 @@ def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> fl
 def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> dict[str, Any]:
     prompt = [random.Random(context).randrange(VOCAB) for _ in range(context)]
     prompts = {LLAMA: theirs(args, file, context, args.tokens, True)}
+    asks: dict[str, Ask] = {LLAMA: lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))}
     for name, engine in engines.items():
-        prompts[name] = ours(engine, prompt, 8)["prompt"]
-    rounds, loads = defaultdict[str, list[float]](list), list[float]()
-    for _ in range(args.rounds):
-        loads.append(os.getloadavg()[0])
-        rounds[LLAMA].append(theirs(args, file, context, args.tokens, False))
-        for name, engine in engines.items():
-            rounds[name].append(ours(engine, prompt, args.tokens)["decode"])
-    ratios = {
-        name: statistics.median(mine / base for mine, base in zip(rates, rounds[LLAMA], strict=True))
-        for name, rates in rounds.items()
-    }
-    found = {"decode": {name: statistics.median(rates) for name, rates in rounds.items()}, "ratio": ratios}
+        prompts[name] = len(prompt) / ask_engine(engine, prompt, 8).first
+        asks[name] = partial(ask_engine, engine)
+    rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
+    rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
+    found = {"decode": {name: statistics.median(own) for name, own in rates.items()}}
+    found["ratio"] = {name: median_ratio(own, rates[LLAMA]) for name, own in rates.items()}
     recorded = {name: len(engine.parts.executor.graphs) for name, engine in engines.items()}
-    return {**found, "prompt": prompts, "load": loads, "rounds": dict(rounds), "recorded": recorded}
+    return {**found, "prompt": prompts, "rounds": rates, "recorded": recorded}
 
 
 def table(results: dict[int, Any]) -> str:

@@ -33,14 +33,13 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from chat_servers import Contender, Server, draftwing_server, llama_server
 from gguf_files import write_eagle3
 from llama_cpp_build import CACHE, ISAS, VERSION, build
 from load_texts import mt_bench
+from turns import kv_bytes_per_token, read_bandwidth
 
 import draftwing
-from draftwing.gguf_file import open_gguf
 from draftwing.models.hub import resolve_model
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -231,31 +230,12 @@ def memory(server: Server, kv_bytes: int) -> dict[str, float]:
     }
 
 
-def kv_bytes_per_token(file: Path) -> int:
-    """Of the target's layers, in 16 bits, which is the default of both."""
-    data = open_gguf(file).metadata
-    family = data["general.architecture"]
-    width = data[f"{family}.embedding_length"] // data[f"{family}.attention.head_count"]
-    return int(data[f"{family}.block_count"] * 2 * data[f"{family}.attention.head_count_kv"] * width * 2)
-
-
 ROWS = {"one": one, "drafts": drafts, "batch": batch, "prompt": prompt, "start": start}
 HEADLINES = {  # the figure of a row that ratios are made of
     "one": "tokens_per_s", "drafts": "tokens_per_s", "batch": "tokens_per_s", "prompt": "prompt_tokens_per_s",
     "start": "start_s",
 }  # fmt: skip
 REQUESTS = {"one": 1, "drafts": 1, "batch": BATCH}  # that a read of the weights serves, in rows with a floor
-
-
-def read_bandwidth(size: int, threads: int, repeats: int = 30) -> float:
-    """Bytes per second at which all threads read an array of `size` bytes over and over: the best time."""
-    torch.set_num_threads(threads)
-    array, best = torch.zeros(size // 4), float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        array.sum()
-        best = min(best, time.perf_counter() - begin)
-    return size / best
 
 
 def summary(row: str, rounds: dict[str, list[Round]], floor_s: float) -> dict[str, dict[str, Any]]:

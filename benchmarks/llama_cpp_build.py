@@ -22,8 +22,9 @@ LACKS = ("AVX_VNNI", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
 ISAS = {
     "native": ("GGML_NATIVE=ON",),
     # Each by name: their defaults are what the tree was first made with.
-    # As `native`, without AMX, which some virtual machines name and do not have.
-    "avx512": ("GGML_NATIVE=OFF", *(f"GGML_{name}=ON" for name in (*HAS, *LACKS))),
+    # As `native`, without AMX, which some virtual machines name and do not have, and without AVX-VNNI, which AVX-512
+    # makes needless and Zen 4 lacks.
+    "avx512": ("GGML_NATIVE=OFF", *(f"GGML_{name}=ON" for name in (*HAS, *LACKS[1:])), "GGML_AVX_VNNI=OFF"),
     "avx2": ("GGML_NATIVE=OFF", *(f"GGML_{name}=ON" for name in HAS), *(f"GGML_{name}=OFF" for name in LACKS)),
 }
 

@@ -10,6 +10,11 @@ of them, an even number: who is first takes turns. Where prompts take a third of
 for hundredths in a short run, so there are half as many rounds, twice as long. `error` is the standard error of the
 mean of their ratios.
 
+`--cached` leaves prompts out: those of a cell begin alike, and are computed once, before its runs, which ask them again
+and again. Then a CPU reaches contexts of thousands of tokens in seconds, and a step counts with the median time of its
+kind, which a busy machine says little of; `resting` is the speed of plain steps. It is for drafters that do not
+remember what was answered. `--isa` holds a CPU to an instruction set.
+
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
 that must be equal.
@@ -23,14 +28,16 @@ import json
 import random
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chat_servers import SET_BY, run_with
 from load_runs import (
     Answered,
+    Step,
     add_arguments,
     check_pinned,
     drive,
@@ -46,6 +53,10 @@ from load_runs import (
 )
 from load_texts import Texts
 
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.engine import Engine
+from draftwing.engine.startup.quiet import delays, since
+
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")
 DRAFTERS = ("EAGLE3", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE3+NGRAM")
@@ -55,8 +66,10 @@ LONG_PROMPT = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
 SETTLING = (
-    32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to that
+    32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to it
 )
+OWN = 100  # tokens of a prompt behind what all have in common
+SHORT = 32  # tokens of an answer at least, where prompts are cached
 MAX_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 
@@ -146,34 +159,91 @@ def measure_costs(engine: Any, texts: Texts, requests: Sequence[int]) -> Costs:
     return Costs(seconds / len(prompt[0]), steps)
 
 
-def possible(cell: Cell, engine: Any, costs: Costs) -> bool:
+def possible(cell: Cell, engine: Any, costs: Costs, cached: bool) -> bool:
     """Whether it fits into the engine's sizes and the time."""
     info, options = engine.info, engine.options
     longest = cell.prompt + ANSWER[1]
+    prompts = cell.prompt + cell.requests * OWN if cached else cell.requests * cell.prompt
     return bool(
         cell.requests in costs.step
         and cell.requests <= options.max_running_requests
         and longest <= info.context_length
-        and cell.requests * (cell.prompt + ANSWER[0] * 2) <= 0.95 * info.max_total_tokens
-        and costs.prompt * cell.prompt * cell.requests <= MAX_PROMPT_SECONDS
+        and prompts + cell.requests * ANSWER[0] * 2 <= 0.95 * info.max_total_tokens
+        and (cached or costs.prompt * prompts <= MAX_PROMPT_SECONDS)
     )
 
 
 # ---- a cell ----------------------------------------------------------------------------------------------------------
 
 
-def timed(engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
-    """Tokens per second while all requests ran, after a flush, the answers, and how often each shape ran, with the
-    tokens of a row and step. Requests end one by one and are replaced, as on a server: where all end together their
-    prompts are prefilled together, and where nobody comes after them the slowest decides."""
-    assert engine.flush_cache()
-    with watched(engine) as steps:
-        answers, _, (seconds, written) = drive(engine, jobs, requests)
-    trees = [step for step in steps if step.kind == "tree"]
-    shapes = Counter(name_of(step.shape) for step in trees)
-    rows = sum(step.rows for step in trees)
-    length = sum(step.tokens for step in trees) / rows if rows else 1.0
-    return written / seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
+class Run(NamedTuple):
+    rate: float  # tokens per second
+    answers: list[Answered]
+    report: dict[str, Any]
+    steps: list[Step]
+
+
+class Prompts(NamedTuple):
+    """Of cells. cached: they begin alike, there are as many as run at once, and all are computed before the rounds."""
+
+    texts: Texts
+    cached: bool
+
+    def of(self, cell: Cell, length: int, count: int, start: int) -> list[list[int]]:
+        """`count` of about `length` tokens; others for another `start`, or the same ones in another order."""
+        if not self.cached:
+            return self.texts.prompts(cell.text, length, count, start)
+        different = max(cell.requests, WAVES)
+        prompts = self.texts.prompts(cell.text, min(length, OWN), different, 5000)
+        if length > OWN:
+            (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
+            prompts = [begin[: length - len(end)] + end for end in prompts]
+        return [prompts[(start + index) % different] for index in range(count)]
+
+    def settle(self, cell: Cell, each: Engine, tokens: int) -> float:
+        """A run that is not timed for the cell, of prompts like its own; tokens per second all the same."""
+        if not self.cached:
+            length = min(cell.prompt, max(100, SETTLING // cell.requests))
+            prompts = self.of(cell, length, cell.requests, 5000)
+            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
+        prompts = self.of(cell, cell.prompt, max(cell.requests, WAVES), 0)
+        for some in (prompts[:1], prompts):  # who comes with the first does not find its prompt cached
+            drive(each, jobs_of(some, 0.0, 1), len(some))
+        return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
+
+    def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> Run:
+        """Tokens per second while all requests ran, after a flush where nothing is to be cached, the answers, and how
+        often each shape ran, with the tokens of a row and step, and the share of the time in which a thread waited for
+        a processor. Requests end one by one and are replaced, as on a server: where all end together their prompts are
+        prefilled together, and where nobody comes after them the slowest decides."""
+        assert self.cached or engine.flush_cache()
+        before = delays()
+        with watched(engine) as steps:
+            answers, whole, (seconds, written) = drive(engine, jobs, requests)
+        waited = max(since(before)) / whole
+        trees = [step for step in steps if step.kind == "tree"]
+        shapes = Counter(name_of(step.shape) for step in trees)
+        rows = sum(step.rows for step in trees)
+        length = sum(step.tokens for step in trees) / rows if rows else 1.0
+        found = {"shapes": dict(shapes.most_common()), "accept_length": length, "waited": waited}
+        return Run(written / seconds, answers, found, steps)
+
+
+class Typical(NamedTuple):
+    rate: float  # tokens per second
+    plain: float | None  # seconds of a plain step
+
+
+def typical(runs: Sequence[Sequence[Step]], requests: int) -> Typical:
+    """Of steps of all requests that no prefill is between, each counted with the median time of its shape: what stops a
+    busy machine for a while does not count."""
+    times, tokens = defaultdict[TreeShape, list[float]](list), 0
+    for before, step in itertools.chain.from_iterable(itertools.pairwise(steps) for steps in runs):
+        if before.kind == step.kind == "tree" and before.rows == step.rows == requests:
+            times[step.shape].append(step.at - before.at)
+            tokens += step.tokens
+    middle = {shape: statistics.median(each) for shape, each in times.items()}
+    return Typical(tokens / sum(len(each) * middle[shape] for shape, each in times.items()), middle.get(PLAIN))
 
 
 def error(ratios: Sequence[float]) -> float | None:
@@ -182,46 +252,60 @@ def error(ratios: Sequence[float]) -> float | None:
 
 
 def run_cell(
-    cell: Cell, none: Any, engine: Any, texts: Texts, costs: Costs, args: argparse.Namespace
+    cell: Cell, none: Any, engine: Any, prompts: Prompts, costs: Costs, args: argparse.Namespace
 ) -> dict[str, Any]:
-    count, tokens, long = costs.work(cell, args.seconds)
-    tokens = args.tokens or tokens
-    settle = texts.prompts(cell.text, min(cell.prompt, max(100, SETTLING // cell.requests)), cell.requests, 5000)
-    for each in (none, engine):
-        timed(each, jobs_of(settle, cell.temperature, tokens), cell.requests)
+    if prompts.cached:  # steps are as long as contexts make them
+        rate, _ = (prompts.settle(cell, each, args.tokens or SHORT) for each in (none, engine))
+        tokens = args.tokens or int(min(max(rate * args.seconds / cell.requests, SHORT), ANSWER[1]))
+        count, long = cell.requests, False
+    else:
+        count, tokens, long = costs.work(cell, args.seconds)
+        tokens = args.tokens or tokens
+        for each in (none, engine):
+            prompts.settle(cell, each, tokens)
     rounds: list[tuple[float, float]] = []
+    steps: dict[int, list[list[Step]]] = {id(none): [], id(engine): []}
     for turn in range(max(args.repeats // 2, 1) if long else args.repeats):
-        prompts = texts.prompts(cell.text, cell.prompt, count, turn * count)
-        jobs = jobs_of(prompts, cell.temperature, tokens, SPREAD, turn)
-        runs = {id(each): timed(each, jobs, cell.requests) for each in ((none, engine), (engine, none))[turn % 2]}
-        (plain, expected, _), (drafted, found, reported) = runs[id(none)], runs[id(engine)]
+        asked, spread = prompts.of(cell, cell.prompt, count, turn * count), 0.0 if prompts.cached else SPREAD
+        jobs = jobs_of(asked, cell.temperature, tokens, spread, turn)
+        order = ((none, engine), (engine, none))[turn % 2]
+        runs = {id(each): prompts.timed(each, jobs, cell.requests) for each in order}
+        for key, run in runs.items():
+            steps[key].append(run.steps)
+        (plain, expected, _, _), (drafted, found, reported, _) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
+    ratio = statistics.median(other / one for one, other in rounds)
+    more: dict[str, Any] = {}
+    if prompts.cached:
+        (plain, one), (drafted, other) = (typical(steps[id(each)], cell.requests) for each in (none, engine))
+        ratio, more = drafted / plain, {"resting": one / other if one and other else None}
     record: dict[str, Any] = {
         **cell._asdict(),
         "prompts": count,
         "tokens": tokens,
         "none": plain,
         "drafts": drafted,
-        "ratio": drafted / plain,
+        "ratio": ratio,
         "ratios": [other / one for one, other in rounds],
         "error": error([other / one for one, other in rounds]),
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
         **reported,
+        **more,
     }
     if args.fixed:
-        record["fixed"] = fixed_rates(cell, engine, jobs)
+        record["fixed"] = fixed_rates(cell, engine, prompts, jobs)
         best = max(record["fixed"].values())
         record |= {"best_fixed": best, "of_best_fixed": rounds[-1][1] / best}  # with the same requests
     return record
 
 
-def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any]) -> dict[str, float]:
+def fixed_rates(cell: Cell, engine: Any, prompts: Prompts, jobs: Sequence[Any]) -> dict[str, float]:
     """Tokens per second with each shape of the menu."""
     rates = {}
     for shape in fixed_shapes(engine):
         with pinned(engine, shape), watched(engine) as steps:
-            rates[name_of(shape)], _, _ = timed(engine, jobs, cell.requests)
+            rates[name_of(shape)] = prompts.timed(engine, jobs, cell.requests).rate
         check_pinned(steps, shape)
     return rates
 
@@ -232,14 +316,15 @@ def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any]) -> dict[str, float
 def table(records: Sequence[dict[str, Any]]) -> str:
     """In Markdown, the worst cell first."""
     head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error |"
-    lines = [head + " accept length | shapes |", "|" + "---|" * 11]
+    lines = [head + " accept length | resting | waited | shapes |", "|" + "---|" * 13]
     for one in sorted(records, key=lambda record: record["ratio"]):
         steps, known = sum(one["shapes"].values()), "" if one["error"] is None else f"{one['error']:.3f}"
+        resting = "" if one.get("resting") is None else f"{one['resting']:.3f}"
         shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
         lines.append(
             f"| {one['requests']} | {one['prompt']} | {one['temperature']:g} | {one['text']} | {one['drafter']} | "
             f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {known} | "
-            f"{one['accept_length']:.2f} | {shapes} |"
+            f"{one['accept_length']:.2f} | {resting} | {one['waited']:.0%} | {shapes} |"
         )
     return "\n".join(lines)
 
@@ -284,6 +369,8 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
     parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--repeats", type=int, default=4, help="rounds of a cell")
+    parser.add_argument("--cached", action="store_true", help="prompts are computed before, and asked again and again")
+    parser.add_argument("--isa", choices=SET_BY, default="native", help="of a CPU")
     parser.add_argument("--fixed", action="store_true", help="also pin each shape of the menu")
     parser.add_argument("--most-seconds", type=float, default=1e9, help="no cell begins later")
     parser.add_argument("--list", action="store_true", help="print the cells that would run, and end")
@@ -293,15 +380,23 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
+    run_with(args.isa)
     start = time.monotonic()
     none = make_engine(args, "none")
     assert none is not None
     texts = Texts(none.tokenizer, none.info.vocab_size)
-    costs = measure_costs(none, texts, args.requests)
+    costs = Costs(0.0, dict.fromkeys(args.requests, 0.0)) if args.cached else measure_costs(none, texts, args.requests)
     print(f"none: {time.monotonic() - start:.1f} s to start, {costs}", flush=True)
     grid = itertools.product(args.requests, args.prompts, args.temperatures, args.texts, args.all_drafters)
-    cells = cover([cell for cell in map(Cell._make, grid) if possible(cell, none, costs)], args.cells, args.seed)
-    about = {"machine": machine(), "model": args.model, "options": args.options, "date": time.strftime("%Y-%m-%d")}
+    fit = [cell for cell in map(Cell._make, grid) if possible(cell, none, costs, args.cached)]
+    cells = cover(fit, args.cells, args.seed)
+    about = {
+        "machine": machine(),
+        "isa": args.isa,
+        "model": args.model,
+        "options": args.options,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     records: list[dict[str, Any]] = []
     for drafter in args.drafters:
         mine = [cell for cell in cells if cell.drafter == drafter]
@@ -318,7 +413,7 @@ def main() -> None:
             if time.monotonic() - start > args.most_seconds:
                 print(f"left out for want of time: {cell}", flush=True)
                 continue
-            records.append(run_cell(cell, none, engine, texts, costs, args))
+            records.append(run_cell(cell, none, engine, Prompts(texts, args.cached), costs, args))
             print(table(records[-1:]).splitlines()[-1], flush=True)
             write(args.out, records, about)
         let_go(engine)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, GAP = 900, 130, 70, 150, 20, 34
-COLOURS = ("#1f6fb4", "#c4501b", "#2a8a4a", "#7a4ea3")
+COLOURS = ("#1f6fb4", "#c4501b", "#2a8a4a", "#7a4ea3", "#7d7d7d")
 
 
 class Line(NamedTuple):

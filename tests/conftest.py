@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tiny_checkpoint import write_checkpoint
@@ -17,10 +19,13 @@ from triton_interpreter import mended
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test module is
 
+from draftwing import plugins
+from draftwing.config import devices
 from draftwing.files import cache_folder
 from draftwing.models.hub import fetch_default_model
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch.ops import TorchOps
+from draftwing.spec import build
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 LONGEST = "tests/test_soak.py"
@@ -76,6 +81,31 @@ def little_is_measured(one_thread: None) -> Iterator[None]:
     """Each benchmark reads 256 MB to see how fast memory is, which takes it half a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftwing.engine.devices.base.Device.read_bytes", 1 << 20)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_start_soon() -> Iterator[None]:
+    """Hundreds of engines start. Each would look for installed packages several times, and zero 150 MB where text is
+    looked up: texts here fill no more than a hundredth of that."""
+    drafter = build.NGramDrafter
+
+    def small(*args: Any, capacity: int, **more: Any) -> Any:
+        return drafter(*args, capacity=min(capacity, 100_000), **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (plugins, devices):
+            patch.setattr(module, "entry_points", functools.cache(module.entry_points))
+        patch.setattr(build, "NGramDrafter", small)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Each `httpx.post` reads those of all authorities, which takes 30 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(httpx.create_ssl_context)
+        patch.setattr("httpx._transports.default.create_ssl_context", read, raising=False)
         yield
 
 

@@ -15,7 +15,7 @@ from scripts import script
 from draftwing import __version__
 from draftwing.ops.cpu.isa import known_sets
 
-pytestmark = pytest.mark.slow  # compresses the heads
+pytestmark = pytest.mark.slow  # builds a wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -34,7 +34,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environ = {**os.environ, "CC": str(compiler), "LDSHARED": f"{compiler} -shared"}
     environ.pop("DRAFTWING_BUILD_ISA", None)
     base = ["egg_info", "--egg-base", folder, "build", "--build-base", folder / "build"]
-    command = [sys.executable, "setup.py", "-q", *base, "bdist_wheel", "--dist-dir", folder / "dist"]
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        *base,
+        "bdist_wheel",
+        "--compression",
+        "stored",
+        "--dist-dir",
+        folder / "dist",
+    ]
     subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
     (found,) = (folder / "dist").iterdir()
     return found

@@ -31,7 +31,7 @@ VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "OUTDATED": ((64, 128, 512), CHOICE + PREFILL),
     "AGREE": ((1.1, 1.25, 1.5), CHOICE),
     "DOUBT": ((2, 3, 4), CHOICE),
-    "HIT": ((0.5, 0.7, 0.9), CHOICE),
+    "HIT": ((0.3, 0.5, 0.7), CHOICE),
     "COPIED": ((0.1, 0.25, 0.5), ("lookup",)),
     "EXPLORE": ((0.005, 0.01, 0.02), CHOICE),
     "MARGIN": ((1.0, 1.02, 1.05), CHOICE),

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -219,6 +219,7 @@ class Plan:
     limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     thinking: IntArray = field(default_factory=lambda: NOBODY)  # with a thinking budget
+    penalised: bool = False  # whether penalties and biases are all that makes it special
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
     catch_up: DraftExtend | None = (
@@ -248,6 +249,9 @@ class DraftTokens(NamedTuple):
 
     tokens: IntArray
     parent: IntArray
+
+
+FEW_MARKS = 64  # nodes of a step up to which Python counts before numpy's operations have started
 
 
 class TracedNode(NamedTuple):
@@ -320,16 +324,25 @@ class StepResult:
         return (self.mark >> MARK_SOURCE) & 3
 
     @cached_property
-    def accepted_source(self) -> IntArray:
-        """[B, depth]: who proposed the accepted drafts, in their order; any numbers past them."""
-        return np.take_along_axis(self.source, self.order[:, 1 : self.tokens.shape[1]], 1)
+    def accepted_source(self) -> list[list[int]]:
+        """Who proposed the accepted drafts of each row, in their order."""
+        rows = zip(self.mark.tolist(), self.order.tolist(), self.count.tolist(), strict=True)
+        return [[marks[node] >> MARK_SOURCE & 3 for node in order[1:count]] for marks, order, count in rows]
 
     @cached_property
-    def proposed_by(self) -> IntArray:
-        """[B, 4]: draft nodes that were verified, by source."""
-        rows = len(self.mark)
-        cell = self.source + len(SOURCES) * np.arange(rows)[:, None]
-        return np.bincount(cell[self.verified], minlength=rows * len(SOURCES)).reshape(rows, -1)
+    def proposed_by(self) -> list[list[int]]:
+        """Draft nodes of each row that were verified, by source: [B][4]."""
+        if self.mark.size > FEW_MARKS:
+            rows = len(self.mark)
+            cell = self.source + len(SOURCES) * np.arange(rows)[:, None]
+            counts = np.bincount(cell[self.verified], minlength=rows * len(SOURCES))
+            return cast(list[list[int]], counts.reshape(rows, -1).tolist())
+        found = [[0] * len(SOURCES) for _ in self.mark]
+        for counted, marks in zip(found, self.mark.tolist(), strict=True):
+            for mark in marks:
+                if mark & MARK_VERIFIED and mark & MARK_DEPTH:
+                    counted[mark >> MARK_SOURCE & 3] += 1
+        return found
 
     @cached_property
     def survival(self) -> npt.NDArray[np.float64]:

@@ -85,7 +85,7 @@ def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, An
         assert answers(llm) == expected, "from the cache of prefixes"
 
 
-@pytest.mark.further(markov=["", "vanilla", "gated"])
+@pytest.mark.further(markov=["", "vanilla", "gated", "domino"])
 @pytest.mark.parametrize(
     ("algorithm", "markov", "topk"),
     [

@@ -73,7 +73,7 @@ def book_of(h, requests, expected):
     return h.make_book([prompt for prompt, *_ in requests], SimpleNamespace(tokens=expected))
 
 
-@pytest.mark.further(harness="blocks")
+@pytest.mark.further(harness=["blocks", "ranks"])
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_without_drafts(harness, case, lag):

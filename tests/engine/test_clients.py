@@ -84,6 +84,7 @@ def test_clients_share_nothing(engine: Engine) -> None:
         assert ask(engine, None, **other) == again, other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["", "alice"])
 def test_a_trace_tells_of_its_own_text_alone(engine: Engine, client: str) -> None:
     """Also where all are one client: whoever looks may be another person."""

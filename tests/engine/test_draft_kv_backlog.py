@@ -29,6 +29,8 @@ from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_hea
 pytestmark = pytest.mark.slow
 
 TREE = TreeShape(3, 2, 5)
+# Of two ways to the same float32: the difference grows with the values, which another CPU's text may lead to.
+NEAR: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 WIDTH = 6
 
 
@@ -97,7 +99,7 @@ def test_text_that_the_host_knows_is_seen_as_a_prompt_is(on_cpu: Any, lag: int, 
         found = drafts_of(on_cpu, "STANDALONE", True, lag, deferral, torch.float32)
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
-        torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
+        torch.testing.assert_close(*pair, **NEAR)
     assert max(map(len, passes)) >= 2 and max(map(max, passes)) >= deferral.lag // 16, "rows together"
     assert max(map(sum, passes)) <= deferral.most
 
@@ -125,7 +127,7 @@ def test_hidden_states_that_lie_with_the_slots(on_cpu: Any, kind: str, lag: int,
     found = drafts_of(on_cpu, kind, True, lag, DraftDeferral(0, 50, by_slot=True), torch.float32)
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
-        torch.testing.assert_close(*pair, rtol=0, atol=1e-5)
+        torch.testing.assert_close(*pair, **NEAR)
     assert max(map(len, passes)) >= 2 and max(map(max, passes)) > MAX_BACKLOG and max(map(sum, passes)) <= 50
 
 
@@ -332,7 +334,7 @@ def test_queries_that_are_rounded_up(on_cpu: Any, kind: str, monkeypatch: pytest
         found, passes = kv_of_prompts(on_cpu, kind, deferral)
         assert passes and any(count % 16 for count in asked)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+            torch.testing.assert_close(one, other, **NEAR)
 
 
 def kv_of_prompts(harness: Any, kind: str, deferral: DraftDeferral) -> tuple[list[torch.Tensor], Any]:
@@ -392,4 +394,4 @@ def test_a_prompt_that_is_seen_in_one_pass(on_cpu: Any, kind: str, monkeypatch: 
         found, passes = kv_of_prompts(on_cpu, kind, deferral)
         assert len(passes) < len(parts) / 2 and max(span.length for span in passes) >= 20
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+            torch.testing.assert_close(one, other, **NEAR)

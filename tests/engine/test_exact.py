@@ -103,6 +103,7 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
 
 
 @pytest.mark.slow
+@pytest.mark.further(harness="ranks")
 @pytest.mark.further(drafter="suffix", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
@@ -121,6 +122,7 @@ def test_changing_shapes(harness, case, drafter, lag):
     assert rig.accept_length > (1.5 if drafter == "oracle" else 1.2)  # every fourth step is plain
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks", lookup=NGramDrafter)
 @pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize(("lag", "lookup"), [(0, SuffixDrafter), (1, NGramDrafter), (1, SuffixDrafter)])
@@ -241,6 +243,7 @@ def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case,
     assert rig.run().tokens == expected.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.further(seed=[1, 2, 3])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
@@ -321,6 +324,7 @@ def test_filters_and_bans_on_trees_and_across_preemption(harness, lag):
     assert rig.sched.retractions > 0 and rig.accept_length > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness=COPIES)
 def test_filters_and_bans_do_what_they_say(harness):
     model = harness.tiny_model()

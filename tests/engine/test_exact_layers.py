@@ -57,7 +57,7 @@ def test_logits_are_those_of_a_dense_computation(harness, case):
         )  # fmt: skip
         with torch.inference_mode():
             found.append(model.logits(model(ids[here], batch.positions, rig.executor.attn.bind(batch, 0))[0]))
-    torch.testing.assert_close(torch.cat(found).double(), dense_logits(model, ids.tolist()), rtol=0, atol=2e-4)
+    torch.testing.assert_close(torch.cat(found).double(), dense_logits(model, ids.tolist()), rtol=1e-4, atol=2e-4)
 
 
 class TestLayers(Exactness):

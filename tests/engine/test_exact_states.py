@@ -39,6 +39,9 @@ def case(request, harness, one_thread):
     return model, prompts, params, expected, harness.make_book(prompts, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.further(harness="blocks", lag=0)
+@pytest.mark.further(lag=0, shape=[CHAIN, DEEP])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE, DEEP], ids=["chain", "tree", "deep"])
 def test_disturbed_drafts(harness, case, shape, lag):
@@ -47,6 +50,9 @@ def test_disturbed_drafts(harness, case, shape, lag):
     assert shape == CHAIN or rig.stats.moved > 18, "no later child was accepted"
 
 
+@pytest.mark.slow
+@pytest.mark.further(harness="cpu", drafter="ngram")
+@pytest.mark.further(harness="blocks", drafter=["suffix", None])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", None])
 def test_drafters_and_nobody(harness, case, drafter):
     rig = answer(harness, case, shapes=(PLAIN if drafter is None else TreeShape(4, 2, 8),), drafter=drafter)
@@ -55,6 +61,11 @@ def test_drafters_and_nobody(harness, case, drafter):
     answer(harness, case, policy=policy, drafter=drafter, chunk=7, lag=0)
 
 
+@pytest.mark.slow
+@pytest.mark.further(harness="cpu", chunk=1)
+@pytest.mark.further(harness="blocks", chunk=64)
+@pytest.mark.further(lag=0, chunk=[1, 64])
+@pytest.mark.further(lag=1, chunk=5)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_chunks_the_best_nodes_of_a_batch_and_steps_without_drafts(harness, case, chunk, lag):
@@ -62,24 +73,33 @@ def test_chunks_the_best_nodes_of_a_batch_and_steps_without_drafts(harness, case
     assert rig.accept_length > 1.2 and PLAIN in rig.stats.shapes
 
 
+@pytest.mark.slow
+@pytest.mark.further(harness="cpu", lag=0)
+@pytest.mark.further(harness="blocks", lag=1)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_preemption_and_eviction(harness, case, lag):
     rig = answer(harness, case, shapes=(TREE,), slots=70, chunk=8, states=StateSizes(16, 8, 4), lag=lag)
     assert rig.sched.retractions >= 1 and rig.sched.kv.states.hits >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.further(harness="cpu", states=5)
+@pytest.mark.further(harness="blocks", states=3)
 @pytest.mark.parametrize("states", [3, 5])
 def test_more_requests_than_state_slots(harness, case, states):
     rig = answer(harness, case, shapes=(TREE,), states=StateSizes(states, 8, 4))
     assert rig.sched.kv.states.slots == states
 
 
+@pytest.mark.slow
 def test_steps_that_are_replayed(harness, case):
     """As from graphs, which were captured on the dummy row."""
     rig = answer(harness, case, policy=harness.Cycle(TreeShape(4, 3, 11, 4), TREE), graph_size=4)
     assert rig.executor.replays > 20 and rig.accept_length > 1.2
 
 
+@pytest.mark.further(harness="cpu", lag=0)
+@pytest.mark.further(harness="blocks", lag=1)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_prefix_hits(harness, case, lag):
     """A, B, A: what a request that is gone has left is what its own steps would have made."""
@@ -95,21 +115,32 @@ def test_prefix_hits(harness, case, lag):
     assert rig.sched.kv.states.hits > 8 and sum(hits[0]) < sum(hits[1])
 
 
+@pytest.fixture(scope="session")
+def next_turn(harness, case):
+    """Prompts that go on after the answers, and the answers to these."""
+    model, prompts, params, expected, _ = case
+    more = [prompt + expected.tokens[str(i)] + [7, i] for i, prompt in enumerate(prompts)]
+    return more, harness.plain_answers(model, more, params).tokens
+
+
+@pytest.mark.slow
+@pytest.mark.further(harness="cpu", lag=0)
+@pytest.mark.further(harness="blocks", lag=1)
 @pytest.mark.parametrize("lag", [0, 1])
-def test_conversations_go_on_from_the_end_of_the_turn(harness, case, lag):
-    model, prompts, params, expected, book = case
+def test_conversations_go_on_from_the_end_of_the_turn(harness, case, next_turn, lag):
+    model, prompts, params, _, book = case
+    more, answers = next_turn
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, lag=lag, states=StateSizes(60, 64, 64))
     rig.answer(prompts, params)
-    more = [prompt + expected.tokens[str(i)] + [7, i] for i, prompt in enumerate(prompts)]
-    next_turn = harness.plain_answers(model, more, params)
     got = rig.answer(more, params)
-    assert got.tokens == next_turn.tokens
+    assert got.tokens == answers
     ends = [len(prompt) + TOKENS - 1 for prompt in prompts]
     cached = [got.final[str(i)].meta["cached_tokens"] for i in range(len(prompts))]
     # The state of the newest step: what it accepted is computed again.
     assert all(end - TREE.depth <= found <= end for found, end in zip(cached, ends, strict=True))
 
 
+@pytest.mark.slow
 def test_ends_that_are_rewritten(harness, case):
     """They go on from the deepest snapshot, and leave one where they part."""
     model, _, _, _, _ = case
@@ -126,6 +157,7 @@ def test_ends_that_are_rewritten(harness, case):
     assert cached == [0, 16, length, length]
 
 
+@pytest.mark.slow
 def test_a_crowd_behind_one_prompt_waits_for_its_state(harness, case):
     """Whose beginning is computed once, up to where they part."""
     model, _, _, _, _ = case
@@ -139,6 +171,7 @@ def test_a_crowd_behind_one_prompt_waits_for_its_state(harness, case):
     assert [got.final[str(i)].meta["cached_tokens"] for i in range(4)] == [0, 70, 70, 70]
 
 
+@pytest.mark.slow
 def test_aborts(harness, case):
     model, prompts, params, expected, book = case
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, lag=1, chunk=5, states=StateSizes(16, 8, 4))
@@ -155,6 +188,7 @@ def test_aborts(harness, case):
     rig.sched.kv.check_idle()
 
 
+@pytest.mark.slow
 def test_a_start_tries_out_whether_bits_are_kept(harness, case, monkeypatch):
     ops = pick_device("cpu").ops
     if harness.device != "cpu":
@@ -235,12 +269,14 @@ def spare_forgotten(patch: pytest.MonkeyPatch) -> None:
 BROKEN: list[Patch] = [not_advanced, half_advanced, wrong_slot, too_long, snapshots_one_late, spare_forgotten]
 
 
+@pytest.mark.slow
+@pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_rule_is_noticed(harness, case, broken, monkeypatch):
+def test_a_broken_rule_is_noticed(harness, case, next_turn, broken, monkeypatch):
     if harness.device != "cpu":
         pytest.skip("the rules are those of every device")
     broken(monkeypatch)
     monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # C asks nobody
     with pytest.raises(AssertionError):
         test_prefix_hits(harness, case, 1)
-        test_conversations_go_on_from_the_end_of_the_turn(harness, case, 0)
+        test_conversations_go_on_from_the_end_of_the_turn(harness, case, next_turn, 0)

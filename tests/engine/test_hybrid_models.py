@@ -36,6 +36,7 @@ def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[in
         return [done.token_ids for done in llm.generate(prompts, params)]
 
 
+@pytest.mark.slow
 def test_a_gpu_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path, reference("qwen3.5"))
     (folder / "model.safetensors").unlink()
@@ -49,7 +50,8 @@ def test_a_gpu_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.further(kind="qwen3.5-even")
-@pytest.mark.further(kind="qwen3-next", dtype="float32")
+@pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next"], dtype="float32")
+@pytest.mark.further(kind=["qwen3.5", "lfm2"], dtype="bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:

@@ -81,6 +81,9 @@ class Turning:
 
 
 @pytest.mark.slow
+@pytest.mark.further(overlap=False, drafter="NGRAM", turns=[0, 7])
+@pytest.mark.further(overlap=False, drafter="none", turns=[1, 3])
+@pytest.mark.further(overlap=True, drafter="none", turns=[0, 7])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("drafter", ["none", "NGRAM"])
 @pytest.mark.parametrize("turns", [0, 1, 3, 7])

@@ -14,6 +14,7 @@ from draftwing import LLM
 PARAMS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_error_in_a_commit_leaves_a_usable_engine(tmp_path: Path, overlap: bool) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))

@@ -8,6 +8,7 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
 
 KERNELS = load_extension()
@@ -19,7 +20,7 @@ TREE = TreeShape(4, 3, 11)
 
 
 def native(pool):
-    return NativeAttention(pool, KERNELS)
+    return NativeAttention(pool, KERNELS, Workers())
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

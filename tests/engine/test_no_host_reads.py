@@ -199,6 +199,8 @@ def liked(tokens, logits):
     return logits
 
 
+@pytest.mark.further(own=True, drafter=[None, "oracle", "ngram", "suffix", "STANDALONE"])
+@pytest.mark.further(own=False, drafter=["ngram", "STANDALONE"])  # which are the parts of the pair
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "the CPU's own operations"])
 @pytest.mark.parametrize("drafter", [None, "oracle", "ngram", "suffix", "STANDALONE", "STANDALONE+NGRAM"])
 def test_special_rows_talk_with_the_host_by_uploads_and_downloads(on_cpu, drafter, own, monkeypatch):

@@ -22,6 +22,7 @@ from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
 CHAIN = TreeShape(3, 1, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("algorithm", ["none", "NGRAM"])
@@ -84,6 +85,7 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
     assert later.tokens["again"] == alone.tokens["2"] and later.tokens["with 1"] == alone.tokens["1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["a stop id", "its length"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_an_answer_ends_before_what_would_spoil_it(harness: Any, lag: int, by: str) -> None:

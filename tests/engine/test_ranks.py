@@ -83,6 +83,7 @@ def test_speculation_changes_no_token(case: Case) -> None:
     case.answer(lag=1)
 
 
+@pytest.mark.further(case=["NEXTN 3 layers", "DSPARK"])
 def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Case) -> None:
     rig = case.answer(slots=130, chunk=5, policy=case.h.Cycle(TREE, PLAIN), deferral=DraftDeferral(24, 12))
     assert rig.sched.retractions > 0
@@ -110,8 +111,8 @@ def test_grammars_and_log_probabilities(case: Case) -> None:
     assert spread.tokens == whole.tokens
     for uid, every in whole.logprobs.items():  # of logits up to 80, where float32 has steps of 8e-6
         for mine, theirs in zip(spread.logprobs[uid], every, strict=True):
-            assert mine.value == pytest.approx(theirs.value, abs=1e-4)
-            assert mine.wanted == pytest.approx(theirs.wanted, abs=1e-4)
+            assert mine.value == pytest.approx(theirs.value, rel=1e-4, abs=1e-3)
+            assert mine.wanted == pytest.approx(theirs.wanted, rel=1e-4, abs=1e-3)
 
 
 def meet(executor: Any) -> None:

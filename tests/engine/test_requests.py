@@ -106,7 +106,8 @@ def cases(harness):
 
 
 @pytest.mark.slow
-@pytest.mark.further(harness="ranks", shape=CHAIN)
+@pytest.mark.further(harness="ranks")
+@pytest.mark.further(shape=CHAIN, lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
@@ -120,6 +121,7 @@ def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
     same_logprobs(got, expected)
 
 
+@pytest.mark.slow
 def test_random_requests_under_preemption_and_small_chunks(harness, cases):
     model, every, expected, book = cases
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, slots=150, chunk=7)
@@ -134,6 +136,7 @@ def test_random_requests_under_preemption_and_small_chunks(harness, cases):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     model, every, expected, book = cases
@@ -149,6 +152,7 @@ def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     assert max(deepest[i] for i in range(0, 24, 4)) == 4 and max(deepest[i] for i in range(2, 24, 4)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 @pytest.mark.parametrize("drafter", [None, "oracle"])
 def test_predicted_outputs(harness, cases, drafter):
@@ -231,6 +235,7 @@ class Fragile(ToyGrammar):
         return super().mask(out)
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 def test_a_grammar_that_gives_up_on_a_draft_harms_nobody(harness):
     """Drafts that the answer never takes lead where the grammar fails."""
@@ -369,6 +374,8 @@ def only(ids, prompt, text, after):
 
 @pytest.mark.slow
 @pytest.mark.further(harness="ranks")
+@pytest.mark.further(seeded=True, shape=PLAIN)
+@pytest.mark.further(seeded=False, shape=TREE)
 @pytest.mark.parametrize("shape", [PLAIN, TREE])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize(

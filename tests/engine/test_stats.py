@@ -10,7 +10,7 @@ import pytest
 from step_marks import marks_of
 
 from draftwing.config.drafters import find_drafter
-from draftwing.core import LOOKUP, MARK_SOURCE, MODEL, PLAIN, Admission, Chunk, Plan, StepResult, TreeShape
+from draftwing.core import FEW_MARKS, LOOKUP, MARK_SOURCE, MODEL, PLAIN, Admission, Chunk, Plan, StepResult, TreeShape
 from draftwing.engine.stats import Reporter, StepTimes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -110,8 +110,8 @@ def test_drafters_are_told_apart():
     assert list(reporter.drafters) == ["EAGLE3", "NGRAM"]
     sources = [[0, 1, 3, 2], [0, 0, 0, 0], [0, 2, 0, 0]]
     step = result(count=[3, 4, 1], proposed=[3, 3, 1], sources=sources)
-    assert step.proposed_by.tolist() == [[0, 1, 1, 1], [3, 0, 0, 0], [0, 0, 1, 0]]
-    assert step.accepted_source.tolist() == [row[1:] for row in sources]
+    assert step.proposed_by == [[0, 1, 1, 1], [3, 0, 0, 0], [0, 0, 1, 0]]
+    assert step.accepted_source == [[1, 3], [0, 0, 0], []]
     reporter.watch(plan(CHAIN, 0, 1, 2), step)
     eagle, ngram, prediction = (reporter.drafters[name] for name in ("EAGLE3", "NGRAM", "prediction"))
     assert (eagle.drafts, eagle.proposed_at, eagle.accepted_at) == (1, [1, 1, 0], [1, 1, 0])
@@ -122,6 +122,24 @@ def test_drafters_are_told_apart():
     assert not alone.drafters, "nobody drafts for everybody"
     alone.watch(plan(CHAIN, 1), result(count=[4], proposed=[3], sources=0))
     assert list(alone.drafters) == ["prediction"]
+
+
+def test_a_large_step_is_counted_as_its_rows_are_in_small_ones():
+    rng = np.random.default_rng(0)
+    rows = 3 * FEW_MARKS // 4  # of a root and up to three drafts
+    proposed = rng.integers(0, 4, rows).tolist()
+    count = [int(rng.integers(0, n + 1)) + 1 for n in proposed]
+    sources = np.hstack((np.zeros((rows, 1), np.int64), rng.integers(0, 4, (rows, 3))))
+    whole, parts = (Reporter(scheduler(*range(1, rows)), credited=credited("EAGLE3+NGRAM")) for _ in range(2))
+    for reporter, step in ((whole, rows), (parts, 3)):
+        for i in range(0, rows, step):
+            here, widest = slice(i, i + step), max(proposed[i : i + step])
+            one = result(count[here], proposed[here], sources=sources[here, : 1 + widest])
+            reporter.watch(plan(CHAIN, *range(rows)[here]), one)
+            assert [sum(row) for row in one.proposed_by] == one.proposed.tolist()
+    found = whole.stats()
+    assert found["drafters"] == parts.stats()["drafters"] and found["drafted"] == parts.stats()["drafted"]
+    assert found["drafted"]["accepted"] == sum(count[1:]) - (rows - 1), "the first request has ended"
 
 
 def test_rows_of_requests_that_have_ended_do_not_count():
@@ -322,6 +340,7 @@ def test_a_step_that_is_committed_in_another_way_is_not_measured(every):
     assert times.steps == (3 if every == 1 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_totals_are_those_of_the_requests(harness, lag, shape):

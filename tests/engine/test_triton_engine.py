@@ -40,6 +40,7 @@ def interpreted(mended_interpreter):
 
 
 @pytest.mark.further(drafter="model", tree=TREE)
+@pytest.mark.further(drafter="block")  # whose kernels tests/spec/test_block_drafter.py runs
 @pytest.mark.parametrize(
     ("drafter", "graph_size", "tree"),
     [(None, 1, TREE), ("ngram", 0, TREE), ("model", 0, TREE), ("model", 0, PART), ("block", 0, TREE)],

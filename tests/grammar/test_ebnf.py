@@ -101,6 +101,7 @@ def test_errors(text, reason):
         to_lark(text)
 
 
+@pytest.mark.slow
 def test_a_long_chain_of_rules(byte_vocab):
     rules = [f"r{i} ::= r{i + 1}" for i in range(3000)]
     text = "\n".join(["root ::= r0", *rules, 'r3000 ::= "a"'])

@@ -182,6 +182,7 @@ def test_texts_for_readers_may_hold_anything(byte_vocab: Any) -> None:
             byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_stands_in_a_schema_is_no_fault_of_ours(byte_vocab: Any, seed: int) -> None:
     """Odd values of all keywords: taken or refused, and the refusal does not show the grammar."""

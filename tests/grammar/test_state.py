@@ -278,6 +278,7 @@ def test_refusals_name_the_field(vocab, kind, text, reason):
     assert error.value.param == "response_format"
 
 
+@pytest.mark.slow
 def test_long_chains_of_references_do_no_harm(byte_vocab):
     """They recurse in the library, far beyond an ordinary stack."""
     chain = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(3500)}

@@ -45,6 +45,7 @@ def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtyp
         assert torch.equal(residual, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.further(outputs=3072, dtype=torch.bfloat16)
 @pytest.mark.further(outputs=3072, blocks=False)
 @pytest.mark.parametrize("ops", OPS)

@@ -88,6 +88,7 @@ def configure(folder: Path, **quantization: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
+@pytest.mark.slow
 def test_it_serves_the_text_of_the_same_weights(checkpoints: tuple[Path, Path]) -> None:
     params, answers = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True), []
     for folder, algorithm in ((checkpoints[1], "none"), (checkpoints[0], "none"), (checkpoints[0], "NGRAM")):

@@ -190,6 +190,7 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel], tmp_path: Path) -> None:
     reference, model = pair
     if isinstance(reference, transformers.GptOssForCausalLM):
@@ -291,6 +292,7 @@ def write_gpt_oss(folder: Path) -> transformers.PreTrainedModel:
     return reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dense", "blocks", "groups"])
 @torch.inference_mode()
 def test_experts_in_mxfp4(tmp_path: Path, form: str) -> None:
@@ -324,6 +326,7 @@ def test_dummy_experts_are_in_mxfp4(tmp_path: Path) -> None:
         assert abs(float(mlp.down.op.dense_weight().std()) - 128**-0.5) < 0.3 * 128**-0.5
 
 
+@pytest.mark.slow
 def test_ranks_have_shares_of_every_expert(tmp_path: Path) -> None:
     write_gpt_oss(tmp_path)
     whole = load_model(tmp_path, torch.float32, "cpu").layers[0].mlp

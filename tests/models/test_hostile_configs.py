@@ -189,6 +189,7 @@ def test_configs_of_draft_heads(kind: str, drafts: SimpleNamespace) -> None:
     assert sum(bool(refused(lambda raw=raw: read(raw))) for raw in mutants(whole, 1)) > 100  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", gguf.ARCHITECTURES)
 def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
     def more(writer: gguf_package.GGUFWriter) -> None:

@@ -90,6 +90,7 @@ def _stopped(real: Any, url: str, stored: Any, **options: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_off_is_resumed(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     hub.broken = 1

@@ -86,6 +86,7 @@ def test_a_checkpoint_is_written_as_it_was_read(pair: tuple[Any, DecoderModel, P
     assert all(".experts." in name or name == "lm_head.weight" for name in stored), sorted(stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", ["torch", "c"])
 @pytest.mark.parametrize("kind", SOME)
 def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -> None:
@@ -97,6 +98,7 @@ def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -
     torch.testing.assert_close(whole_logits(model, ids), expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SOME, "qwen3.5-even"])
 @pytest.mark.parametrize("name", ["", "fp8 block", "gptq"])
 def test_shares_of_ranks_are_the_whole(tmp_path: Path, kind: str, name: str) -> None:
@@ -119,6 +121,10 @@ def test_what_cannot_be_spread(tmp_path: Path) -> None:
         load_config(saved(tmp_path / "b", reference("lfm2"))).spread(Absent(3))
 
 
+@pytest.mark.slow
+@pytest.mark.further(form="dense", name=["fp8 tensor", "gptq", "compressed int4"])
+@pytest.mark.further(form="groups", name=["fp8 tensor", "compressed int4"])
+@pytest.mark.further(form="blocks", name=["fp8 block", "awq", "gptq"])
 @pytest.mark.parametrize("form", ["dense", "groups", "blocks"])
 @pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "awq", "gptq", "compressed int4"])
 @pytest.mark.parametrize("kind", SOME)
@@ -161,6 +167,7 @@ def test_the_language_model_of_a_model_for_images(tmp_path: Path, kind: str, cap
     torch.testing.assert_close(whole_logits(model, ids), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SOME)
 def test_from_the_config_alone(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:

@@ -48,6 +48,7 @@ CONTEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more", "positions"), CONTEXTS)
 def test_context_and_table_of_a_config(more: dict[str, Any], positions: int) -> None:
     config = from_hf({"architectures": ["LlamaForCausalLM"], **BASE, **more})

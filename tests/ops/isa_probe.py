@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,7 +26,7 @@ from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.row_states import DeltaSpec
-from draftwing.ops.types import BlockRows, Draft, SamplingRows
+from draftwing.ops.types import BlockRows, Draft, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from delta_steps import DeltaSteps
@@ -232,9 +233,37 @@ def draws(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 
 
 @case
+def edited_draws(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """With penalties, biases and bans of a row table."""
+    from draftwing.engine.devices import pick_device
+    from draftwing.engine.row_table import RowTable
+
+    rows, nodes, vocab = 4, 3, 501
+    table, every = RowTable(rows, 90, pick_device(ops.device.type, ops=ops)), torch.arange(rows)
+    table.tokens[:] = made.ints(0, 60, rows + 1, 90)
+    table.kv_len[:rows], table.ban_until[:rows] = made.ints(30, 80, rows), made.ints(0, 90, rows)
+    table.seed[:rows], table.ban_ids[:] = made.ints(-(1 << 62), 1 << 62, rows), -1
+    table.ban_ids[:, :3] = made.ints(0, vocab, rows + 1, 3)
+    table.floats[:rows, 0], table.floats[:, 2] = made.some([0.0, 0.7], rows), 0.05
+    path = torch.tensor([[[0, 0, 0], [0, 1, 1], [0, 1, 2]]]).expand(rows, -1, -1)
+    depth = torch.arange(nodes).expand(rows, -1)
+    edits = Edits(
+        every, table.tokens, made.ints(0, 40, rows + 1), made.some([0.4, 1.0, 1.7], rows + 1, 3),
+        made.ints(0, vocab, rows + 1, 9), made.some([-3.0, 0.0, 2.5], rows + 1, 9), made.ints(0, 60, rows, nodes),
+        path, depth + 1,
+    )  # fmt: skip
+    logits = made.floats(dtype, rows, nodes, vocab, scale=3.0)
+    hidden, weight = made.floats(dtype, rows, nodes, 96), made.floats(dtype, vocab, 96)
+    rescoring = Rescoring(hidden, weight, lambda x, ids: ops.exact_logits(x, weight, ids))
+    asked, positions = SamplingGroups(NONE, NONE, NONE), table.kv_len[:rows, None] + depth
+    for one in (None, rescoring):
+        yield ops.draw(logits, positions, depth, 2, table, every, asked, True, one, edits)
+
+
+@case
 def drafts(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     logits = made.floats(dtype, 12, 3001, scale=3.0)
-    key = made.ints(-(1 << 62), 1 << 62, 4), made.ints(0, 4000, 4), made.some([0.0, 0.7], 4)
+    key = NoiseKey(made.ints(-(1 << 62), 1 << 62, 4), made.ints(0, 4000, 4), made.some([0.0, 0.7], 4))
     yield from ops.top_tokens(logits, 4, 10, None, None)
     yield from ops.top_tokens(logits, 4, 5, key, None)
     yield from ops.top_tokens(logits, 4, 5, key, made.ints(0, 9000, 3001))
@@ -269,6 +298,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def main() -> None:
     ops, hashes = make_ops(torch.device("cpu")), {}
     assert isinstance(ops, CpuOps), "the C extension was not built, or is not wanted"
+    asked = os.environ.get("DRAFTWING_CPU_ISA")
+    assert asked is None or ops.title == f"cpu, C for {asked}", "another set runs than the one that is named"
     for name, function in CASES.items():
         for dtype in (torch.float32, torch.bfloat16):
             hashes[f"{name}, {str(dtype).removeprefix('torch.')}"] = digest(function(ops, Inputs(7), dtype))

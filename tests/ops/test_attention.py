@@ -21,6 +21,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.attention import TorchAttention
 
 KERNELS = load_extension()
@@ -34,7 +35,7 @@ Backend = Callable[[KVPool], AttnBackend]
 
 def native(pool: KVPool) -> NativeAttention:
     assert KERNELS is not None
-    return NativeAttention(pool, KERNELS)
+    return NativeAttention(pool, KERNELS, Workers())
 
 
 @pytest.fixture(params=["torch", pytest.param("cpu", marks=needs_kernels)])
@@ -115,7 +116,9 @@ def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
 @pytest.mark.further(dtype=torch.float32, shape=SHAPES[1:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("nodes", "rows"), [(1, 1), (1, 16), (2, 5), (7, 5), (12, 6), (64, 5), (100, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "rows"), [(1, 1), (1, 16), (2, 5), (7, 5), (12, 6), pytest.param(64, 5, marks=pytest.mark.slow), (100, 1)]
+)
 def test_trees_equal_brute_force(
     backend: Backend, shape: tuple[int, int, int], nodes: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -283,6 +286,8 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
 @pytest.mark.further(backend="torch", shape=[(4, 2, 128), (4, 4, 16), (5, 1, 40)])
 @pytest.mark.further(backend="torch", shape=(9, 3, 64), dtype=torch.float32)
 @pytest.mark.further(shape=[(9, 3, 64), (4, 4, 16)], dtype=torch.float32)
+@pytest.mark.further(shape=(4, 2, 128), dtype=torch.bfloat16)
+@pytest.mark.further(shape=(9, 3, 64), backend="torch")
 @pytest.mark.parametrize(
     "backend",
     [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", marks=needs_kernels)],
@@ -396,6 +401,7 @@ def test_the_choice_of_a_backend() -> None:
     assert run.stdout.strip() == "TorchAttention"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 12])
 def test_trees_read_nothing_on_the_host(nodes: int) -> None:
     with FakeTensorMode():

@@ -90,6 +90,7 @@ def test_the_largest_numbers_fit(ops: CpuOps, kind: str) -> None:
             np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, dtype: torch.dtype) -> None:
     parts = [blocks("Q4_1", 48, 256, 1), blocks("Q6_K", 16, 256, 2), blocks("Q8_0", 37, 256, 3)]

@@ -49,7 +49,7 @@ def test_buffers_do_not_take_the_default_dtype(ops: CpuOps, default: torch.dtype
         found = floats()
         growth = ops.expand(slots, zero[:1], TreeShape(1, 4, 4), first, 0, 1, None)
         draft = growth.draft()
-        scratch = NativeAttention(pool, ops.raw).scratch(9)
+        scratch = NativeAttention(pool, ops.raw, ops.workers).scratch(9)
     finally:
         torch.set_default_dtype(before)
     assert all(x.dtype == torch.float32 and torch.equal(x, y) for x, y in zip(found, expected, strict=True))

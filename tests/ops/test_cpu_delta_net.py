@@ -51,6 +51,7 @@ def test_threads_do_not_change_bits(spec: DeltaSpec, threads: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_in_torch(spec: DeltaSpec, dtype: torch.dtype) -> None:
     """All of it, states and records."""

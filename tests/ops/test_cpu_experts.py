@@ -49,7 +49,7 @@ CASES = {
     "half": Case(dtype=torch.bfloat16),
     "gpt-oss": Case(32, 4, 288, 288, ("MXFP4", "MXFP4", "MXFP4"), True, True, 7.0),
     "gpt-oss, half": Case(32, 4, 288, 288, ("MXFP4", "MXFP4", "MXFP4"), True, True, 7.0, torch.bfloat16),
-    "Qwen3": Case(128, 8, 256, 256, ("Q4_K", "Q4_K", "Q4_K")),
+    "Qwen3": Case(72, 8, 256, 256, ("Q4_K", "Q4_K", "Q4_K")),
     "two kinds": Case(kinds=("Q4_K", "Q8_0", "MXFP4"), biases=True),
     "one expert": Case(count=1, top_k=1),
     "odd number": Case(count=21, top_k=5),
@@ -127,7 +127,9 @@ def in_8_bits(row: Array) -> Array:
     return np.asarray(np.rint(parts / scale) * scale).reshape(-1)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "plain")) for name in CASES]
+)
 def mixture(ops: CpuOps, request: pytest.FixtureRequest) -> Mixture:
     return Mixture(ops, CASES[request.param])
 
@@ -144,6 +146,7 @@ def test_mixtures(ops: CpuOps, mixture: Mixture, rows: int) -> None:
     assert off.max() < (0.03 if x.dtype == torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-oss", "half"])
 def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, name: str) -> None:
     mixture, before, rows = Mixture(ops, CASES[name]), torch.get_num_threads(), _SLICE + 70

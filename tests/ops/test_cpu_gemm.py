@@ -22,6 +22,7 @@ from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import PackedGemm, has_gemm, summed_in_blocks
 from draftwing.ops.cpu.layer import NativeLayers
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
 
 KERNELS = load_extension()
@@ -58,7 +59,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (576, 192), (1184, 320)])
 def test_equals_float64(inputs: int, outputs: int, block: int) -> None:
     weight, bias = numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)
-    gemm = PackedGemm(onednn.pack(weight), block)
+    gemm = PackedGemm(onednn.pack(weight), block, Workers())
     for rows in range(1, 14):
         x, residual = numbers(rows, inputs, seed=3), numbers(rows, outputs, seed=rows)
         expected = x.double() @ weight.double().T
@@ -72,7 +73,7 @@ def test_equals_float64(inputs: int, outputs: int, block: int) -> None:
 @pytest.mark.usefixtures("known_layout")
 def test_rows_may_be_views() -> None:
     weight, x = numbers(64, 96, seed=1), numbers(4, 128, seed=2)
-    gemm = PackedGemm(onednn.pack(weight), 64)
+    gemm = PackedGemm(onednn.pack(weight), 64, Workers())
     assert torch.equal(gemm(x[:, 32:], None, None), gemm(x[:, 32:].contiguous(), None, None))
 
 
@@ -119,7 +120,7 @@ def attend_to(pool: KVPool, rows: int) -> Attend:
         torch.tensor([1]), step, 19 + step, table[1, 19 : 19 + rows], table, torch.tensor([19]),
         step.expand(1, rows, rows).contiguous(), (step + 1)[None], rows, bound=19 + rows,
     )  # fmt: skip
-    return NativeAttention(pool, KERNELS).bind(batch, 0)
+    return NativeAttention(pool, KERNELS, Workers()).bind(batch, 0)
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])

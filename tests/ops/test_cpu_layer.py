@@ -29,7 +29,8 @@ from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import HeadTopK
 from draftwing.ops.cpu.layer import NativeLayers
-from draftwing.ops.types import BlockRows
+from draftwing.ops.cpu.workers import Workers
+from draftwing.ops.types import BlockRows, NoiseKey
 from draftwing.parallel.ranks import ALONE
 
 KERNELS = load_extension()
@@ -146,7 +147,7 @@ def page_table() -> Tensor:
 
 def attend_to(pool: KVPool, batch: Batch) -> Attend:
     """With memory of its own, just as large as it must be."""
-    return NativeAttention(pool, KERNELS).bind(batch, 0)
+    return NativeAttention(pool, KERNELS, Workers()).bind(batch, 0)
 
 
 @pytest.mark.slow
@@ -243,7 +244,7 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dty
     states[4] = dense[7] / 8
     names = torch.randperm(1000, generator=torch.manual_seed(0))[:160] if named else None
     norm = (numbers(96, seed=3).to(dtype), 1e-5) if normed else None
-    gemm, bias = BlockedGemm([OPS.quantize(dense, "Q8_0")], dtype), numbers(160, seed=4).to(dtype)
+    gemm, bias = BlockedGemm([OPS.quantize(dense, "Q8_0")], dtype, Workers()), numbers(160, seed=4).to(dtype)
     bias[7] = bias[150]
     assert HeadTopK.takes(gemm)
     readout = HeadTopK(gemm, bias, norm, names)
@@ -259,3 +260,10 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dty
         assert torch.equal(ids[at], best[at])
         torch.testing.assert_close(scores[at], logp[at])
         assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
+    # With noise: two rows, the first of which is greedy, of three states each.
+    key = NoiseKey(torch.tensor([5, -(2**40)]), torch.tensor([70, 9]), torch.tensor([0.0, 1.3]))
+    best, logp = OPS.top_tokens(gemm(x[:6], bias, None), 2, 3, key, names)
+    ids, scores = torch.full((6, 3), -1), torch.zeros(6, 3)
+    readout.best(states[:6], None, ids, scores, key)
+    assert torch.equal(ids, best if names is None else names[best])
+    torch.testing.assert_close(scores, logp)

@@ -38,32 +38,29 @@ TREES: dict[str, tuple[list[int], list[int]]] = {
 
 
 def plain(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-    """[T, value_heads * value_dim] float64: the layer over a whole text, token by token and head by head."""
+    """[T, value_heads * value_dim] float64: the layer over a whole text, token by token."""
     qkv, z, b, a = (part.double() for part in inputs)
     conv, decay, bias, norm = (part.double() for part in weights[:4])
-    wide, taps = spec.key_heads * spec.key_dim, spec.conv_width
+    count, wide, taps = len(qkv), spec.key_heads * spec.key_dim, spec.conv_width
     padded = torch.cat((qkv.new_zeros(taps - 1, qkv.shape[1]), qkv))
+    u = torch.stack([padded[j : j + count] * conv[:, j] for j in range(taps)]).sum(0)
+    c = u * u.sigmoid()  # [T, channels]
+    heads = torch.arange(spec.value_heads, device=qkv.device)
+    theirs = heads % spec.key_heads if spec.tiled else heads // (spec.value_heads // spec.key_heads)
+    q, k = (part.view(count, -1, spec.key_dim)[:, theirs] for part in c[:, : 2 * wide].split(wide, 1))  # [T, H, dk]
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    v = c[:, 2 * wide :].view(count, -1, spec.value_dim)  # [T, H, dv]
+    fade, beta = (decay * torch.log1p((a + bias).exp())).exp(), b.sigmoid()  # [T, H]
     state = qkv.new_zeros(spec.value_heads, spec.key_dim, spec.value_dim)
     out = []
-    for t in range(len(qkv)):
-        u = sum(padded[t + j] * conv[:, j] for j in range(taps))
-        c = u * u.sigmoid()  # type: ignore[union-attr,operator]
-        made = []
-        for head in range(spec.value_heads):
-            each = spec.value_heads // spec.key_heads
-            theirs = head % spec.key_heads if spec.tiled else head // each
-            q = c[theirs * spec.key_dim :][: spec.key_dim]
-            k = c[wide + theirs * spec.key_dim :][: spec.key_dim]
-            v = c[2 * wide + head * spec.value_dim :][: spec.value_dim]
-            q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
-            s = state[head] * (decay[head] * torch.log1p((a[t, head] + bias[head]).exp())).exp()
-            s = s + torch.outer(k, b[t, head].sigmoid() * (v - s.T @ k))
-            state[head] = s
-            o = s.T @ q * spec.key_dim**-0.5
-            gate = z[t, head * spec.value_dim :][: spec.value_dim]
-            made.append(o / (o.square().mean() + weights.eps).sqrt() * norm * gate * gate.sigmoid())
-        out.append(torch.cat(made))
-    return torch.stack(out)
+    for t in range(count):
+        state = state * fade[t, :, None, None]
+        seen = (state * k[t, :, :, None]).sum(1)  # [H, dv]: what the key finds
+        state = state + k[t, :, :, None] * (beta[t, :, None] * (v[t] - seen))[:, None]
+        out.append((state * q[t, :, :, None]).sum(1) * spec.key_dim**-0.5)
+    o, gate = torch.stack(out), z.view(count, -1, spec.value_dim)
+    o = o / (o.square().mean(-1, keepdim=True) + weights.eps).sqrt() * norm
+    return (o * gate * gate.sigmoid()).flatten(1)
 
 
 class Bench:
@@ -246,6 +243,7 @@ def test_a_half_type(ops: TorchOps) -> None:
     bench.step({1: TREES["root"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(TREES))
 def test_trees_and_what_of_them_is_accepted(bench: Bench, kind: str) -> None:
     bench.prefill({0: 3, 1: 5})
@@ -298,6 +296,8 @@ def test_saves_in_the_middle_of_chunks(bench: Bench) -> None:
     bench.step({1: TREES["chain"]})
 
 
+@pytest.mark.slow
+@pytest.mark.further(ops="triton")  # of which a test of its own has all of these
 def test_bits_are_those_of_plain_steps(bench: Bench) -> None:
     """Of trees and of chunks."""
     plain, drafted = bench, Bench(bench.ops, bench.spec)

@@ -32,6 +32,7 @@ class Table(NamedTuple):
     top_k: Tensor
     ban_until: Tensor
     ban_ids: Tensor
+    kv_len: Tensor
 
     def to(self, device: torch.device) -> Table:
         return Table(*(field.to(device) for field in self))
@@ -68,6 +69,7 @@ def make_table(kinds: list[str], vocab: int, generator: torch.Generator) -> Tabl
         torch.zeros(count, dtype=torch.int64),
         torch.zeros(count, dtype=torch.int64),
         torch.full((count, BANS), -1),
+        torch.zeros(count, dtype=torch.int64),
     )
     for row, kind in enumerate(kinds):
         table.floats[row, 1] = 1.0

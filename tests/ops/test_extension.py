@@ -106,6 +106,7 @@ def test_the_log_says_that_it_is_missing_unless_that_is_wanted(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the processes of tests/ops/test_isa.py see that they do
 def test_a_process_runs_the_set_that_is_named(fresh: pytest.MonkeyPatch) -> None:
     code = "import torch; from draftwing.ops import make_ops; print(make_ops(torch.device('cpu')).title)"
     environ = {**os.environ, "DRAFTWING_CPU_ISA": "plain"}

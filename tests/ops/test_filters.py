@@ -105,6 +105,7 @@ def test_signed_zeros_tie() -> None:
     assert keep_mask(logits, one, torch.tensor([1]), one, torch.zeros(1)).tolist() == [[True, True, False]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1000, 1001, 20_000])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_mask_does_not_depend_on_the_batch(vocab: int, threads: int) -> None:

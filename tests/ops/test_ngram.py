@@ -256,6 +256,7 @@ def random_candidates(rng: random.Random, rows: int, depth: int, window: int) ->
     return candidates, match
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="triton", nodes=[2, 8, 16, 64, 130])
 @pytest.mark.parametrize("depth, nodes", [(1, 2), (1, 20), (4, 6), (5, 8), (8, 16), (9, 64), (7, 130), (9, 200)])
 def test_build(ops: TorchOps, few: int, depth: int, nodes: int) -> None:

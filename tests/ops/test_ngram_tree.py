@@ -85,6 +85,7 @@ def paths(draft: Draft, row: int) -> list[Path]:
     return live[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.further(breadth=(1, 4))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("breadth", [(1, 1), (1, 4), (2, 6)])

@@ -64,6 +64,8 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
+@pytest.mark.further(ops="triton", channels=[40, 64])
+@pytest.mark.further(ops="triton", dtype=torch.float32)
 @pytest.mark.parametrize(("channels", "width"), SIZES)
 def test_chunks_and_trees(ops: TorchOps, channels: int, width: int, dtype: torch.dtype) -> None:
     texts = Texts(ops, channels, width, dtype)

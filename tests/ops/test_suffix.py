@@ -221,6 +221,7 @@ def test_lives(ops: TorchOps, few: int, longest: int, least: float) -> None:
     assert live(world, few, seed=longest, vocab=4, limit=6, copies=0.5) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="triton")
 def test_many_tokens_follow(ops: TorchOps, few: int) -> None:
     """More than a bucket holds: the newest are kept."""
@@ -316,6 +317,7 @@ def test_owners_are_secrets(ops: TorchOps) -> None:
     assert torch.equal(same.owner, again.owner) and torch.equal(same.epoch, again.epoch)
 
 
+@pytest.mark.slow
 @pytest.mark.further(ops="torch")
 def test_old_text_leaves(ops: TorchOps, few: int) -> None:
     """Memory is bounded: far more is said than it holds, and what is new is known."""

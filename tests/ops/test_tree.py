@@ -169,6 +169,8 @@ def rows_of(rng: random.Random, batch: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.further(ops="triton", nodes=[2, 3, 4, 8, 64])
+@pytest.mark.further(ops="torch", nodes=[2, 3, 8])
+@pytest.mark.further(ops="cpu", nodes=[4, 17])
 @pytest.mark.parametrize("nodes, depth_max", SHAPES)
 def test_inputs_and_commit(ops: TorchOps, nodes: int, depth_max: int) -> None:
     rng, accepted = random.Random(nodes), 0

@@ -88,6 +88,7 @@ def test_a_long_prompt_is_not_looked_at() -> None:
     assert torch.equal(forced, expected) and most < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (5, 4), (11, 3), (14, 13)])
 def test_every_node_is_told_what_its_path_is_told(nodes: int, depth: int) -> None:
     reported = {True: 0, False: 0}

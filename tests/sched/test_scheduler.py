@@ -117,6 +117,7 @@ def test_who_has_all_rows_makes_room_for_another_client():
     assert len(ended) == 20 + 20 + 3
 
 
+@pytest.mark.slow
 def test_rows_are_shared_whoever_asks():
     """Random clients: after every plan nobody has more than its share while another one, with less than its own, waits
     for a row. Where the pool is too small, too, all come to an end."""

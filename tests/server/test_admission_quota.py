@@ -128,6 +128,7 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
     assert len(engine.aborted) == 6 + 2 + 8 + 1  # with that of the health check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"]
 )

@@ -40,6 +40,7 @@ TOPS = [None, *([[-1.5, 7, "a"]] * 128 for _ in range(200))]
 IDS = list(range(100_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
@@ -92,6 +93,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "body", "stream"), CASES)
 def test_large_answers_are_made_in_a_thread(
     path: str, body: dict[str, Any], stream: bool, client: TestClient, engine: FakeEngine,

@@ -73,6 +73,7 @@ def test_a_request_for_too_many_is_a_400_before_the_engine_has_it(
     assert len(engine.requests) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_response_is_ended_where_all_hold_too_many(

@@ -108,6 +108,7 @@ def test_generate_takes_a_processor_for_each(client: TestClient, engine: FakeEng
     assert found == [LogitsProcessorSpec("odd", "{}"), None, LogitsProcessorSpec("even", '{"x": 1}')]
 
 
+@pytest.mark.slow
 def test_a_stop_regex_that_takes_too_long_ends_the_request(client: TestClient, engine: FakeEngine) -> None:
     text = "a" * 60
     choice = ok(client, COMPLETION, prompt=text, stop_regex="(?:a|aa)+c(?:a|aa)+d", max_tokens=100)["choices"][0]

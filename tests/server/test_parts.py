@@ -49,6 +49,7 @@ def test_a_long_list_beside_a_text_is_one() -> None:
             check_parts(f'{{"text":"{text}","ids":[{ids}]}}'.encode(), MAX_PARTS, LONGEST)
 
 
+@pytest.mark.slow
 def test_the_border_is_exact() -> None:
     for count, fits in ((MAX_PARTS - 3, True), (MAX_PARTS - 2, False)):
         body = f'{{"text":"[[[{{{{:","m":[{",".join(["[]"] * (count - 1))}]}}'.encode()

@@ -456,6 +456,7 @@ def test_a_long_path_is_not_repeated(client: TestClient) -> None:
     assert len(client.get("/v1/" + "a" * 50_000).content) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "field"), [("/generate", "input_ids"), (COMPLETION, "prompt"), ("/detokenize", "tokens")]
 )

@@ -64,6 +64,7 @@ def refusal_of(response: Any) -> tuple[str, str | None]:
     return error["message"], error.get("param")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_the_strict_tool_that_is_wrong_is_named(client: TestClient, style: str, path: str, choice: str) -> None:
@@ -128,6 +129,7 @@ FORMATS: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "fields", "name"), FORMATS, ids=[name for _, _, name in FORMATS])
 def test_the_field_of_a_schema_is_named(client: TestClient, path: str, fields: Any, name: str) -> None:
     prompt = {"/v1/completions": {"prompt": "hi"}, "/generate": {"text": "hi"}}.get(path, body_of(path, []))

@@ -85,6 +85,7 @@ def test_other_threads_run_while_a_batch_is_tokenized() -> None:
     assert tokenizer.encode_many(["ab", "é"]) == [tokenizer.encode("ab"), tokenizer.encode("é")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", ["template", "grammar"])
 def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is large is not the text of a message; some dozens of them wait for one another, and no one else does."""
@@ -150,6 +151,7 @@ def test_words_are_tokenized_once_and_where_nobody_waits(
     assert {main for _, main in found} == {at_once}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
 def test_the_time_of_a_request_begins_when_it_arrives(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends while the grammar is compiled, and the engine gets when it began."""

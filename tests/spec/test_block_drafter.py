@@ -31,7 +31,8 @@ from draftwing.spec.drafter import DraftStep, SeenTokens
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 12, 96
-CLOSE = 3e-4  # float32 against float64
+CLOSE = 3e-4
+NEAR: dict[str, float] = {"rtol": 1e-4, "atol": CLOSE}  # float32 against float64: the error grows with the values
 NOISY = [0, 2]  # rows with a temperature, where they draft with others
 TIE = 1e-3  # a tree that hangs on a smaller difference of scores may differ
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=VOCAB)
@@ -198,8 +199,8 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
         expected = block_pass(TARGET, rig.checkpoint, known[row], *args)
         at = rig.table.page_table[row, : len(known[row]) - 1]
         for layer, (k, v) in enumerate(expected.kv):
-            torch.testing.assert_close(rig.pool.kv[layer][at, :, 0].double(), k, rtol=0, atol=CLOSE)
-            torch.testing.assert_close(rig.pool.kv[layer][at, :, 1].double(), v, rtol=0, atol=CLOSE)
+            torch.testing.assert_close(rig.pool.kv[layer][at, :, 0].double(), k, **NEAR)
+            torch.testing.assert_close(rig.pool.kv[layer][at, :, 1].double(), v, **NEAR)
         noise = None
         if place in noisy.tolist():
             noise = partial(drawn_noise, 40 + row)
@@ -208,10 +209,11 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
             assert (draft.tokens[place].tolist(), draft.parent[place].tolist()) == (tree.tokens, tree.parents)
             compared += 1
         logp = torch.tensor(tree.flat_scores[: shape.topk], dtype=torch.float64)
-        torch.testing.assert_close(rig.drafter._first.logp[row].double(), logp, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(rig.drafter._first.logp[row].double(), logp, **NEAR)
     assert compared >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
 @pytest.mark.parametrize("name", ["dspark", "dspark, recurrent"])
 def test_grades_are_moved_by_the_confidence_head(tmp_path: Path, name: str, ops: Any) -> None:

@@ -48,6 +48,7 @@ def example() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_it_saves_steps_and_changes_no_text(
     model: str, plain: list[int], example: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -203,7 +203,8 @@ def check(case: Case, seen: Seen) -> bool:
             torch.testing.assert_close(logits[j].double(), expected, **NEAR)
             assert ids[j].tolist() == [path[-1] for path in paths]
             above = tree.flat_scores[tree.flat_paths.index(paths[0][:-1])]
-            assert logp[j].tolist() == pytest.approx([tree.flat_scores[c] - above for c in children], abs=2 * CLOSE)
+            expected_logp = torch.tensor([tree.flat_scores[c] - above for c in children], dtype=torch.float64)
+            torch.testing.assert_close(logp[j].double(), expected_logp, rtol=1e-4, atol=2 * CLOSE)
     assert seen.draft == (tree.tokens, tree.parents)
     assert seen.verified_at == tree.positions
     return True
@@ -241,10 +242,16 @@ def check_some(case: Case, rig: Rig, count: int) -> None:
 
 
 DEFERRAL = DraftDeferral(40, 12)  # chunks of a prompt are seen together
+# tests/models/heads/test_eagle.py has the numbers of every head; here are those of which an engine does something else.
+OF_HEADS_ALONE = [
+    *("eagle2 fc bias", "eagle2 qwen2", "eagle3 prefix", "eagle3 aux norm", "eagle3 norm before fc"),
+    *("eagle3 forced ids", "eagle3 head_dim", "eagle3 two layers", "eagle3 shared head"),
+]
 MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "mtp 3 layers", "standalone"]
 
 
-@pytest.mark.further(shape=CHAIN, name=["mtp 2 layers", "mtp", "eagle2 llama"])
+@pytest.mark.further(name=OF_HEADS_ALONE)
+@pytest.mark.further(shape=CHAIN, name=["mtp 2 layers", "mtp", "eagle2 llama", "standalone"])
 @pytest.mark.parametrize(
     "name, shape",
     [

@@ -48,6 +48,7 @@ def sequences(lengths: list[int], seed: int = 0) -> list[Tokens]:
 # ---- features --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
 def test_features_are_those_that_serving_feeds_a_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
@@ -192,6 +193,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", range(9))
 def test_killed_at_any_moment_it_goes_on(
     target: FeatureModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int

@@ -321,6 +321,7 @@ def drafted(
     return served[:depth], ids, head.features(torch.cat((aux_hidden, missing)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("markov", "tied"), [("", False), ("vanilla", True), ("rnn", False), ("domino", False)])
 def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served_target, tmp_path):
     """Of a chain: each draft's logits are those of training, where the text goes on as it was drafted."""

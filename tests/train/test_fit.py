@@ -260,7 +260,8 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
 
     def clock():
         now = next(seconds)
-        return 0.1 * now if now > 500 else 2.0 * now  # kernels are compiled, then a step takes 0.1 s, 0.2 s every 4th
+        # Kernels are compiled; then a step takes 0.25 s, 0.5 s every 4th.
+        return 2.0 * min(now, 500) + 0.25 * max(now - 500, 0)
 
     def rate(self, step, total, hidden):
         seen.append((step, found := learning_rate(self, step, total, hidden)))
@@ -271,7 +272,7 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
     learning_rate, settings = FitConfig.learning_rate, config("EAGLE3", steps=0, minutes=0.5, warmup=0.1, **SELDOM)
     monkeypatch.setattr("draftwing.train.fit.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(FitConfig, "learning_rate", rate)
-    for name, stop, begin in (("whole", 0, 501), ("killed", 60, 501), ("slow at first", 0, 490)):
+    for name, stop, begin in (("whole", 0, 501), ("killed", 25, 501), ("slow at first", 0, 490)):
         seconds = iter(range(begin, 10**6))
         seen.clear()
         if stop:
@@ -283,10 +284,10 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
         assert report.seconds == pytest.approx(30, abs=1) and report.eval["step"] == report.steps, name
         assert rates[report.steps - 1] == pytest.approx(0.05e-2, rel=0.02), name
         assert max(rates.values()) > 0.95e-2, name
-        assert report.steps > 60 and (name != "whole" or 200 < report.steps < 260), report.steps
+        assert report.steps > 24 and (name != "whole" or 80 < report.steps < 104), report.steps
 
 
-@pytest.mark.parametrize(("step", "killed", "compiling"), [(5.0, 0, 0.0), (5.0, 3, 7.0), (0.1, 200, 5.0)])
+@pytest.mark.parametrize(("step", "killed", "compiling"), [(5.0, 0, 0.0), (5.0, 3, 7.0), (0.3, 60, 5.0)])
 def test_a_clock_that_few_steps_fit_into(target, tmp_path, monkeypatch, step, killed, compiling):
     """Half a minute at 5 s a step, with an estimate every 20 steps; and kernels are compiled again when it goes on."""
     now, done, learning_rate, stop = [0.0], [], FitConfig.learning_rate, killed

@@ -96,6 +96,7 @@ def test_a_seed_asks_the_same(llm: LLM, tmp_path: Path, monkeypatch: pytest.Monk
     assert asked[0] == asked[1] != asked[2] and len({seed for _, seed in asked[0]}) == 20
 
 
+@pytest.mark.slow
 def test_an_engine_writes_them(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes of random weights is mostly no text, so it counts here whatever it is."""
     monkeypatch.setattr(own_prompts, "_text", lambda tokenizer, ids, stops, ended: str(ids))

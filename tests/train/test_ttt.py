@@ -125,6 +125,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_all_chains_at_once_are_each_chain_as_served(case, tmp_path, monkeypatch):
     head, loss = make_head(case.removesuffix(" in several steps"), tmp_path), CASES[case]

@@ -213,7 +213,9 @@ class Options:
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
     enable_overlap: bool = option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
-    num_threads: int | None = option(None, MEMORY, "CPU threads of a forward pass (default: all cores)", minimum=1)
+    num_threads: int | None = option(
+        None, MEMORY, "CPU threads of a forward pass (default: the cores that the process may use)", minimum=1
+    )
 
     cuda_graph_max_bs: int | None = option(
         None, CUDA,

@@ -116,11 +116,11 @@ def build(
         if drafter_spec.same_tokenizer and tokenizer and not options.dummy:
             check_draft_tokenizer(options, draft_path, tokenizer)
     if options.tp_size > 1:
+        device.set_threads(None)
         options = spread(options, config, device)
     log_drafter(options)
     log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
-    if options.num_threads:
-        device.set_threads(options.num_threads)
+    device.set_threads(options.num_threads)
     check_device(options, device, config)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large
@@ -267,6 +267,7 @@ def assemble(
             initial_confidence=drafter.initial_confidence if drafter is not None else 0,
             ahead=SLOTS_AHEAD,
             draws_alike=not device.ops.draws_by_row,
+            edits_by_row=device.ops.edits_by_row,
             lagging=frozenset(filter(drafter.skips_extend, policy.menu)) if drafter is not None else frozenset(),
             deferral=executor.deferral,
             credited=options.drafter_spec.credited,

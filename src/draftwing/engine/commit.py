@@ -18,7 +18,7 @@ from draftwing.engine.step_state import Pending, TreeStep, Verified
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Rescoring, SamplingGroups
+from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Edits, Rescoring, SamplingGroups
 from draftwing.spec.drafter import Drafter, SeenTokens
 from draftwing.spec.simulate import Simulation
 
@@ -41,8 +41,11 @@ class CommitStage:
     def tree(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> Tensor:
         """Of a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
         if drafted.place is None:
-            target = self._sample(step.groups, step.filtered, self._nodes(step, drafted, verified))
+            nodes = self._nodes(step, drafted, verified)
+            edits = self._features.row_edits(nodes) if step.edited else None
+            target = self._sample(step.groups, step.filtered, nodes, edits)
         else:
+            assert not step.edited
             target = self._sample(step.groups, step.filtered, self._queries(drafted, verified))
             target = self._ops.take_rows(target, drafted.place.flatten()).view_as(drafted.place)
         return self._accept(step, drafted, verified, target)
@@ -193,13 +196,16 @@ class CommitStage:
         """hidden [B, N, H] -> [B, N, V]"""
         return self._model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
-    def _sample(self, groups: SamplingGroups, filtered: bool, drawn: SampleInputs) -> Tensor:
+    def _sample(
+        self, groups: SamplingGroups, filtered: bool, drawn: SampleInputs, edits: Edits | None = None
+    ) -> Tensor:
         """A token for every node, [B, N]."""
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
         if logits.dtype.itemsize < 4:
             rescoring = Rescoring(hidden, self._model.lm_head.op.stored, self._model.exact_logits)
-        return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, groups, filtered, rescoring)
+        asked = groups, filtered, rescoring, edits
+        return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, *asked)
 
     def _show(
         self, drafter: Drafter, lags: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,

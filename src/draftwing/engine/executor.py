@@ -126,7 +126,7 @@ class Executor:
         plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
             packed, logprobs = self.commit_stage.prefill(pending)
-        elif plan.special:
+        elif step.special is not None:
             packed, logprobs = self.run_stage("commit", None, self.commit_stage.special, pending)
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
@@ -243,8 +243,11 @@ class Executor:
 
     def _tree_step(self, plan: Plan, guidance: Guides | None) -> TreeStep:
         """Uploads a plan."""
-        known = not plan.special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
-        key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
+        edited = plan.penalised and self.ops.edits_by_row
+        special = plan.special and not edited
+        known = not special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
+        whole = special or edited  # rows that ask for more get whole trees
+        key = self.graphs.key(plan.shape, len(plan.rows)) if known and not (whole and plan.shape.verified) else None
         drafts = plan.shape.depth > 0
         self._steps += drafts
         if drafts and self._steps % FORGET_EVERY == 0:
@@ -252,16 +255,18 @@ class Executor:
         filtered = len(plan.filtered) > 0
         if key is None:
             rows, groups = self.table.upload_step(plan)
-            special = plan if plan.special else None
-            total = len(plan.rows) * plan.shape.verified if known else 0  # rows that ask for more get whole trees
-            return TreeStep(None, rows, plan.shape, plan.max_kv_len, groups, filtered, special, guidance, total)
+            total = len(plan.rows) * plan.shape.verified if known and not whole else 0
+            return TreeStep(
+                None, rows, plan.shape, plan.max_kv_len, groups, filtered, plan if special else None, guidance, total,
+                edited,
+            )  # fmt: skip
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
-        return self._graph_step(key, filtered)
+        return self._graph_step(key, filtered, edited)
 
-    def _graph_step(self, key: Key, filtered: bool) -> TreeStep:
+    def _graph_step(self, key: Key, filtered: bool, edited: bool = False) -> TreeStep:
         rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
-        return TreeStep(key, rows, key.shape, self.table.length, self._nobody, filtered, total=total)
+        return TreeStep(key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited)
 
     def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""
@@ -272,7 +277,7 @@ class Executor:
         self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
     ) -> Tensor:
         """The packed result, as in `Committed`."""
-        key = None if step.key is None else (step.key, step.filtered)
+        key = None if step.key is None else (step.key, step.filtered, step.edited)
         return run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
 
     def _draft(self, step: TreeStep) -> DraftBatch:

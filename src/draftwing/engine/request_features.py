@@ -19,7 +19,7 @@ from draftwing.core import FORBIDDEN, NOT_FINITE, PLAIN, TOKEN, IntArray, Plan, 
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.types import Calibration, Draft
+from draftwing.ops.types import Calibration, Draft, Edits
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.budgets import BudgetTable
 from draftwing.sampling.edits import EditTable, Nodes
@@ -74,7 +74,7 @@ class RequestFeatures:
         for admit in plan.admits:
             request = admit.request
             self._limits[admit.row] = request.limits or _UNLIMITED
-            if admit.edited:
+            if admit.edited or self.edits.is_edited(admit.row):  # by an earlier request
                 self.edits.write(admit.row, request.params, admit.prompt_len, admit.bad_word_ids)
             if request.thinking is not None:
                 self.budgets.write(admit.row, request.thinking, admit.prompt_len)
@@ -130,6 +130,14 @@ class RequestFeatures:
         longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
         promised = self.predicted.confidence(self.table, rows[at], longest)
         return confidence.index_copy(0, at, torch.maximum(confidence[at], promised))
+
+    def row_edits(self, drawn: SampleInputs) -> Edits:
+        """Returns what penalties and biases there are of the rows, for a sampler that applies them itself."""
+        edits = self.edits
+        return Edits(
+            drawn.rows, self.table.tokens, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values,
+            drawn.tokens, drawn.path, drawn.path_len,
+        )  # fmt: skip
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from draftwing.config.drafters import NO_DRAFTER
-from draftwing.core import PLAIN, IntArray, Plan, StepResult
+from draftwing.core import (
+    FEW_MARKS,
+    MARK_DEPTH,
+    MARK_SOURCE,
+    MARK_VERIFIED,
+    PLAIN,
+    SOURCES,
+    Plan,
+    StepResult,
+)
 from draftwing.engine.status_line import StatusLine
 from draftwing.sched.scheduler import Scheduler
 
@@ -89,19 +98,19 @@ class DraftCounts:
         for counts in (self.proposed_at, self.accepted_at):
             counts.extend([0] * (depth - len(counts)))
 
-    def add(self, depth: IntArray, accepted: IntArray, deepest: int) -> None:
+    def add(self, nodes: Mapping[int, int], accepted: Iterable[int], drafts: int, deepest: int) -> None:
         """Adds a step of a shape with `deepest` levels.
 
-        depth: [B, N] of the nodes, 0 for those that do not count.  accepted: [B, D], the same of the accepted drafts.
+        nodes: how many were verified at each depth.  accepted: depths of accepted drafts.  drafts: rows with nodes.
         """
-        drafts = int(np.count_nonzero(depth.max(axis=1)))
         if not drafts:
             return
         self.grow(deepest)
         self.drafts += drafts
-        for counts, depths in ((self.proposed_at, depth), (self.accepted_at, accepted)):
-            for level, nodes in enumerate(np.bincount(depths.ravel(), minlength=deepest + 1).tolist()[1:]):
-                counts[level] += nodes
+        for depth, count in nodes.items():
+            self.proposed_at[depth - 1] += count
+        for depth in accepted:
+            self.accepted_at[depth - 1] += 1
         self.proposed, self.accepted = sum(self.proposed_at), sum(self.accepted_at)
 
 
@@ -149,8 +158,8 @@ class Reporter:
         self.drafted = DraftCounts()  # by whomever
         self.drafters: dict[str, DraftCounts] = {}
         names = [name for names in credited for name in names]
-        # By name: of each source, whether its nodes count.
-        self._credited = {name: np.asarray([name in names for names in credited]) for name in names}
+        # By name: the sources whose nodes count.
+        self._credited = {name: [i for i, names in enumerate(credited) if name in names] for name in names}
         self._usual = dict.fromkeys(name for names in credited[1:] for name in names)  # who drafts for every request
         for name in self._usual:  # so that totals are there before the first draft
             self._counts(name).grow(max(shape.depth for shape in sched.choice.policy.menu))
@@ -249,26 +258,34 @@ class Reporter:
         self.total_rows += len(live)
         self.total_tokens += tokens
         if plan.shape != PLAIN:
-            self._count_drafts(plan, result, live, len(live) == len(reqs))
+            self._count_drafts(plan, result, live)
         return tokens / len(live)
 
-    def _count_drafts(self, plan: Plan, result: StepResult, live: Sequence[int], all_live: bool) -> None:
-        at = slice(None) if all_live else live
-        deepest, depth, count = plan.shape.depth, result.depth * result.verified, result.count[at]
-        depth, source = depth[at], result.source[at]
-        level = np.arange(1, deepest + 1)
-        accepted = np.where(level < count[:, None], level, 0)  # [B, D]
-        self.drafted.add(depth, accepted, deepest)
-        proposed = int(np.count_nonzero(depth))
+    def _count_drafts(self, plan: Plan, result: StepResult, live: Sequence[int]) -> None:
+        deepest, cells = plan.shape.depth, _cells(result, live)
+        accepted = [(depth, source) for i in live for depth, source in enumerate(result.accepted_source[i], 1)]
+        rows = [result.proposed_by[i] for i in live]
+        self._add(self.drafted, range(len(SOURCES)), cells, accepted, rows, deepest)
+        proposed = sum(cells.values())
         self._interval.proposed += proposed
         self._status.sums.proposed += proposed
-        self._status.sums.accepted += int(np.count_nonzero(accepted))
-        accepted_source = result.accepted_source[at]
-        for name, credited in self._credited.items():
-            own = credited[source] * depth
-            if name in self._usual or own.any():
-                taken = accepted[:, : accepted_source.shape[1]] * credited[accepted_source]
-                self._counts(name).add(own, taken, deepest)
+        self._status.sums.accepted += len(accepted)
+        for name, sources in self._credited.items():
+            if name in self._usual or any(row[source] for row in rows for source in sources):
+                self._add(self._counts(name), sources, cells, accepted, rows, deepest)
+
+    @staticmethod
+    def _add(
+        counts: DraftCounts, sources: Collection[int], cells: Mapping[tuple[int, int], int],
+        accepted: Iterable[tuple[int, int]], rows: Iterable[Sequence[int]], deepest: int,
+    ) -> None:  # fmt: skip
+        """Adds what these sources have proposed. rows: of each, its nodes by source."""
+        nodes: dict[int, int] = {}
+        for (depth, source), count in cells.items():
+            if source in sources:
+                nodes[depth] = nodes.get(depth, 0) + count
+        drafts = sum(any(row[source] for source in sources) for row in rows)
+        counts.add(nodes, [depth for depth, source in accepted if source in sources], drafts, deepest)
 
     def _counts(self, name: str) -> DraftCounts:
         return self.drafters.setdefault(name, DraftCounts())
@@ -309,3 +326,18 @@ class Reporter:
         self.last["accept_rate"] = (sums.tokens - sums.rows) / sums.proposed if sums.proposed else 0.0
         self.last["gen_throughput"] = sums.tokens / max(sums.busy, 1e-9)
         self.speedup = sums.plain_seconds / sums.timed_seconds if sums.timed_seconds else None
+
+
+def _cells(result: StepResult, live: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Counts the verified nodes of these rows by depth and source."""
+    if result.mark.size <= FEW_MARKS:
+        rows = result.mark.tolist()
+        marks = [mark for i in live for mark in rows[i] if mark & MARK_VERIFIED and mark & MARK_DEPTH]
+        found = Counter([mark & _CELL for mark in marks])
+    else:
+        cells, counts = np.unique(result.mark[live][result.verified[live]] & _CELL, return_counts=True)
+        found = Counter(dict(zip(cells.tolist(), counts.tolist(), strict=True)))
+    return {(cell & MARK_DEPTH, cell >> MARK_SOURCE): count for cell, count in found.items()}
+
+
+_CELL = MARK_DEPTH | 3 << MARK_SOURCE  # of a mark

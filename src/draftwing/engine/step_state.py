@@ -38,6 +38,7 @@ class TreeStep(NamedTuple):
     special: Plan | None = None  # where rows ask for more than drafts and sampling; never in graphs
     guidance: Guides | None = None  # the host's part in it
     total: int = 0  # nodes that are verified, over all rows; 0: all
+    edited: bool = False  # whether rows have penalties or biases that the sampler applies by row
 
 
 class Pending(NamedTuple):

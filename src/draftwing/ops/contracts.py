@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.groups import PackedGroups
+from draftwing.ops.types import NoiseKey
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
 
@@ -136,10 +137,13 @@ class HeadTopK(Protocol):
 
     max_topk: int  # outputs of a row that it finds
 
-    def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
+    def best(
+        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None
+    ) -> None:
         """states [.., inputs] -> ids [.., K] int64 and their log probabilities [.., K] float32, best first.
 
-        places [M] int64: the rows of all three that are worked on, None: all.
+        places [M] int64: the rows of all three that are worked on, None: all. noise: is added before, of B rows of
+        which each has M / B of these side by side.
         """
         ...
 

@@ -164,6 +164,21 @@ class SamplingGroups(NamedTuple):
     banning: Tensor  # [Bb] that may still be below min_new_tokens
 
 
+class Edits(NamedTuple):
+    """Penalties and biases of rows, row-indexed as `sampling.edits.EditTable` keeps them, and the nodes that are drawn
+    at. Row-indexed fields are not copied: what they hold when it is drawn counts."""
+
+    rows: Tensor  # [B] int64
+    history: Tensor  # [R + 1, L] int64: the tokens of all rows
+    prompt_len: Tensor  # [R + 1] int64
+    penalties: Tensor  # [R + 1, 3] float32: frequency, presence, repetition
+    bias_ids: Tensor  # [R + 1, S] int64
+    bias_values: Tensor  # [R + 1, S] float32, 0 where there is no bias
+    tokens: Tensor  # [B, N] int64: the nodes' own
+    path: Tensor  # [B, N, D + 1] int64, as in `Tree`
+    path_len: Tensor  # [B, N] int64
+
+
 class Rescoring(NamedTuple):
     """How the logits of a few ids are computed again in float32, where a half type has rounded them."""
 
@@ -174,6 +189,14 @@ class Rescoring(NamedTuple):
     def exact(self, ids: Tensor, rows: Tensor | None) -> Tensor:
         """ids [B, N, K] -> their logits [B, N, K] float32; rows: batch indices of those B rows, None for all."""
         return self.logits(self.hidden if rows is None else self.hidden.index_select(0, rows), ids)
+
+
+class NoiseKey(NamedTuple):
+    """What makes the noise of rows: theirs is that of `SamplingOps.gumbel`, times the temperature."""
+
+    seed: Tensor  # [B] int64
+    position: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32, 0: no noise
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ stream of its own while it reads the next. Host memory stays within the buffers 
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+
+from draftwing.machine import processors
 
 CHUNK_BYTES = 16 << 20
 THREADS = 8
@@ -48,7 +49,7 @@ class Uploader:
         if self._device.type == "cuda" and self._device.index is None:  # a thread has a current device of its own
             self._device = torch.device("cuda", torch.cuda.current_device())
         if threads is None:
-            threads = min(THREADS, os.cpu_count() or 1) if self._device.type == "cuda" else 0
+            threads = min(THREADS, processors().threads) if self._device.type == "cuda" else 0
         self._chunk_bytes = chunk_bytes
         self._pool = ThreadPoolExecutor(threads, "upload") if threads else None
         self._own = threading.local()  # each thread's sender

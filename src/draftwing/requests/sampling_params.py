@@ -213,13 +213,13 @@ class SamplingParams(BaseModel):
     @property
     def edited(self) -> bool:
         """Returns whether logits are changed by something that the device knows: penalties, biases, bans."""
+        return self.penalised or bool(self.allowed_token_ids or self.bad_words)
+
+    @property
+    def penalised(self) -> bool:
+        """Returns whether there are penalties or biases."""
         return bool(
-            self.frequency_penalty
-            or self.presence_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-            or self.allowed_token_ids
-            or self.bad_words
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
 
     @property

@@ -144,6 +144,10 @@ class EditTable:
         packed = np.packbits(may, bitorder="little").view(np.int64)
         self.allowed[row].copy_(self._upload(packed).view(torch.int32)[:words])
 
+    def is_edited(self, row: int) -> bool:
+        """Returns whether the row has edits other than masks."""
+        return self._features[row] != Features()
+
     def features(self, rows: Iterable[int], guided: bool = False) -> Features:
         """Returns what rows of the table use, together; guided: `apply` will be given masks."""
         every = [Features(masks=guided), *(self._features[row] for row in rows)]

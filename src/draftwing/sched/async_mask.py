@@ -8,7 +8,6 @@ before that is done, and has no drafts.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -18,6 +17,7 @@ from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState
 from draftwing.grammar.limits import give_way
 from draftwing.grammar.state import Mask
+from draftwing.machine import processors
 
 # Seconds of a processor.
 STEP = 0.002  # of an answer's steps that its grammar may use for each token
@@ -36,7 +36,7 @@ class Workers:
     """Threads for masks. The first mask of an answer has one of its own: it is not behind those that take long."""
 
     def __init__(self) -> None:
-        threads = max((os.cpu_count() or 1) // 4, 1)
+        threads = max(processors().threads // 4, 1)
         self.first = ThreadPoolExecutor(1, "draftwing-first-mask", initializer=give_way)
         self.slow = ThreadPoolExecutor(min(threads, 8), "draftwing-slow-masks", initializer=give_way)
 

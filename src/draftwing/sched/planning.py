@@ -46,6 +46,7 @@ def make_plan(
             predicted=where(lambda r: bool(r.request.prediction)),
             thinking=where(lambda r: r.request.thinking is not None),
             logprobs=tuple((i, params) for i in asking if (params := reqs[i].request.logprobs) is not None),
+            penalised=kind == "tree" and all(reqs[i].penalised for i in asking),
         )
     return Plan(
         step=step,

@@ -106,8 +106,10 @@ class Req:
         self._array, self._digest = np.empty(0, np.int64), b""
         self.limited = request.limits is not None
         self.may_draft = request.limits is None or request.limits.depth > 0
-        self.special = self.edited or self.limited or bool(request.prediction)
-        self.special |= request.logprobs is not None or request.thinking is not None
+        rare = self.guided or self.limited or bool(request.prediction) or bool(self.params.allowed_token_ids)
+        rare |= bool(self.params.bad_words) or request.logprobs is not None or request.thinking is not None
+        self.special = rare or self.params.penalised
+        self.penalised = self.special and not rare  # penalties and biases are all that makes it special
         if request.logprobs is not None and request.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 

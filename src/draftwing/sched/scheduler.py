@@ -67,6 +67,7 @@ class SchedulerConfig:
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
     states: StateSizes | None = None  # of a model with recurrent layers
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
+    edits_by_row: bool = False  # whether a step with penalties or biases costs what others do
 
 
 class Scheduler:
@@ -92,7 +93,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._prefills = PrefillBudget()
-        self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral)
+        self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = DraftExtendPlanner(config.lagging, config.lag, config.deferral, config.slots)
@@ -378,7 +379,7 @@ class Scheduler:
                 self._commit_path(req, plan.shape, result, i, count)
                 if nonfinite:
                     self.kv.quarantine(req)
-                self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i, : count - 1].tolist())
+                self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i])
             if i in traced:
                 number = 0 if plan.kind == "prefill" else req.verify_steps
                 self._trace(req, result, i, traced[i], len(plan.rows), number)
@@ -422,7 +423,7 @@ class Scheduler:
         if shape.nodes > 1:
             window = slice(req.kv, req.kv + shape.nodes)
             req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
-            req.note_proposed(result.proposed_by[i].tolist())
+            req.note_proposed(result.proposed_by[i])
         req.kv += count
         req.bound -= shape.max_commit - count
         req.inflight -= 1

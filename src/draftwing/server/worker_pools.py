@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from draftwing.fair_deque import FairDeque
+from draftwing.machine import processors
 from draftwing.server.edge.keys import client_name
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class WorkerPools:
     """
 
     def __init__(self) -> None:
-        share = (os.cpu_count() or 1) // 4
+        share = processors().threads // 4
         self._reading = FairSemaphore(1)
         self._short = _Pool(min(max(share, 2), 8), "short")
         self._long = _Pool(min(max(share, 1), 4), "long")

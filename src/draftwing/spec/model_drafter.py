@@ -200,11 +200,12 @@ class ModelDrafter(Drafter):
             self._write_first(rows, self._continuations(table, rows, newest.unsqueeze(1), 1, self.topk, noisy))
 
     def _read_first(self, table: RowTensors, rows: Tensor, noisy: Tensor) -> None:
-        """The root's continuations are known afterwards, of greedy rows in one call."""
+        """The root's continuations are known afterwards."""
         constrained, self._constrained = self._constrained, None
-        native = self._readout(rows.shape[0], noisy)
+        native = self._readout(rows.shape[0])
         if native is not None:
-            native.best(self._newest_hidden, rows, self._first.ids, self._first.logp)
+            key = self.ops.noise_key(table, rows, 1)
+            native.best(self._newest_hidden, rows, self._first.ids, self._first.logp, key)
         elif self.ops.reads_root_late:
             newest = self.ops.take_rows(self._newest_hidden, rows).unsqueeze(1)
             self._write_first(rows, self._continuations(table, rows, newest, 1, self.topk, noisy))
@@ -223,18 +224,18 @@ class ModelDrafter(Drafter):
     ) -> Continuations:
         """hidden [B, K, H] -> the best tokens that may follow its B * K nodes at kv_len + ahead."""
         hidden = hidden.flatten(0, 1)
-        native = self._readout(hidden.shape[0], noisy)
+        native = self._readout(hidden.shape[0])
         if native is not None:
             best = torch.empty(hidden.shape[0], topk, dtype=torch.int64)
             logp = torch.empty(hidden.shape[0], topk, dtype=torch.float32)
-            native.best(hidden, None, best, logp)
+            native.best(hidden, None, best, logp, self.ops.noise_key(table, rows, ahead))
             return Continuations(best, logp)
         logits = self.head.logits(hidden)
         return self.ops.continuations(logits, table, rows, ahead, topk, self.head.target_ids, noisy)
 
-    def _readout(self, rows: int, noisy: Tensor) -> HeadTopK | None:
+    def _readout(self, rows: int) -> HeadTopK | None:
         native = self.head.top_k
-        if native is None or rows > FEW_ROWS or self.topk > native.max_topk or noisy.shape[0]:
+        if native is None or rows > FEW_ROWS or self.topk > native.max_topk:
             return None
         return native
 

@@ -36,7 +36,7 @@ class NGramDrafter(LookupDrafter):
         index = ops.ngram_index(
             rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity
         )
-        super().__init__(index, ops.draws_by_row)
+        super().__init__(index, ops.draws_by_row and not ops.records_calls)
 
     def extend(self, seen: SeenTokens) -> None:
         """Decoding: the count[b] newest tokens of each row enter the memory. The end of a prefill: the row begins anew;

@@ -35,7 +35,7 @@ class SuffixDrafter(LookupDrafter):
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
         index = ops.suffix_index(rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret)
-        super().__init__(index, ops.draws_by_row)
+        super().__init__(index, ops.draws_by_row and not ops.records_calls)
 
     def extend(self, seen: SeenTokens) -> None:
         """Decoding: the trie learns the count[b] newest tokens of each row. The end of a prefill: all tokens of the

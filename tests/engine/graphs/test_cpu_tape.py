@@ -14,7 +14,9 @@ from draftwing.ops import make_ops
 from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
@@ -28,7 +30,7 @@ CONTEXT = 128  # of the harness
 
 
 def native(pool):
-    return NativeAttention(pool, KERNELS)
+    return NativeAttention(pool, KERNELS, Workers())
 
 
 def packed_model():
@@ -71,6 +73,7 @@ def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
     return rig.answer(prompts, params or greedy).tokens, stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "shape"),
     [(None, PLAIN), ("ngram", TREE), ("suffix", TREE), ("ngram", TREE._replace(nodes=12, verified=3))],
@@ -126,12 +129,14 @@ def block_head(model, kind, seed):
     return head
 
 
+@pytest.mark.slow
+@pytest.mark.further(seeded=True, kind=[kind for kind in HEADS if kind not in ("EAGLE3", "DSPARK", "DSPARK+NGRAM")])
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "mixed"])
 def test_heads_draft_the_same(harness, case, kind, seeded):
     """Text cannot tell: wrong drafts are only accepted less often."""
     model, prompts, params, _ = case
-    if seeded:  # a row that draws makes a step one that is not recorded
+    if seeded:
         params = [harness.seeded(24, seed=i) if i % 3 == 0 else param for i, param in enumerate(params)]
     expected = harness.plain_answers(model, prompts, params, attn=native)
     shape = TreeShape(3, 2, 8, 4)
@@ -182,10 +187,35 @@ def test_scratch_grows_in_few_steps(harness, case):
     assert kept < attention.scratch(1).numel() < 6000
 
 
-def test_rows_with_a_temperature_are_not_recorded(harness, case):
-    params = [harness.seeded(12, seed=i) for i in range(6)]
+ASKED = {
+    "temperature": {},
+    "filters": {"top_p": 0.9, "min_p": 0.05},
+    "bans": {"min_new_tokens": 8},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {5: 2.0}},
+    "all": {"repetition_penalty": 0.8, "min_p": 0.1, "min_new_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_the_sampler_applies_by_row_is_recorded(harness, case, asked, drafter, rows, monkeypatch):
+    """Beside greedy rows without any of it, which later have the places of others in the row table."""
+    params = [harness.seeded(24, seed=i, **ASKED[asked]) if i % 3 else harness.greedy(24) for i in range(6)]
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuOps, "edits_by_row", False)  # torch edits
+        expected = harness.plain_answers(case[0], case[1], params, attn=native).tokens
+    shape = TREE if drafter else PLAIN
+    found, stages = answers(harness, case, drafter, shape, params=params, rows=rows)
+    assert found == expected and stages.replays > 20 and not stages.refused
+    found, stages = answers(harness, case, drafter, shape, unrecorded=True, params=params, rows=rows)
+    assert found == expected and not stages.replays
+
+
+def test_what_torch_edits_is_not_recorded(harness, case):
+    params = [harness.greedy(12, allowed_token_ids=[3, 4, 5])] * 6
     found, stages = answers(harness, case, None, PLAIN, params=params)
-    assert not len(stages) and found == answers(harness, case, None, PLAIN, unrecorded=True, params=params)[0]
+    assert found == harness.plain_answers(case[0], case[1], params, attn=native).tokens and not stages.replays
 
 
 def test_steps_of_other_kernels_are_refused(harness, case):

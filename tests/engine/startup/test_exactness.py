@@ -63,7 +63,7 @@ class AttentionInTrees(Tried):
                 attend = super().bind(batch, *args, **more)
                 return attend if batch.chunks or batch.window == 1 else Bound(attend)
 
-        return Other(pool, self.raw)
+        return Other(pool, self.raw, self.workers)
 
 
 def with_ops(monkeypatch: pytest.MonkeyPatch, ops: Callable[[torch.device], CpuOps]) -> None:

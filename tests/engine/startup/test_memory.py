@@ -100,6 +100,7 @@ def test_states_take_their_share_of_the_pool(hybrid, monkeypatch):
         sizing.size_pool(options(max_total_tokens=640, state_memory_fraction=0.01), hybrid, 10**6, 0)
 
 
+@pytest.mark.slow
 def test_no_more_requests_run_than_have_states_and_records(hybrid):
     for budget in range(3 * STATE + 2 * RECORDS, 12 * STATE + 7 * RECORDS, 1000):
         states = sizing.state_slots(options(), hybrid, budget, 640, RECORDS)

@@ -8,7 +8,9 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import pytest
 import torch
@@ -50,17 +52,57 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
     return precompile.Job(engine, tmp_path, None, None, half, half, (9, 0))
 
 
-def printed_by(script: str, job: precompile.Job) -> list[str]:
-    """Lines of a process that compiles, as none of the tests can."""
+FORKS = """
+import os, pickle, sys
+from io import BytesIO, TextIOWrapper
+import triton
+from draftwing.engine import build
+from draftwing.engine.startup import precompile
+while True:
+    script, job, out, environ = pickle.load(sys.stdin.buffer)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    file = os.open(out, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1), os.dup2(file, 2)
+    os.environ |= environ
+    sys.stdin = TextIOWrapper(BytesIO(pickle.dumps(job)))
+    exec(script, {})
+    sys.exit()
+"""
+Printed = Callable[[str, precompile.Job], list[str]]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that compiles, as none of the tests can, in children that need not import anything."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
-    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(job), env=env, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().splitlines()
+    with subprocess.Popen([sys.executable, "-c", FORKS], env=env, stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def printed_by(forks: subprocess.Popen[bytes], tmp_path: Path) -> Printed:
+    """Runs a script with a job -> its lines."""
+
+    def run(script: str, job: precompile.Job) -> list[str]:
+        assert forks.stdin is not None and forks.stdout is not None
+        environ = {"TRITON_CACHE_DIR": os.environ["TRITON_CACHE_DIR"]}
+        forks.stdin.write(pickle.dumps((script, job, str(tmp_path / "printed"), environ)))
+        forks.stdin.flush()
+        status, printed = forks.stdout.readline(), (tmp_path / "printed").read_text()
+        assert status == b"0\n", printed
+        return printed.splitlines()
+
+    return run
 
 
 @pytest.mark.further(pool="*fp8e4nv")
 @pytest.mark.parametrize(("kv_dtype", "pool"), [(torch.bfloat16, "*bf16"), (torch.float8_e4m3fn, "*fp8e4nv")])
-def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompile.Job, tmp_path: Path) -> None:
+def test_what_an_engine_launches(
+    kv_dtype: torch.dtype, pool: str, job: precompile.Job, tmp_path: Path, printed_by: Printed
+) -> None:
     job = job._replace(kv_dtype=kv_dtype)
     lines = printed_by(CHILD, job)
     found = json.loads(lines[-1])
@@ -81,7 +123,9 @@ HYBRID = {
 }  # fmt: skip
 
 
-def test_gated_delta_nets_have_one_kernel_for_chunks_and_trees(job: precompile.Job, tmp_path: Path) -> None:
+def test_gated_delta_nets_have_one_kernel_for_chunks_and_trees(
+    job: precompile.Job, tmp_path: Path, printed_by: Printed
+) -> None:
     """Whose bits then cannot differ; plans of both are made on the device."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | HYBRID))
     lines = printed_by(CHILD, job)
@@ -118,7 +162,9 @@ print(json.dumps([len(launches), late]))
 """
 
 
-def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(job: precompile.Job, tmp_path: Path) -> None:
+def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(
+    job: precompile.Job, tmp_path: Path, printed_by: Printed
+) -> None:
     """How attention cuts its work depends on it."""
     options = Options(
         model=str(tmp_path), load_format="dummy", speculative_algorithm="STANDALONE", cuda_graph_max_bs=70,
@@ -144,7 +190,7 @@ for launch in launches:
 @pytest.mark.further(quantization="none")
 @pytest.mark.parametrize(("quantization", "weight", "kind"), [("fp8", "*i32", FP8), ("none", "*bf16", DENSE)])
 def test_kernels_of_experts_are_those_of_their_format(
-    quantization: str, weight: str, kind: int, job: precompile.Job, tmp_path: Path
+    quantization: str, weight: str, kind: int, job: precompile.Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
                "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip

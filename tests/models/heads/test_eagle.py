@@ -75,6 +75,7 @@ def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[Case, DecoderMode
     return case, target, head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
 def test_committed_text_and_growth(name: str, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def logits(folder: Path) -> Tensor:
     return model.logits(model(ids, torch.arange(len(ids)), DenseCache())[0])
 
 
+@pytest.mark.slow
 @pytest.mark.further(name="fp8 block", family=[family for family in FAMILIES if family != "qwen3-moe"])
 @pytest.mark.parametrize("name", ["fp8 block", "awq"])
 @pytest.mark.parametrize("family", FAMILIES)

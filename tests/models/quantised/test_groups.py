@@ -63,6 +63,7 @@ def logits(model: DecoderModel) -> Tensor:
     return model.logits(model(ids, torch.arange(9), FunctionAttend(causal))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_is_the_model_of_the_matrices_multiplied_out(
@@ -83,6 +84,7 @@ def test_it_is_the_model_of_the_matrices_multiplied_out(
     assert float((found - expected).std() / expected.std()) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_weights_are_stored_as_the_config_says(tmp_path: Path, name: str) -> None:
     """As long as the checkpoint's own, and with as large values as those of a model that is not quantised."""
@@ -138,7 +140,12 @@ TREE, CHAIN = (3, 4, 12), (3, 1, 4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("fp8 block", None), ("awq", TREE), ("--quantization w4a16", None), ("--quantization fp8", CHAIN)],
+    [
+        pytest.param("fp8 block", None, marks=pytest.mark.exhaustive),
+        ("awq", TREE),
+        pytest.param("--quantization w4a16", None, marks=pytest.mark.exhaustive),
+        ("--quantization fp8", CHAIN),
+    ],
 )
 def test_drafts_change_no_token(
     tmp_path: Path, name: str, shape: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch

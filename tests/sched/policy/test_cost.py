@@ -72,6 +72,20 @@ def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> 
     assert cost.seconds(CHAIN, 4, 0) >= cost.seconds(SHORT, 4, 0), "nor cheaper than what is smaller"
 
 
+@pytest.mark.parametrize("batch", [2, 4, 16])
+@pytest.mark.parametrize("shape", [TREE, CHAIN, SHORT])
+def test_a_shape_of_one_row_costs_what_plain_steps_of_its_queries_do(shape: TreeShape, batch: int) -> None:
+    """On a CPU the start measures larger batches of plain steps alone. The guess is not too low, and nearly right."""
+    cost = StepCost(MENU, False)
+    for size in (1, 4, 16):
+        cost.measured(PLAIN, size, 0, true_seconds(PLAIN, size, 0))
+    for each in MENU[:-1]:
+        cost.measured(each, 1, 0, true_seconds(each, 1, 0))
+    drafts, true = 2e-4 * shape.depth, true_seconds(shape, batch, 0)
+    assert true * 0.999 < cost.seconds(shape, batch, 0) < true + drafts * batch * 1.001
+    assert not cost.known(shape, 8 * batch) and not cost.guessed(shape, 8 * batch)
+
+
 def test_plain_is_estimated_from_trees() -> None:
     cost = StepCost(MENU, False)
     cost.measured(TREE, 1, 0, 8e-3)

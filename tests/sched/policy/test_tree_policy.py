@@ -29,7 +29,7 @@ from draftwing.sched.policy.tree_policy import MARGIN, MAX_QUERIES, TreePolicy
 
 @pytest.mark.further(batch=64, hit=[0.05, 0.5])
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("batch", [1, 4, 16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [1, 4, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 64))])
 @pytest.mark.parametrize("hit", [0.05, 0.5, 0.95])
 def test_never_slower_than_none_and_near_the_best(machine: str, batch: int, hit: float) -> None:
     menu = tree_menu(TREE)
@@ -41,6 +41,31 @@ def test_never_slower_than_none_and_near_the_best(machine: str, batch: int, hit:
     possible = [shape for shape in menu if batch * shape.queries <= MAX_QUERIES or not shape.depth]
     assert rate > 0.985 * world.rate(PLAIN, hits)
     assert rate > 0.97 * max(world.rate(shape, hits) for shape in possible)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_the_first_answer_is_hardly_slower(batch: int) -> None:
+    """A CPU on which a query costs a quarter of a step, and drafts that are wrong."""
+    menu, hits = chain_menu(TreeShape(4, 2, 8)), [0.02] * batch
+    world = World(menu, 3.2, 1.0, 0.4)
+    rate, _ = world.run(TreePolicy(menu, world.cost()), hits, 64)
+    assert rate > 0.97 * world.rate(PLAIN, hits)
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+@pytest.mark.parametrize("hit", [0.02, 0.6])
+def test_what_was_measured_of_one_row_alone_is_not_tried_at_once(batch: int, hit: float) -> None:
+    """The start of a CPU has no time for trees of more rows: what plain steps of more rows take says what they cost."""
+    menu, hits = chain_menu(TreeShape(4, 2, 8)), [hit] * batch
+    world = World(menu, 3.2, 1.0, 0.4)
+    cost = StepCost(menu, False)
+    for shape in menu:
+        for size in (1, 4, 16) if shape == PLAIN else (1,):
+            cost.measured(shape, size, 0, world.seconds(shape, size))
+    policy = TreePolicy(menu, cost)
+    first, _ = world.run(policy, hits, 64)
+    then, _ = world.run(policy, hits, 200)
+    assert min(first, then) > 0.985 * world.rate(PLAIN, hits)
 
 
 def settle(
@@ -61,6 +86,8 @@ def settle(
     return next(i for i in range(len(good) - 10) if sum(good[i : i + 10]) >= 8)
 
 
+@pytest.mark.slow
+@pytest.mark.further(machine="gpu", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("machine", ["gpu", "small machine"])
 def test_a_change_is_followed(machine: str, lag: int) -> None:
@@ -72,6 +99,7 @@ def test_a_change_is_followed(machine: str, lag: int) -> None:
         assert settle(make, [0.1] * batch, [0.95] * batch, lag) <= (80 if batch == 1 else 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_one_row_on_a_small_machine_is_followed_whenever_it_changes(lag: int) -> None:
     """Here the budget is for a try in some 60 steps: one that promises more is followed as soon as it may be."""
@@ -122,6 +150,9 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     assert rate > 0.97 * world.rate(best, hits)
 
 
+@pytest.mark.slow
+@pytest.mark.further(by=2.5, which="the best")
+@pytest.mark.further(by=5.0, which="all trees")
 @pytest.mark.parametrize("by", [2.5, 5.0])
 @pytest.mark.parametrize("which", ["the best", "all trees"])
 def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: str) -> None:
@@ -138,6 +169,7 @@ def test_trees_that_were_measured_far_too_slow_are_found_out(by: float, which: s
     assert rate > 0.97 * world.rate(best, hits)
 
 
+@pytest.mark.slow
 def test_what_never_pays_is_hardly_tried() -> None:
     menu, hits = tree_menu(TREE), [0.8] * 4
     world = World(menu, 4.0, 3.0, 20.0)
@@ -146,6 +178,7 @@ def test_what_never_pays_is_hardly_tried() -> None:
     assert rate > 0.98 * world.rate(PLAIN, hits)
 
 
+@pytest.mark.slow
 def test_what_never_pays_with_any_number_of_rows_is_hardly_tried() -> None:
     """Tries with each number of rows do not add up."""
     menu = (*tree_menu(TreeShape(7, 4, 16))[:-1], *tree_menu(TREE))

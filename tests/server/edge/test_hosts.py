@@ -109,6 +109,7 @@ def test_pages_of_the_allowed_sites_may_ask_and_read(allowed: str, options: dict
     assert near.headers["access-control-allow-private-network"] == "true"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"api_key": "right"}, {"host": "0.0.0.0"}], ids=["own", "a key", "open"])
 @pytest.mark.parametrize("allowed", [None, "other.example", "age.example,page.example.org"])
 def test_pages_of_other_sites_may_not(allowed: str | None, options: dict[str, str]) -> None:

@@ -68,8 +68,9 @@ def paths(client: TestClient) -> set[str]:
 def test_every_route_and_method_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttle, "NO_DEFERRAL", 10_000)
     with serving(api_key="secret") as (client, engine):
+        wrong = itertools.cycle((bearer("wrong"), bearer(""), {"x-api-key": ""}))
         for path, method in itertools.product(sorted(paths(client)), METHODS):
-            for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": ""}):
+            for headers in ({}, next(wrong)):
                 status = client.request(method, path, headers=headers).status_code
                 if method in ("GET", "HEAD") and path in FREE:
                     assert status in (200, 404) or (method == "HEAD" and "assets" in path), (path, method)
@@ -128,6 +129,7 @@ def test_how_long_a_key_is_looked_for_tells_nothing(keyed: Any, monkeypatch: pyt
 ADMIN = [("POST", "/abort_request", {"rid": "x"}), ("POST", "/flush_cache", None), ("GET", "/flush_cache", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path", "body"), ADMIN)
 def test_operators_endpoints_are_for_the_key_that_may(method: str, path: str, body: Any, keyed: Any) -> None:
     client, _ = keyed

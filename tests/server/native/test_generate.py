@@ -87,6 +87,7 @@ def test_streams_tell_of_the_prompt_first_and_last(
     assert sizes == [a + b for a, b in zip(of_output, of_prompt, strict=True)]
 
 
+@pytest.mark.slow
 def test_many_log_probabilities_are_not_repeated_by_each_event(
     client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,6 +262,7 @@ def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
                 assert template != template_text or scripted.prompt == f"{word} True"
 
 
+@pytest.mark.slow
 def test_servers_that_cannot() -> None:
     with serving(ScriptedEngine(f"{BLOCK}{CALL}")) as url:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):

@@ -225,6 +225,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", LARGE)
 def test_what_a_response_repeats_is_encoded_in_a_thread_where_it_is_large(

@@ -105,6 +105,7 @@ def work(kind: str, text: str, size: int) -> int:
     return Counted.work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 7])
 @pytest.mark.parametrize("case", CASES)
 def test_the_work_grows_as_the_text_does(case: str, size: int) -> None:

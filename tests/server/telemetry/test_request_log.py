@@ -102,6 +102,7 @@ def test_level_2_is_cut_off_and_level_3_is_not() -> None:
     assert chat["output"] == ["user:hello\n"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_never_the_key(level: int) -> None:
     for lead in ("", "x" * (BEGINNING - 15)):  # the second one is cut off within the key

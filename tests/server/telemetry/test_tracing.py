@@ -151,6 +151,7 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         open_tracing("http://127.0.0.1:1", "echo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     """Requests are answered all the same, and the server ends in time."""
@@ -162,4 +163,4 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     begin = time.monotonic()
     with client_of(engine, tracing) as client:
         assert client.post("/generate", json={"text": "abc"}).status_code == 200
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 15  # it would try for a minute

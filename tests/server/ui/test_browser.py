@@ -273,7 +273,7 @@ def test_long_cells_and_items_are_taken_as_they_are(url: str, open_page: Open) -
 
 
 @pytest.fixture(scope="module")
-def real(smollm2_path: Path) -> Iterator[str]:
+def real(browser: Any, smollm2_path: Path) -> Iterator[str]:
     """The default model, with trees of two drafters."""
     tree = "--speculative-num-steps 4 --speculative-eagle-topk 3 --speculative-num-draft-tokens 10"
     command = f"--model smollm2 --speculative-algorithm EAGLE3+SUFFIX {tree} --speculative-fixed-shape"

@@ -102,6 +102,7 @@ def test_a_browser_loads_nothing_else(client: TestClient) -> None:
     assert set(re.findall(r"[a-z]+", listed[1])) == {Path(name).stem for name in languages}
 
 
+@pytest.mark.slow
 def test_the_scripts_are_javascript(tmp_path: Path) -> None:
     """A look at their syntax where there is no browser."""
     node = shutil.which("node")
@@ -171,6 +172,7 @@ def snapshots(url: str, count: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_stream_of_the_engine() -> None:
     with serving(FakeEngine(Options(random_seed=7))) as url:
         first, second = snapshots(url, 2)

@@ -141,6 +141,7 @@ const view = (parts) => {
 """
 
 
+@pytest.mark.slow
 def test_a_text_that_grows_becomes_what_it_is_at_once(run: Run) -> None:
     chance = random.Random(5)
     texts = [DOCUMENT, DOCUMENT.replace("\n", "\r\n")]

@@ -166,5 +166,5 @@ class Device(ABC):
         """Returns how many threads compute, where the host does."""
         return torch.get_num_threads()
 
-    def set_threads(self, count: int) -> None:  # noqa: B027
-        """Sets how many threads compute, where the host does."""
+    def set_threads(self, count: int | None) -> None:  # noqa: B027
+        """Sets how many threads compute, where the host does. None: as many as are best here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -9,10 +10,13 @@ import time
 import torch
 from torch import Tensor
 
+from draftwing import machine
 from draftwing.config.devices import Defaults
 from draftwing.core import IntArray
 from draftwing.engine.devices.base import Device, Download
 from draftwing.ops.torch.ops import TorchOps
+
+log = logging.getLogger("draftwing")
 
 UNKNOWN_MEMORY = 8 << 30  # bytes taken for free on systems without /proc; --max-total-tokens overrules what follows
 
@@ -57,14 +61,8 @@ class CpuDevice(Device):
         return end - begin
 
     def free_memory(self) -> int:
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        return UNKNOWN_MEMORY
+        found = machine.free_memory()
+        return UNKNOWN_MEMORY if found is None else found
 
     def total_memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -77,8 +75,11 @@ class CpuDevice(Device):
     def links(self, count: int) -> str:
         return "this machine's memory, by its loopback interface"
 
-    def set_threads(self, count: int) -> None:
-        torch.set_num_threads(count)
+    def set_threads(self, count: int | None) -> None:
+        """None: as many as can compute at the same time, or as torch has, where these are fewer."""
+        found = machine.processors()
+        torch.set_num_threads(count or min(found.threads, torch.get_num_threads()))
+        log.info("threads: %d; this process may use %s", torch.get_num_threads(), found)
 
 
 def has_native_bfloat16() -> bool:

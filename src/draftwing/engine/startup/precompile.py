@@ -41,6 +41,7 @@ from draftwing.engine.startup.executor import graph_size_of
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.machine import processors
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
 from draftwing.models.quantised.config import Quantization, Scheme
@@ -175,7 +176,7 @@ def main() -> None:
     job = pickle.load(sys.stdin.buffer)
     assert isinstance(job, Job)
     launches, experts = collect(job)
-    processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MAX_PROCESSES, len(launches)))
+    processes = max(1, min(processors().threads - 1, _MAX_PROCESSES, len(launches)))
     with ProcessPoolExecutor(processes, get_context("fork")) as pool:
         source = pool.submit(_compile_products, job, experts)
         for _ in pool.map(compile_launch, launches):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from draftwing.ops.attention import (
 from draftwing.ops.cpu import delta_net
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
+from draftwing.ops.cpu.workers import Workers
 
 _MOST_TAPS = 8  # of a short convolution
 
@@ -34,10 +36,10 @@ class NativeAttention:
 
     capturable = takes_tiles = False
 
-    def __init__(self, pool: Pool, raw: Any) -> None:
+    def __init__(self, pool: Pool, raw: Any, workers: Workers) -> None:
         """raw: the extension module."""
         assert pool.dtype in DTYPES
-        self.pool, self.raw = pool, raw
+        self.pool, self.raw, self.workers = pool, raw, workers
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._spare = torch.empty(0, dtype=torch.uint8)
         # Recorded steps go on using them; each has half of the next one's size at most.
@@ -48,7 +50,8 @@ class NativeAttention:
         return CpuAttend(self, batch, first_layer)
 
     def scratch(self, size: int) -> Tensor:
-        """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
+        """[size] float32, zeros at first, kept: pages that are new to the process cost more than the work done in
+        them."""
         self._scratch = self._grown(self._scratch, size)
         return self._scratch
 
@@ -67,7 +70,13 @@ class NativeAttention:
         if kept.numel() >= size:
             return kept
         self._outgrown.append(kept)
-        return kept.new_empty(max(size, 2 * kept.numel()))
+        return _zeros(max(size, 2 * kept.numel()), kept.dtype)
+
+
+def _zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """Takes memory only as it is written."""
+    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + 63, np.uint8))
+    return memory[-memory.data_ptr() % 64 :][: size * dtype.itemsize].view(dtype)
 
 
 class CpuAttend(KernelAttend):
@@ -77,7 +86,7 @@ class CpuAttend(KernelAttend):
         super().__init__(backend.pool, batch, first_layer)
         self._backend = backend
         self._raw = backend.raw
-        self._threads = torch.get_num_threads()
+        self._workers = backend.workers
         self._kv = backend.pool.kv
         self._kv_half = backend.pool.dtype == torch.bfloat16
         trees = batch.ragged or batch
@@ -121,8 +130,8 @@ class CpuAttend(KernelAttend):
         assert not wide or norms is None or norms.q.dtype == torch.float32
         self._raw.rope_write(
             qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
-            kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_half, *heads_at, self._threads,
-            wide, eps,
+            kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_half, *heads_at,
+            self._workers.address, wide, eps,
         )  # fmt: skip
         return True
 
@@ -139,7 +148,7 @@ class CpuAttend(KernelAttend):
             normed = normed.contiguous()
         self._prepare(heads, kv_heads, dim)
         outs = x.new_empty(1 + len(layers.place), rows, hidden)
-        spare = self._backend.spare(layers.spare(rows, self._threads))
+        spare = self._backend.spare(layers.spare(rows, self._workers.most))
         layers.raw.layers(
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
             self._backend.pools(first, layers.count, layers.shape), layers.places, spare.data_ptr(), layers.width,
@@ -160,7 +169,7 @@ class CpuAttend(KernelAttend):
         out = made.new_empty(queries, channels)
         self._raw.short_conv(
             out.data_ptr(), made.data_ptr(), made.stride(0), taps.data_ptr(), kept.data_ptr(), self._slots.data_ptr(),
-            channels, width, half, kept_half, self._threads, queries, *self._who,
+            channels, width, half, kept_half, self._workers.address, queries, *self._who,
         )  # fmt: skip
         return out
 
@@ -173,7 +182,7 @@ class CpuAttend(KernelAttend):
         if self._batch.chunks and self._saves is None:
             self._saves = delta_net.saves_of(self._batch.chunks)
         return delta_net.delta_net(
-            self._raw, self._backend.spare, states, layer_of_pool, self._who, self._slots, self._saves, self._threads,
+            self._raw, self._backend.spare, states, layer_of_pool, self._who, self._slots, self._saves, self._workers,
             inputs, weights,
         )  # fmt: skip
 
@@ -204,7 +213,7 @@ class CpuAttend(KernelAttend):
         shape = HeadShape(heads, kv_heads, dim)
         self._shape, how = shape, self._hows.get(shape)
         if how is None:
-            size = self._raw.scratch_size(*shape, self._most_keys)
-            scratch = self._backend.scratch(size * self._threads)
-            how = self._hows[shape] = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)
+            size = self._raw.scratch_size(*shape, self._most_keys, self._slots.shape[0], self._workers.most)
+            scratch = self._backend.scratch(size)
+            how = self._hows[shape] = (*self._who, scratch.data_ptr(), size, self._workers.address)
         self._how = how

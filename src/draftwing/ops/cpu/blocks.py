@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.types import BlockRows
 
 TYPES = {  # GGML's numbers
@@ -34,9 +35,10 @@ class BlockedGemm:
 
     block = 0  # see `PackedGemm`
 
-    def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype, workers: Workers) -> None:
         """dtype: float32 or bfloat16, of x, bias, residual and the result."""
         self.raw: Any = load_extension()
+        self.workers = workers
         self.dtype, self.inputs = dtype, parts[0].columns
         self.rounded = self.inputs + self.inputs // 32 * 20  # bytes of a row in 8 bits, as C's `rounded_size` has it
         self._take([_Panels(self._packed(part), TYPES[part.kind], part.data.shape[0]) for part in parts])
@@ -74,9 +76,7 @@ class BlockedGemm:
         panels = torch.empty(-(-rows // _PANEL), self.raw.panel_bytes(kind, self.inputs), dtype=torch.uint8)
         assert part.columns == self.inputs and part.data.dtype == torch.uint8 and part.data.stride(1) == 1
         data = part.data.contiguous()
-        self.raw.block_pack(
-            panels.data_ptr(), data.data_ptr(), kind, rows, self.inputs, torch.get_num_threads()
-        )  # fmt: skip
+        self.raw.block_pack(panels.data_ptr(), data.data_ptr(), kind, rows, self.inputs, self.workers.address)
         return panels
 
     def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -90,7 +90,7 @@ class BlockedGemm:
         self.raw.block_gemm(
             out.data_ptr(), x.data_ptr(), 0 if residual is None else residual.data_ptr(), rows, 0,
             0 if bias is None else bias.data_ptr(), self.inputs, outputs, 0, self.parts, x.dtype == torch.bfloat16,
-            _PANEL if self.shared else outputs, spare.data_ptr(), torch.get_num_threads(),
+            _PANEL if self.shared else outputs, spare.data_ptr(), self.workers.address,
         )  # fmt: skip
         return out
 
@@ -105,7 +105,7 @@ class BlockedGemm:
         return self.rows(torch.arange(self.outputs))
 
 
-def quantize(raw: Any, weight: Tensor, kind: str) -> BlockRows:
+def quantize(raw: Any, workers: Workers, weight: Tensor, kind: str) -> BlockRows:
     """weight [rows, columns], floating point -> blocks of a kind of `QUANTIZED`."""
     values, size = QUANTIZED[kind]
     rows, columns = weight.shape
@@ -115,7 +115,5 @@ def quantize(raw: Any, weight: Tensor, kind: str) -> BlockRows:
     for start in range(0, rows, step):
         wide = weight.detach()[start : start + step].float().contiguous()
         part = data[start : start + step]
-        raw.block_quantize(
-            part.data_ptr(), wide.data_ptr(), TYPES[kind], wide.numel() // values, torch.get_num_threads()
-        )
+        raw.block_quantize(part.data_ptr(), wide.data_ptr(), TYPES[kind], wide.numel() // values, workers.address)
     return BlockRows(kind, data, columns)

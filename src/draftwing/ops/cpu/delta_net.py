@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftwing.ops.attention import ChunkSpan, DeltaInputs, DeltaWeights
 from draftwing.ops.cpu.extension import DTYPES
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.row_states import DeltaSpec, RowStates
 
 _VECTOR = 16  # sizes of heads are multiples of it
@@ -49,7 +50,7 @@ def delta_net(
     who: Who,
     slots: Tensor,
     saves: Tensor | None,
-    threads: int,
+    workers: Workers,
     inputs: DeltaInputs,
     weights: DeltaWeights,
 ) -> Tensor:
@@ -65,14 +66,14 @@ def delta_net(
     assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
     out = inputs.z.new_empty(rows, values)
     count, half = who[8], kept.conv.dtype == torch.bfloat16
-    sizes = (*spec[:5], spec.tiled, states.nodes, _group(spec, count, threads), half, threads)
+    sizes = (*spec[:5], spec.tiled, states.nodes, _group(spec, count, workers.most), half, workers.address)
     size = raw.delta_scratch(*sizes, *who)
     raw.delta_net(
         *sizes, *who, slots.data_ptr(), 0 if saves is None else saves.data_ptr(),
         out.data_ptr(), *(part.data_ptr() for part in parts), *(part.stride(0) for part in parts),
         *(weight.data_ptr() for weight in weights[:4]), *(tensor.data_ptr() for tensor in kept[1:]),
         states.read.data_ptr(), states.write.data_ptr(), states.page.data_ptr(), states.length.data_ptr(),
-        states.node_slots.data_ptr(), scratch(size * threads).data_ptr(), size, rows, weights.eps,
+        states.node_slots.data_ptr(), scratch(size * workers.most).data_ptr(), size, rows, weights.eps,
     )  # fmt: skip
     return out
 

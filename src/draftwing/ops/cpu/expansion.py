@@ -12,6 +12,7 @@ from torch import Tensor
 from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
 from draftwing.ops.cpu.tree import addresses, empty_draft, ints, with_rows
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
 from draftwing.ops.types import (
     BlockInputs,
@@ -22,6 +23,7 @@ from draftwing.ops.types import (
     First,
     Level,
     LevelRows,
+    NoiseKey,
     RowTensors,
     Unseen,
 )
@@ -44,7 +46,9 @@ class CpuExpansionOps(ExpansionOps):
     """Overrides all of `ExpansionOps`."""
 
     raw: Any
+    workers: Workers
     take_rows: Any  # `LayerOps.take_rows`
+    sampling_rows: Any  # `CpuSamplingOps.sampling_rows`
 
     def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
         batch, rows, prefix = rows.shape[0], rows.contiguous(), prefix.contiguous()
@@ -137,12 +141,16 @@ class CpuExpansionOps(ExpansionOps):
     ) -> Continuations:  # fmt: skip
         if logits.dtype not in DTYPES or topk > MAX_TOPK:
             return super().continuations(logits, table, rows, ahead, topk, target_ids, noisy)
-        key = (table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows, 0]) if noisy.shape[0] else None
+        key = self.noise_key(table, rows, ahead)  # by value: of rows without a temperature there is none
         ids, logp = self.top_tokens(logits, rows.shape[0], topk, key, target_ids)
         if target_ids is not None:
             assert target_ids.is_contiguous()
             self.raw.rename(ids.data_ptr(), ids.numel(), target_ids.data_ptr())
         return Continuations(ids, logp)
+
+    def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
+        params, position = self.sampling_rows(table, rows, ahead)
+        return NoiseKey(params.seed, position, params.temperature)
 
     def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
         (batch, topk), rows = following.ids.shape, rows.contiguous()
@@ -163,7 +171,7 @@ class CpuExpansionOps(ExpansionOps):
         logits: Tensor,
         batch: int,
         topk: int,
-        key: tuple[Tensor, Tensor, Tensor] | None,
+        key: NoiseKey | None,
         target_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`ops.torch.expansion.top_tokens` with the noise of sampling.
@@ -180,14 +188,13 @@ class CpuExpansionOps(ExpansionOps):
         logits = logits.contiguous()
         own = [] if key is None else [part.contiguous() for part in key]
         if key is not None and target_ids is not None:
-            own.append(target_ids.to(torch.int32).contiguous())
+            own.append(target_ids.contiguous())
         fields = [part.data_ptr() for part in own] + [0] * (4 - len(own))
-        threads = torch.get_num_threads()
-        scratch = torch.empty(threads, 2, vocab + 15, dtype=torch.float32)
+        scratch = torch.empty(self.workers.most, 2, vocab + 15, dtype=torch.float32)
         ids, logp = ints(nodes, topk), torch.empty(nodes, topk, dtype=torch.float32)
         self.raw.top_tokens(
             ids.data_ptr(), logp.data_ptr(), topk, logits.data_ptr(), logits.dtype == torch.bfloat16,
-            batch, nodes // batch, vocab, *fields, scratch.data_ptr(), threads,
+            batch, nodes // batch, vocab, *fields, scratch.data_ptr(), self.workers.address,
         )  # fmt: skip
         return ids, logp
 

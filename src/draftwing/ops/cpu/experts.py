@@ -13,6 +13,7 @@ from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.tape import is_recording
+from draftwing.ops.cpu.workers import Workers
 
 _UNIT = 32  # outputs that a thread takes at least
 _SLICE = 512  # rows at a time: of each of their choices some 20 KB are kept on the way
@@ -56,10 +57,10 @@ def _in_blocks(gemms: Sequence[FewRowsGemm | None]) -> TypeGuard[Sequence[Blocke
 class NativeMixture:
     """`WholeMixture` of weights that `can_mix`."""
 
-    def __init__(self, weights: MixtureWeights, spare: Spare) -> None:
+    def __init__(self, weights: MixtureWeights, spare: Spare, workers: Workers) -> None:
         """spare: of all layers."""
         assert can_mix(weights)
-        self._spare = spare
+        self._spare, self._workers = spare, workers
         self.raw: Any = load_extension()
         self.count, self.top_k = len(weights.gate_up), weights.top_k
         self.renormalise, self.limit = weights.renormalise, weights.limit
@@ -82,14 +83,14 @@ class NativeMixture:
         self._weights = torch.tensor(numbers)
 
     def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None) -> Tensor:
-        rows, threads = len(x), torch.get_num_threads()
+        rows, workers = len(x), self._workers
         assert x.dtype == self.dtype and x.shape[1] == self.hidden
         x, out = x.contiguous(), x.new_empty(rows, self.hidden)
         if residual is not None:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
         half, (count, top_k) = x.dtype == torch.bfloat16, (self.count, self.top_k)
-        size = self.raw.experts_spare(min(rows, _SLICE), half, count, top_k, self.hidden, self.ffn, threads)
+        size = self.raw.experts_spare(min(rows, _SLICE), half, count, top_k, self.hidden, self.ffn, workers.most)
         with self._spare.of(size) as spare:
             for start in range(0, rows, _SLICE):
                 at = start * self.hidden * x.element_size()
@@ -97,6 +98,6 @@ class NativeMixture:
                     out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
                     min(rows - start, _SLICE), half, 0 if scatter is None else scatter.data_ptr(), *self._router,
                     count, top_k, self.renormalise, self.hidden, self.ffn, self._weights.data_ptr(), spare.data_ptr(),
-                    threads, self.limit,
+                    workers.address, self.limit,
                 )  # fmt: skip
         return out

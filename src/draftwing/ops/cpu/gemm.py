@@ -11,7 +11,10 @@ from torch import Tensor
 from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import MAX_TOPK, load_extension
+from draftwing.ops.cpu.tree import addresses
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
+from draftwing.ops.types import NoiseKey
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
 _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum together
@@ -29,11 +32,11 @@ class PackedGemm:
     dtype = torch.bfloat16
     parts = rounded = 0  # of a weight in blocks
 
-    def __init__(self, packed: Tensor, block: int) -> None:
+    def __init__(self, packed: Tensor, block: int, workers: Workers) -> None:
         """packed: by `onednn.pack`, of which `takes` is true; block: inputs that are summed together, even."""
         assert self.takes(packed) and block > 0 and block % 2 == 0
         self.raw: Any = load_extension()
-        self.block = block
+        self.block, self.workers = block, workers
         self.outputs, self.inputs = packed.shape
         self._packed = packed  # whose memory this is
         self.address: int = torch.ops.mkldnn.data_ptr(packed)
@@ -57,7 +60,7 @@ class PackedGemm:
             residual = residual.contiguous()
         self.raw.product(
             out.data_ptr(), x.data_ptr(), 0 if residual is None else residual.data_ptr(), rows,
-            *numbers_of(self, 0 if bias is None else bias.data_ptr()), torch.get_num_threads(),
+            *numbers_of(self, 0 if bias is None else bias.data_ptr()), self.workers.address,
         )  # fmt: skip
         return out
 
@@ -68,7 +71,7 @@ def numbers_of(gemm: PackedGemm | BlockedGemm, bias: int) -> tuple[int, ...]:
 
 
 class HeadTopK:
-    """The end of a draft head for few rows, in one call: norm, GEMM, and the best of its outputs, without noise."""
+    """The end of a draft head for few rows, in one call: norm, GEMM, and the best of its outputs."""
 
     max_topk = MAX_TOPK
 
@@ -93,38 +96,47 @@ class HeadTopK:
         blocked = isinstance(gemm, BlockedGemm) and gemm.outputs % 32 == 0 and gemm.shared
         return blocked or isinstance(gemm, PackedGemm)
 
-    def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
+    def best(
+        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None
+    ) -> None:
         """states [.., inputs] with adjacent columns, in the GEMM's dtype -> ids [.., K] int64 and their log
         probabilities [.., K] float32, contiguous, K at most 16: best first, of equals the earlier output.
 
-        places [M] int64: the rows of all three that are worked on, None: all. At most 8.
+        places [M] int64: the rows of all three that are worked on, None: all. At most 8. noise: of B rows, M / B of
+        these each.
         """
-        (every, inputs), count, threads = states.shape, ids.shape[1], torch.get_num_threads()
+        (every, inputs), count = states.shape, ids.shape[1]
         rows, gemm = every if places is None else places.shape[0], self._gemm
         assert rows <= FEW_ROWS and inputs == gemm.inputs and count <= min(MAX_TOPK, gemm.outputs)
         assert states.dtype == gemm.dtype and states.stride(1) == 1
         assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
         places = None if places is None else places.contiguous()
         width = states.element_size()
-        size = rows * (gemm.outputs * width + threads * (inputs * width + gemm.rounded))
+        size = 4 * gemm.outputs + rows * (gemm.outputs * width + gemm.workers.most * (inputs * width + gemm.rounded))
+        key: tuple[int, ...] = (0, 0, 0)
+        nodes = 1
+        if noise is not None:
+            assert all(part.is_contiguous() for part in noise)
+            key, nodes = addresses(noise), rows // noise.seed.shape[0]
         spare = states.new_empty(size, dtype=torch.uint8)
         gemm.raw.following(
             ids.data_ptr(), logp.data_ptr(), states.data_ptr(), states.stride(0),
             0 if places is None else places.data_ptr(), self._names, count, self._norm,
-            states.dtype == torch.bfloat16, rows, *self._numbers, spare.data_ptr(), threads, self._eps,
+            states.dtype == torch.bfloat16, rows, *self._numbers, spare.data_ptr(), gemm.workers.address,
+            *key, nodes, self._eps,
         )  # fmt: skip
 
 
-def packed_gemm_like_onednn(packed: Tensor, bias: Tensor | None) -> PackedGemm | None:
+def packed_gemm_like_onednn(packed: Tensor, bias: Tensor | None, workers: Workers) -> PackedGemm | None:
     """Makes the GEMM of a weight that oneDNN has packed, if it gives oneDNN's bits: this weight may be laid out or cut
     in another way than most."""
     if not PackedGemm.takes(packed):
         return None
     outputs, inputs = packed.shape
-    block = summed_in_blocks(inputs, min(outputs, onednn.MAX_TRIED), torch.get_num_threads())
+    block = summed_in_blocks(inputs, min(outputs, onednn.MAX_TRIED), workers.most)
     if not block:
         return None
-    own = PackedGemm(packed, block)
+    own = PackedGemm(packed, block, workers)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(FEW_ROWS, inputs, generator=generator).bfloat16()
     residual = torch.randn(FEW_ROWS, outputs, generator=generator).bfloat16()
@@ -142,10 +154,10 @@ def summed_in_blocks(in_features: int, out_features: int, threads: int) -> int:
     x, packed = onednn.order_probe(in_features, out_features, torch.bfloat16)
     if not PackedGemm.takes(packed):
         return 0
-    parts = x[: 4 * FEW_ROWS].split(FEW_ROWS)
+    workers, parts = Workers(), x[: 4 * FEW_ROWS].split(FEW_ROWS)
     expected = [onednn.gemm(part, packed, None, None) for part in parts]
     for block in _BLOCKS:
-        own = PackedGemm(packed, block)
+        own = PackedGemm(packed, block, workers)
         if all(torch.equal(own(part, None, None), y) for part, y in zip(parts, expected, strict=True)):
             return block
     return 0

@@ -20,6 +20,7 @@ from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.cpu.tree import with_rows
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows
 
@@ -45,6 +46,7 @@ class CpuLayerOps(LayerOps):
 
     raw: Any  # the extension module
     spare: Spare
+    workers: Workers
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes what torch does, with the same roundings."""
@@ -56,7 +58,7 @@ class CpuLayerOps(LayerOps):
         assert x.shape[-1] == size
         self.raw.rms_norm(
             out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // size, size,
-            x.dtype == torch.bfloat16, torch.get_num_threads(), weight.dtype != x.dtype, eps,
+            x.dtype == torch.bfloat16, self.workers.address, weight.dtype != x.dtype, eps,
         )  # fmt: skip
         return out
 
@@ -72,7 +74,7 @@ class CpuLayerOps(LayerOps):
         out = gate_up.new_empty(rows, both // 2)
         self.raw.silu_mul(
             out.data_ptr(), gate_up.data_ptr(), rows, both // 2,
-            out.dtype == torch.bfloat16, torch.get_num_threads(), gelu,
+            out.dtype == torch.bfloat16, self.workers.address, gelu,
         )  # fmt: skip
         return out
 
@@ -193,16 +195,16 @@ class CpuLayerOps(LayerOps):
         return out
 
     def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
-        return packed_gemm_like_onednn(packed, bias) if alike <= 2 else None
+        return packed_gemm_like_onednn(packed, bias, self.workers) if alike <= 2 else None
 
     block_kinds = frozenset(TYPES)
 
     def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> BlockedGemm:
-        return BlockedGemm(parts, dtype)
+        return BlockedGemm(parts, dtype, self.workers)
 
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
         """kind: Q8_0, Q4_0 or Q4_K."""
-        return quantize(self.raw, weight, kind)
+        return quantize(self.raw, self.workers, weight, kind)
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
         """Takes layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""
@@ -210,7 +212,7 @@ class CpuLayerOps(LayerOps):
 
     def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
         """Takes weights that are all of `block_gemm`."""
-        return NativeMixture(weights, self.spare) if can_mix(weights) else None
+        return NativeMixture(weights, self.spare, self.workers) if can_mix(weights) else None
 
     def head_top_k(
         self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None

@@ -19,6 +19,7 @@ from draftwing.ops.cpu.ngram import CpuNGramIndex
 from draftwing.ops.cpu.sampling import CpuSamplingOps
 from draftwing.ops.cpu.suffix import CpuSuffixIndex
 from draftwing.ops.cpu.tree import CpuTreeOps
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.ops import TorchOps
 
 
@@ -44,7 +45,7 @@ class CpuOps(
         super().__init__(device)
         self.raw = load_extension()
         assert self.raw is not None, "the extension was not built, or is not wanted"
-        self.spare = Spare()
+        self.spare, self.workers = Spare(), Workers()
 
     @property
     def title(self) -> str:
@@ -55,4 +56,4 @@ class CpuOps(
     def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
         if pool.dtype not in DTYPES:
             return super().attention(pool, exact)
-        return NativeAttention(pool, self.raw)
+        return NativeAttention(pool, self.raw, self.workers)

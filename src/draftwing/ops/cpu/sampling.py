@@ -9,14 +9,54 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
+from draftwing.ops.cpu.tree import addresses, ints
+from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.sampling import CANDIDATES, Exact, SamplingOps, without_banned
-from draftwing.ops.types import SamplingRows
+from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups, SamplingRows
 
 
 class CpuSamplingOps(SamplingOps):
     """Overrides all of `SamplingOps`."""
 
     raw: Any
+    workers: Workers
+    draws_by_row = True
+    edits_by_row = True
+
+    def draw(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        depth: Tensor,
+        depth_max: int,
+        table: RowTensors,
+        rows: Tensor,
+        drawing: SamplingGroups,
+        filtered: bool,
+        rescoring: Rescoring | None,
+        edits: Edits | None = None,
+    ) -> Tensor:
+        """Finds out by value what each row asks for."""
+        x = logits if logits.dtype in DTYPES else logits.float()
+        params, _ = self.sampling_rows(table, rows, 0)
+        count = 1 if rescoring is None else min(CANDIDATES, x.shape[-1])
+        ids, noise, changes = self._candidates(x, positions, depth, params, count, filtered, edits=edits)
+        if rescoring is None:
+            return ids.squeeze(-1)
+        return self.best_candidate(ids, noise, rescoring.exact(ids, None), changes)
+
+    def sampling_rows(self, table: RowTensors, rows: Tensor, ahead: int) -> tuple[SamplingRows, Tensor]:
+        """Returns what `table.sampling` does of rows [B], and their positions kv_len + ahead [B] int64."""
+        batch, bans, rows = rows.shape[0], table.ban_ids.shape[1], rows.contiguous()
+        numbers, floats = ints((4 + bans) * batch), torch.empty(3, batch, dtype=torch.float32)
+        read = table.seed, table.kv_len, table.floats, table.top_k, table.ban_until, table.ban_ids
+        assert all(field.is_contiguous() for field in read)
+        self.raw.sampling_rows(
+            rows.data_ptr(), batch, *addresses(read), bans, ahead, numbers.data_ptr(), floats.data_ptr()
+        )
+        seed, position, top_k, ban_until = numbers[: 4 * batch].view(4, batch).unbind()
+        ban_ids = numbers[4 * batch :].view(batch, bans)
+        return SamplingRows(seed, floats[0], top_k, floats[1], floats[2], ban_until, ban_ids), position
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab: int) -> Tensor:
         return self._gumbel(seed, position, None, vocab)
@@ -62,37 +102,66 @@ class CpuSamplingOps(SamplingOps):
         [B, N, count] int64, in ascending order, and what the noise adds to their logits [B, N, count] float32, -inf
         where a token cannot be chosen. Of equally good tokens those with the lowest ids.
         """
+        flags = None
+        if params is not None and filtered.shape[0]:
+            flags = torch.zeros_like(params.seed).index_fill_(0, filtered, 1)
+        return self._candidates(logits, positions, depth, params, count, flags is not None, flags)[:2]
+
+    def _candidates(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        depth: Tensor,
+        params: SamplingRows | None,
+        count: int,
+        filtered: bool,
+        flags: Tensor | None = None,
+        edits: Edits | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`candidates` after bans and edits, and of each what an edit makes of its logit, None without edits.
+
+        filtered: whether any row has filters; flags [B] int64: which rows have them, None: those whose values say so.
+        """
         batch, nodes, vocab = logits.shape
         assert count <= min(MAX_TOPK, vocab) and positions.dtype == depth.dtype == torch.int64
-        read = [logits.contiguous(), positions.contiguous(), depth.contiguous()]
-        fields = [0] * 6  # seed, temperature, filtered, top_k, top_p, min_p
-        threads, scratch = torch.get_num_threads(), torch.empty(0, dtype=torch.int32)
+        held = [logits.contiguous(), positions.contiguous(), depth.contiguous()]
+        fields, bans = [0] * 8, 0  # seed, temperature, flags, top_k, top_p, min_p, ban_until, ban_ids
         if params is not None:
-            chosen = [params.seed, params.temperature]
-            if filtered.shape[0]:
-                chosen.append(torch.zeros_like(params.seed).index_fill_(0, filtered, 1))
-                chosen += [params.top_k, params.top_p, params.min_p]
-                scratch = torch.empty(threads, 2, vocab + 15, dtype=torch.int32)
-            own = [field.contiguous() for field in chosen]
-            read += own
-            fields[: len(own)] = [field.data_ptr() for field in own]
-        ids = torch.empty(batch, nodes, count, dtype=torch.int64)
-        noise = torch.empty(batch, nodes, count, dtype=torch.float32)
+            own, bans = [field.contiguous() for field in params], params.ban_ids.shape[1]
+            held += own
+            seed, temperature, top_k, top_p, min_p, ban_until, ban_ids = addresses(own)
+            fields = [seed, temperature, 0, 0, 0, 0, ban_until, ban_ids]
+            if filtered:
+                fields[2:6] = 0 if flags is None else flags.data_ptr(), top_k, top_p, min_p
+        ids, noise = ints(batch, nodes, count), torch.empty(batch, nodes, count, dtype=torch.float32)
+        numbers: tuple[int, ...] = ()
+        changes, width = None, 0
+        if edits is not None:
+            edits = Edits(*(field.contiguous() for field in edits))
+            changes, width = torch.empty(batch, nodes, count, 2, dtype=torch.float32), edits.path.shape[2]
+            numbers = *_numbers_of(edits), changes.data_ptr()
+        scratch = torch.empty(self.workers.most, 4 * (-(-vocab // 16) * 16) + width, dtype=torch.int32)
         self.raw.draw(
-            ids.data_ptr(), noise.data_ptr(), count, read[0].data_ptr(), logits.dtype == torch.bfloat16,
-            batch * nodes, nodes, vocab, read[1].data_ptr(), read[2].data_ptr(), *fields, scratch.data_ptr(), threads,
+            ids.data_ptr(), noise.data_ptr(), count, held[0].data_ptr(), logits.dtype == torch.bfloat16,
+            batch * nodes, nodes, vocab, held[1].data_ptr(), held[2].data_ptr(), *fields, bans, scratch.data_ptr(),
+            self.workers.address, *numbers,
         )  # fmt: skip
-        return ids, noise
+        return ids, noise, changes
 
-    def best_candidate(self, ids: Tensor, noise: Tensor, logits: Tensor) -> Tensor:
-        """ids [B, N, K] int64, noise, logits [B, N, K] float32 -> of each node the id with the largest noise + logit,
-        the first of equals, [B, N]. In torch it is five operations, all of which start slowly."""
+    def best_candidate(self, ids: Tensor, noise: Tensor, logits: Tensor, changes: Tensor | None = None) -> Tensor:
+        """ids [B, N, K] int64, noise, logits [B, N, K] float32, changes [B, N, K, 2] float32 or None: factor and
+        summand of each logit's edit -> of each node the id with the largest noise + logit, the first of equals, [B, N].
+        In torch it is five operations, all of which start slowly."""
         batch, nodes, count = ids.shape
         assert ids.dtype == torch.int64 and noise.dtype == logits.dtype == torch.float32
         assert noise.shape == logits.shape == ids.shape and count
         ids, noise, logits = ids.contiguous(), noise.contiguous(), logits.contiguous()
         tokens = ids.new_empty(batch, nodes)
-        self.raw.heaviest(tokens.data_ptr(), ids.data_ptr(), noise.data_ptr(), logits.data_ptr(), batch * nodes, count)
+        assert changes is None or (changes.shape == (*ids.shape, 2) and changes.is_contiguous())
+        self.raw.heaviest(
+            tokens.data_ptr(), ids.data_ptr(), noise.data_ptr(), logits.data_ptr(), batch * nodes, count,
+            0 if changes is None else changes.data_ptr(),
+        )  # fmt: skip
         return tokens
 
     def _gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor | None, size: int) -> Tensor:
@@ -109,6 +178,18 @@ class CpuSamplingOps(SamplingOps):
         out = torch.empty(batch, nodes, size, dtype=torch.float32)
         self.raw.gumbel(
             out.data_ptr(), seed.data_ptr(), position.data_ptr(), 0 if token_ids is None else token_ids.data_ptr(),
-            batch * nodes, nodes, size, stride, torch.get_num_threads(),
+            batch * nodes, nodes, size, stride, self.workers.address,
         )  # fmt: skip
         return out
+
+
+def _numbers_of(edits: Edits) -> tuple[int, ...]:
+    """Returns how edits are passed to the C kernel; their tensors are contiguous."""
+    (_, nodes, width), biases = edits.path.shape, edits.bias_ids.shape[1]
+    assert edits.tokens.shape[1] == nodes and edits.penalties.shape[1] == 3
+    rows, history, prompt_len, penalties, bias_ids, bias_values, tokens, path, path_len = addresses(edits)
+    length = edits.history.shape[1]
+    return (
+        rows, history, length, prompt_len, penalties, bias_ids, bias_values, biases, tokens, nodes, path, width,
+        path_len,
+    )  # fmt: skip

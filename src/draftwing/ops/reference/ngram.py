@@ -165,4 +165,5 @@ class NGramOps:
 
     device: torch.device
     draws_by_row: bool
+    records_calls: bool
     ngram_index: type[NGramIndex] = NGramIndex

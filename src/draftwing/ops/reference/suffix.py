@@ -309,4 +309,5 @@ class SuffixOps:
 
     device: torch.device
     draws_by_row: bool
+    records_calls: bool
     suffix_index: type[SuffixIndex] = SuffixIndex

@@ -23,6 +23,7 @@ from draftwing.ops.types import (
     First,
     Level,
     LevelRows,
+    NoiseKey,
     RowTensors,
     Unseen,
 )
@@ -150,6 +151,10 @@ class ExpansionOps(SamplingOps):
             z = z.index_add(0, noisy, noise.expand(-1, z.shape[1], -1)).flatten(0, 1)
         ids, logp = top_tokens(z, topk)
         return Continuations(ids if target_ids is None else target_ids[ids], logp)
+
+    def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
+        """What makes the noise that the target draws with at kv_len + ahead of rows [B]."""
+        return NoiseKey(table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows, 0])
 
     def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
         """Writes the continuations of one node for each of rows [B] into `first`; target_ids: as they were made

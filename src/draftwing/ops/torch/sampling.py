@@ -16,7 +16,7 @@ from draftwing.core import NOT_FINITE
 from draftwing.ops.torch.argmax import first_argmax, top_candidates
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.noise import gumbel, gumbel_at
-from draftwing.ops.types import Rescoring, RowTensors, SamplingGroups, SamplingRows
+from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups, SamplingRows
 
 CANDIDATES = 8
 # (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
@@ -27,6 +27,7 @@ class SamplingOps:
     """The operations of the sampler, and the noise that it draws with."""
 
     draws_by_row = False  # whether `draw` looks up on the device what each row asks for, so that graphs serve all rows
+    edits_by_row = False  # whether it applies penalties and biases, too
 
     gumbel = staticmethod(gumbel)
     gumbel_at = staticmethod(gumbel_at)
@@ -42,12 +43,15 @@ class SamplingOps:
         drawing: SamplingGroups,
         filtered: bool,
         rescoring: Rescoring | None,
+        edits: Edits | None = None,
     ) -> Tensor:
         """`sample` with what the rows [B] of the table ask for: the next token of every node, [B, N].
 
         drawing: read where `draws_by_row` is False; filtered: whether any row has top-k, top-p or min-p, read where it
-        is True. rescoring: of logits that are rounded to a half type.
+        is True. rescoring: of logits that are rounded to a half type. edits: what is done to the logits before, where
+        `edits_by_row` is True.
         """
+        assert edits is None
         asked = drawing.noisy.shape[0] + drawing.banning.shape[0]
         params = table.sampling(rows) if asked else None  # greedy rows need none
         exact = None if rescoring is None else rescoring.exact

@@ -22,7 +22,7 @@ from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.continuations import LAST, key_place, key_value, sort_key
 from draftwing.ops.triton.filters import Limits, limits, load_logits, without_bans
 from draftwing.ops.triton.noise import gumbel, position_words
-from draftwing.ops.types import Rescoring, RowTensors, SamplingGroups
+from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups
 
 _GROUP = 128  # tokens; 8 groups of it are about as many values as a vocabulary has groups
 _FEW_QUERIES = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
@@ -200,9 +200,11 @@ class TritonSamplingOps(SamplingOps):
         drawing: SamplingGroups,
         filtered: bool,
         rescoring: Rescoring | None,
+        edits: Edits | None = None,
     ) -> Tensor:
         """Every choice but `filtered` is made on the device, by value: a row is greedy at temperature 0, and banned
         from ids below its `ban_until`. A row may occur more than once."""
+        assert edits is None
         batch, nodes, vocab = logits.shape
         device, count = logits.device, batch * nodes
         for tensor in (logits, positions, depth, rows, table.floats, table.ban_ids):

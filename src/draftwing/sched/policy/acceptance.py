@@ -15,6 +15,7 @@ import numpy as np
 
 from draftwing.core import (
     BOTH,
+    FEW_MARKS,
     LOOKUP_ALONE,
     MARK_DEPTH,
     MARK_ONE,
@@ -27,7 +28,7 @@ from draftwing.core import (
 )
 from draftwing.sched.policy.cost import RATE, RECENT
 
-HIT = 0.7  # share of a model's drafts of a level that are right, as long as nothing is known
+HIT = 0.5  # share of a model's drafts of a level that are right, as long as nothing is known
 COPIED = 0.25  # drafts for each step of a lookup's confidence that are right, as long as nothing is known
 
 
@@ -162,7 +163,7 @@ def max_drafts(shape: TreeShape) -> int:
 def drafts_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list[float]]:
     """Returns what each row of a step was expected to have accepted, had it been a step of one of these options, which
     are parts of its own: [option][row]."""
-    if result.mark.size <= 64:  # operations of numpy take longer to start
+    if result.mark.size <= FEW_MARKS:
         return _few_drafts(result, options)
     survival, depth = np.where(result.depth > 0, result.survival, 0.0), result.depth
     rows = len(depth)

@@ -18,10 +18,12 @@ class ShapeChoice:
     """Asks the policy for what the requests of a step and the prefills of others allow, and passes it results."""
 
     def __init__(
-        self, policy: ShapePolicy, prefills: PrefillBudget, draws_alike: bool, deferral: DraftDeferral = NO_DEFERRAL
-    ) -> None:
-        """draws_alike: see `SchedulerConfig`.  deferral: of prompts and texts."""
+        self, policy: ShapePolicy, prefills: PrefillBudget, draws_alike: bool, deferral: DraftDeferral = NO_DEFERRAL,
+        edits_by_row: bool = False,
+    ) -> None:  # fmt: skip
+        """draws_alike, edits_by_row: see `SchedulerConfig`.  deferral: of prompts and texts."""
         self.policy, self._prefills, self._draws_alike = policy, prefills, draws_alike
+        self._edits_by_row = edits_by_row
         self._draft_prefill = DraftPrefill(deferral.most) if deferral.from_tokens else None
         self._by_slot = deferral.by_slot
         # Positions of texts, seen at once, that show what one takes; 0: none do. A CPU takes the same for each.
@@ -128,7 +130,8 @@ class ShapeChoice:
         context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted)
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
         # plain ones, which would look slower than others, compared with drafts.
-        is_cost = not plan.special and (not behind or self._since_cost > RECENT)
+        usual = not plan.special or (plan.penalised and self._edits_by_row)
+        is_cost = usual and (not behind or self._since_cost > RECENT)
         self._since_cost = 0 if is_cost else self._since_cost + 1
         self.policy.record(plan.shape, context, result, is_cost)
 

@@ -63,6 +63,10 @@ class StepCost:
         """Returns whether the shape was measured at a size that is near."""
         return self._table.near(shape, batch)
 
+    def guessed(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether neither the shape at such a size nor anything like it was measured."""
+        return not self.known(shape, batch) and not self._table.by_rows(shape, batch)
+
     @property
     def complete(self) -> bool:
         """Returns whether every shape of the menu was measured."""

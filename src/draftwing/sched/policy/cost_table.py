@@ -70,6 +70,12 @@ class CostTable:
         sizes = self._measured.get(shape)
         return sizes is not None and any(batch <= 2 * size and size <= 2 * batch for size in sizes)
 
+    def by_rows(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain steps
+        of as many rows as it has queries: these tell what the target takes for more of them."""
+        sizes = self._measured.get(shape, {})
+        return shape.depth > 0 and len(sizes) == 1 and batch > max(sizes) and len(self._measured.get(PLAIN, ())) > 1
+
     def line(self, shape: TreeShape, batch: int) -> Line | None:
         """Returns the seconds of such steps by context; None if nothing at all was measured."""
         found = self._lines.get((shape, batch))
@@ -97,10 +103,13 @@ class CostTable:
         context, seconds = min(self._measured[shape][size].items())
         return max(seconds - context * self._slope(shape, size), seconds / 2) if context else seconds
 
-    @staticmethod
-    def _beyond(points: list[tuple[int, float]], shape: TreeShape, batch: int) -> float:
-        """Returns seconds above the largest size: as steep as over the upper half of the sizes, or over all of them."""
+    def _beyond(self, points: list[tuple[int, float]], shape: TreeShape, batch: int) -> float:
+        """Returns seconds above the largest size: as steep as over the upper half of the sizes, or over all of them. Of
+        a single size: what drafts take times the batch, and what the target does by its rows."""
         last, seconds = points[-1]
+        if self.by_rows(shape, batch):
+            before, after = (self._empty(PLAIN, size * shape.queries) for size in (last, batch))
+            return max(seconds - before, 0.0) * batch / last + after
         steepness = ROW_COST * shape.queries * seconds / last if len(points) == 1 else 0.0
         for size, less in points[:1] + [point for point in points if 2 * point[0] <= last][-1:]:
             if size < last:

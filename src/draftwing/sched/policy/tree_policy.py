@@ -171,7 +171,7 @@ class TreePolicy(ShapePolicy):
                 continue  # what came of its last try may not be known yet
             # Its cost may be another one by now, and it may have all drafts right.
             seconds = option.seconds / max(idle / RECENT, 1.0)
-            guessed = i == confirm or not self.cost.known(self.menu[i], batch)
+            guessed = i == confirm or self.cost.guessed(self.menu[i], batch)
             if guessed:
                 seconds = min(seconds, option.seconds / DOUBT)
             best_tokens = batch + max_drafts(self.menu[i]) * rows

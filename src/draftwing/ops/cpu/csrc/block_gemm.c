@@ -378,7 +378,7 @@ static void some_blocks(void *data) {
 }
 
 /* out [rows, outputs], x [rows, inputs], residual [rows, outputs] or 0, rows; of the GEMM: 0, bias [outputs] or 0,
-   inputs, outputs, 0, blocks; half, outputs that must not be shared (all, or 16), spare [rounded_size], threads */
+   inputs, outputs, 0, blocks; half, outputs that must not be shared (all, or 16), spare [rounded_size], workers */
 PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[8 + GEMM];
     if (!numbers(args, given, 8 + GEMM, n)) return NULL;
@@ -391,7 +391,7 @@ PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given)
     p->rows = n[3];
     p->rounded = rounded_at(POINTER(more[2]), p->rows, p->inputs);
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_blocks, &job, &job.team, more[3]);
+    run_team(some_blocks, &job, &job.team, POINTER(more[3]));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

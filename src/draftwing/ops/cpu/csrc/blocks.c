@@ -150,13 +150,13 @@ static void some_panels(void *data) {
     }
 }
 
-/* to, from (rows as GGUF stores them), type, rows, inputs, threads */
+/* to, from (rows as GGUF stores them), type, rows, inputs, workers */
 PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[6];
     if (!numbers(args, given, 6, n)) return NULL;
     Packing job = {.to = POINTER(n[0]), .from = POINTER(n[1]), .type = n[2], .rows = n[3], .inputs = n[4]};
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_panels, &job, &job.team, n[5]);
+    run_team(some_panels, &job, &job.team, POINTER(n[5]));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -363,13 +363,13 @@ static void some_blocks(void *data) {
         else to_q4_k(to, from);
     }
 }
-/* to, from (float), type (Q8_0, Q4_0, Q4_K), blocks or super-blocks, threads */
+/* to, from (float), type (Q8_0, Q4_0, Q4_K), blocks or super-blocks, workers */
 PyObject *py_block_quantize(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[5];
     if (!numbers(args, given, 5, n)) return NULL;
     Quantizing job = {.to = POINTER(n[0]), .from = POINTER(n[1]), .type = n[2], .blocks = n[3]};
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_blocks, &job, &job.team, n[4]);
+    run_team(some_blocks, &job, &job.team, POINTER(n[4]));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -4,7 +4,7 @@
 
    All files are compiled for several instruction sets (ops/cpu/isa.py), and what they compute has the same bits in each.
    So sums run in an order of their own, over 16 lanes where they are a vector's; a product and a sum are rounded one by
-   one (-ffp-contract=off), or fused in every set (delta_net.c); and no function of libm is called that rounds in more
+   one (-ffp-contract=off), or fused in every set (`fused`); and no function of libm is called that rounds in more
    than one way, which leaves sqrt and what is exact. */
 
 #pragma once
@@ -42,6 +42,8 @@ typedef int32_t pi __attribute__((vector_size(4 * PART)));
 typedef uint16_t ph __attribute__((vector_size(2 * PART)));
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 /* -- vectors ------------------------------------------------------------------------------------------------------ */
@@ -194,6 +196,36 @@ INLINE float sum_lanes(vf v) {
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
+/* x * y + z, rounded once. Where no instruction does it: of numbers as doubles the product is exact, and a sum that is
+   rounded to an odd last bit where it is not exact may be rounded again (Boldo and Melquiond 2008). */
+#if defined(__AVX512F__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
+#elif defined(__FMA__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
+#elif defined(__aarch64__)
+INLINE pf fused(pf x, pf y, pf z) { return (pf)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
+#else
+typedef float few __attribute__((vector_size(8)));
+typedef double pd __attribute__((vector_size(16)));
+typedef uint64_t pl __attribute__((vector_size(16)));
+INLINE few fused_two(few x, few y, few z) {
+    const pd product = __builtin_convertvector(x, pd) * __builtin_convertvector(y, pd);
+    const pd more = __builtin_convertvector(z, pd), sum = product + more, added = sum - product;
+    const pd rest = (product - (sum - added)) + (more - added);
+    const pl inexact = (pl)(rest < 0.0) | (pl)(rest > 0.0), even = ((pl)sum & 1) - 1;
+    const pl towards = 1 - 2 * (((pl)rest ^ (pl)sum) >> 63); /* zero, or away from it */
+    return __builtin_convertvector((pd)((pl)sum + (inexact & even & towards)), few);
+}
+INLINE pf fused(pf x, pf y, pf z) {
+    few made[2];
+    made[0] = fused_two(__builtin_shufflevector(x, x, 0, 1), __builtin_shufflevector(y, y, 0, 1),
+                        __builtin_shufflevector(z, z, 0, 1));
+    made[1] = fused_two(__builtin_shufflevector(x, x, 2, 3), __builtin_shufflevector(y, y, 2, 3),
+                        __builtin_shufflevector(z, z, 2, 3));
+    return __builtin_shufflevector(made[0], made[1], 0, 1, 2, 3);
+}
+#endif
+
 /* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
 INLINE vf exp2_16(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
@@ -214,9 +246,15 @@ INLINE vf exp2_16(vf x) {
 
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
-/* Calls work(data) in each of `threads` threads, or in one; cost: about the microseconds that one would take. Always
-   as many as torch uses: OpenMP makes and ends threads when the number changes. */
-HIDDEN void run(void (*work)(void *), void *data, int64_t threads, int64_t cost);
+/* The threads that calls run in, as `ops/cpu/workers.py` has them in memory. most: as many as torch uses, since OpenMP
+   makes and ends threads when the number changes; active: in which calls run now. */
+typedef struct {
+    int64_t most, active, fixed, since, pause, credit, lost, tries;
+} Workers;
+HIDDEN void find_threads(void); /* once, before anything runs */
+/* Calls work(data) in each of the threads, or in one (workers: NULL, or little work); cost: about the microseconds that
+   one would take. */
+HIDDEN void run(void (*work)(void *), void *data, Workers *workers, int64_t cost);
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
 
 /* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. */
@@ -240,8 +278,8 @@ typedef struct {
     Team *team;
     int64_t number, size;
 } Member;
-/* Calls work(data) in at most `threads` threads, each of which begins with `join`. `team` starts as zeros. */
-HIDDEN void run_team(void (*work)(void *), void *data, Team *team, int64_t threads);
+/* Calls work(data) in the threads, or in fewer, each of which begins with `join`. `team` starts as zeros. */
+HIDDEN void run_team(void (*work)(void *), void *data, Team *team, Workers *workers);
 HIDDEN Member join(Team *team);
 HIDDEN void meet(const Member *me, Ahead *next);
 INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
@@ -273,11 +311,20 @@ HIDDEN Rounded rounded_at(void *memory, int64_t rows, int64_t inputs);
 /* Of row `row` of x [rows, inputs], elements [from, end), multiples of 32. */
 HIDDEN void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half);
 
+/* -- keys and values ------------------------------------------------------------------------------------------------ */
+
+/* Types of the pool. In 8 bits a row, the key or value of a head, is followed by its scale. */
+enum { FLOAT, HALF, INT8 };
+#define SCALE_BYTES 4
+#define MOST_DIM 512 /* in 8 bits: sums of so many products have room in 32 */
+/* A row as `KVPool.write` rounds it; in attention_int8.c. */
+HIDDEN void round_row(char *to, const float *x, int64_t dim);
+
 /* -- what lies between the products: cpu.c ------------------------------------------------------------------------- */
 
 typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
-    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_half;
+    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
     int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
     double eps;
     void *out, *kv;
@@ -289,27 +336,30 @@ HIDDEN void norm_part(const Rows *r, int64_t i);
 HIDDEN void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 HIDDEN void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 
+/* -- attention.c ---------------------------------------------------------------------------------------------------- */
+
 typedef struct {
     const void *q, *kv;
     void *out;
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
     const int64_t *starts; /* of trees with different numbers of queries: their first ones, or NULL */
-    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_half,
-        threads;                                     /* half: of q and out */
-    int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
-    float *scratch;
+    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_type; /* half: of q and out */
+    Workers *workers;
     int64_t window, scalar; /* as `AttentionKind` has them */
     const float *sinks;     /* of heads, or NULL */
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
-    int64_t items, next, worker;
+    int64_t padded;         /* dim up to 16s */
+    int64_t *tickets;       /* of tiles in several units: how many of these have ended */
+    float *scratch, *stored; /* of threads; what chunks of these tiles have */
+    int64_t stored_size, next, worker;
 } Attention;
-/* From out, q, kv, stride of q, heads, kv_heads, dim, half, half of kv, rows of the table, table, its stride,
+/* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
-   scratch, its size per thread, threads, most keys; window, sinks or 0, scalar: as `AttentionKind` has them. */
-#define ATTENTION 27
+   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them. */
+#define ATTENTION 26
 HIDDEN Attention attention_of(const int64_t *numbers);
-/* One of `items`, with scratch of a thread's own. */
-HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next);
+/* Attends until nothing is left to take, in thread `thread` of those that share `taken`. */
+HIDDEN void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next);
 
 /* -- products: gemm.c (few rows, weights in bfloat16), block_gemm.c (weights in blocks) ------------------------------- */
 
@@ -347,7 +397,33 @@ HIDDEN PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t gi
 /* In features.c. */
 HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
+/* -- penalties and biases: edits.c ------------------------------------------------------------------------------------- */
+
+/* Of the row table, and of a batch of draft trees. Rows of a batch are b, rows of the table rows[b]. */
+typedef struct {
+    const int64_t *rows, *text, *prompt_len, *bias_ids; /* [batch]; [R, length]; [R]; [R, biases], padded with value 0 */
+    const float *penalties, *bias_values; /* [R, 3]: frequency, presence, repetition; [R, biases] */
+    const int64_t *tokens, *path, *path_len; /* [batch, nodes], and of paths [batch, nodes, width] */
+    int64_t length, biases, nodes, width;
+} Edits;
+typedef struct {
+    float factor, delta;
+} Edit;
+INLINE float edited(float x, Edit e) { return (x > 0.0f ? x / e.factor : x * e.factor) + e.delta; }
+HIDDEN int is_edited(const Edits *e, int64_t b); /* whether the row has any */
+/* counts [vocab] are zeros before and after; newest: position of the row's root, up to which its text counts. */
+HIDDEN void count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts);
+HIDDEN void forget_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts);
+/* before [width]: what is put back. */
+HIDDEN void count_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, int32_t *before);
+HIDDEN void forget_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, const int32_t *before);
+HIDDEN Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id);
+/* x [vocab] as floats of the node's logits: the tokens that have an edit, when all is counted. */
+HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, int64_t newest, const int32_t *counts,
+                      const void *logits, int half, float *x);
+
 /* In sampling.c. */
+HIDDEN PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
@@ -369,6 +445,6 @@ enum { OTHER, MODEL, LOOKUP };
 INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
-/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c and short_conv.c add to the module. */
+/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c, short_conv.c and attention.c add to the module. */
 HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
-    head_methods[], delta_methods[], conv_methods[];
+    head_methods[], delta_methods[], conv_methods[], attention_methods[];

@@ -12,9 +12,6 @@
    other, and of a chunk so many tokens at a time that their inputs are in its cache for all of them. */
 
 #include "cpu.h"
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 #define MOST_TAPS 8
 #define AT_ONCE 64 /* tokens of a chunk that are made ready together */
@@ -47,7 +44,8 @@ typedef struct {
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans, *starts, *slots, *saves; /* as in `Attention` */
     int64_t table_stride, count, longest, depth;
     char *scratch;
-    int64_t scratch_size, threads, group; /* group: value heads of a unit, of one key head */
+    Workers *workers;
+    int64_t scratch_size, group; /* group: value heads of a unit, of one key head */
     float eps;
     int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: of an item's units */
 } Net;
@@ -375,36 +373,6 @@ typedef struct {
     int64_t stride;
 } Matrix; /* some columns of S */
 
-/* x * y + z, rounded once. Where no instruction does it: of numbers as doubles the product is exact, and a sum that is
-   rounded to an odd last bit where it is not exact may be rounded again (Boldo and Melquiond 2008). */
-#if defined(__AVX512F__)
-INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
-#elif defined(__FMA__)
-INLINE pf fused(pf x, pf y, pf z) { return (pf)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
-#elif defined(__aarch64__)
-INLINE pf fused(pf x, pf y, pf z) { return (pf)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
-#else
-typedef float few __attribute__((vector_size(8)));
-typedef double pd __attribute__((vector_size(16)));
-typedef uint64_t pl __attribute__((vector_size(16)));
-INLINE few fused_two(few x, few y, few z) {
-    const pd product = __builtin_convertvector(x, pd) * __builtin_convertvector(y, pd);
-    const pd more = __builtin_convertvector(z, pd), sum = product + more, added = sum - product;
-    const pd rest = (product - (sum - added)) + (more - added);
-    const pl inexact = (pl)(rest < 0.0) | (pl)(rest > 0.0), even = ((pl)sum & 1) - 1;
-    const pl towards = 1 - 2 * (((pl)rest ^ (pl)sum) >> 63); /* zero, or away from it */
-    return __builtin_convertvector((pd)((pl)sum + (inexact & even & towards)), few);
-}
-INLINE pf fused(pf x, pf y, pf z) {
-    few made[2];
-    made[0] = fused_two(__builtin_shufflevector(x, x, 0, 1), __builtin_shufflevector(y, y, 0, 1),
-                        __builtin_shufflevector(z, z, 0, 1));
-    made[1] = fused_two(__builtin_shufflevector(x, x, 2, 3), __builtin_shufflevector(y, y, 2, 3),
-                        __builtin_shufflevector(z, z, 2, 3));
-    return __builtin_shufflevector(made[0], made[1], 0, 1, 2, 3);
-}
-#endif
-
 /* `parts` registers of columns: S goes from `from` to `to` by g, k and d (update), and sums over it and the keys, and
    queries, of the token after are taken (sums 0: none, 1, 2: both). */
 INLINE void step(Matrix from, Matrix to, int64_t key_dim, float g, const float *k, const float *d, const float *next_k,
@@ -583,7 +551,7 @@ static void some_pieces(void *data) {
 
 /* -- the module ---------------------------------------------------------------------------------------------------- */
 
-#define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, threads */
+#define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, workers */
 #define BATCH \
     11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
                     longest span, depth: as of attention */
@@ -597,7 +565,7 @@ static Net net_of(const int64_t *n, const int64_t *batch) {
              .nodes = n[6],
              .group = n[7],
              .half = n[8],
-             .threads = n[9],
+             .workers = POINTER(n[9]),
              .rows = POINTER(batch[0]),
              .table = POINTER(batch[1]),
              .table_stride = batch[2],
@@ -610,7 +578,7 @@ static Net net_of(const int64_t *n, const int64_t *batch) {
              .longest = batch[9],
              .depth = batch[10]};
     const int64_t units = j.value_heads / j.group;
-    j.pieces = units < j.threads ? units : j.threads;
+    j.pieces = units < j.workers->most ? units : j.workers->most;
     j.channels = 2 * j.key_heads * j.key_dim + j.value_heads * j.value_dim;
     j.bytes = j.half ? 2 : 4;
     return j;
@@ -643,7 +611,7 @@ static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t 
     j.eps = (float)PyFloat_AsDouble(args[ALL]);
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    run(some_pieces, &j, j.count * j.pieces > 1 ? j.threads : 1,
+    run(some_pieces, &j, j.count * j.pieces > 1 ? j.workers : NULL,
         n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;

@@ -273,7 +273,7 @@ PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t giv
 }
 
 /* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all, and of router and biases), scatter or 0,
-   router [count, hidden], its bias [count] or 0, count, top_k, renormalise, hidden, ffn, weights, spare, threads; limit.
+   router [count, hidden], its bias [count] or 0, count, top_k, renormalise, hidden, ffn, weights, spare, workers; limit.
    hidden and ffn are multiples of 32. */
 PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[16];
@@ -294,9 +294,10 @@ PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .weights = POINTER(n[13]),
                    .limit = (float)PyFloat_AsDouble(args[16])};
     if (PyErr_Occurred()) return NULL;
-    place_at(&job, POINTER(n[14]), n[15]);
+    Workers *workers = POINTER(n[15]);
+    place_at(&job, POINTER(n[14]), workers->most);
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_of_mixture, &job, &job.team, n[15]);
+    run_team(some_of_mixture, &job, &job.team, workers);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -110,7 +110,7 @@ Product product_of(const int64_t *n, int64_t half) {
 }
 
 /* out [rows, outputs], x [rows, inputs], residual [rows, outputs] or 0, rows; of the GEMM: packed weight, bias
-   [outputs] or 0, inputs, a multiple of 32, outputs, a multiple of 64, block, 0; threads */
+   [outputs] or 0, inputs, a multiple of 32, outputs, a multiple of 64, block, 0; workers */
 PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[5 + GEMM];
     if (!numbers(args, given, 5 + GEMM, n)) return NULL;
@@ -119,9 +119,10 @@ PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     p.x = POINTER(n[1]);
     p.residual = POINTER(n[2]);
     p.rows = n[3];
-    p.shares = n[4 + GEMM];
+    Workers *workers = POINTER(n[4 + GEMM]);
+    p.shares = workers->most;
     Py_BEGIN_ALLOW_THREADS
-    run(multiply_some, &p, p.shares, p.inputs * p.outputs / 20000);
+    run(multiply_some, &p, workers, p.inputs * p.outputs / 20000);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

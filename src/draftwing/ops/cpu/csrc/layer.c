@@ -135,7 +135,6 @@ static void some_of_layers(void *data) {
     const Member me = join(&j->team);
     const int64_t rows = j->rows, width = j->half ? 2 : 4;
     Attention a = j->attention;
-    float *scratch = a.scratch + me.number * a.scratch_size;
     const char *x = j->x;
     Ahead next = {0};
     for (int64_t l = 0; l < j->count; l++) {
@@ -169,7 +168,7 @@ static void some_of_layers(void *data) {
         a.window = layer.window;
         a.sinks = layer.sinks;
         a.scalar = layer.scalar;
-        for (int64_t i; (i = take(&j->attention.next, 1)) < a.items;) attend_item(&a, a.items - 1 - i, scratch, &next);
+        attend_units(&a, &j->attention.next, me.number, &next);
         meet(&me, &next);
 
         product(layer.o, halves, s.middle, s.attended, &s.attended_8, x, rows);
@@ -216,7 +215,7 @@ static Layers layers_of(const int64_t *n) {
                              .kv_heads = a.kv_heads,
                              .dim = a.dim,
                              .half = n[14],
-                             .kv_half = a.kv_half}};
+                             .kv_type = a.kv_type}};
 }
 
 /* rows, half, numbers of a layer, most inputs of a normed row, threads -> bytes of `spare` */
@@ -239,7 +238,7 @@ PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     job.eps = job.rope.eps = PyFloat_AsDouble(args[15 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_of_layers, &job, &job.team, job.attention.threads);
+    run_team(some_of_layers, &job, &job.team, job.attention.workers);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -147,13 +147,23 @@ INLINE int any(vi mask) {
 
 typedef struct {
     const void *logits;
-    const int64_t *positions, *depth, *seed, *top_k, *filtered; /* rows with filters; NULL: none */
-    const float *temperature, *top_p, *min_p;                   /* NULL: all are 0 */
+    const int64_t *positions, *depth, *seed, *top_k, *filtered; /* rows with filters; NULL: those whose values say so */
+    const float *temperature, *top_p, *min_p;                   /* NULL: all are 0; no filters */
+    const int64_t *ban_until, *ban_ids;                         /* [batch], [batch, bans]; NULL: none */
+    const Edits *edits;                                         /* NULL: none */
     int64_t *ids;
     float *noise;
-    int64_t rows, nodes, vocab, half, count, next, worker, padded; /* padded: vocab up to 16s */
-    uint32_t *scratch;                                             /* [threads, 2 * padded], for filters */
+    Edit *edit;                                                          /* of the best, where there are edits */
+    int64_t rows, nodes, vocab, half, count, bans, next, worker, padded; /* padded: vocab up to 16s */
+    uint32_t *scratch; /* [threads, 4 * padded + width of paths]: two parts for filters, then a row's own logits and
+                          counts, and those before its path */
 } Draw;
+/* What a thread keeps between the nodes of a row. */
+typedef struct {
+    uint32_t *scratch;
+    int64_t row; /* of the batch, whose text is counted; -1: none */
+    int cleared; /* whether the counts are zeros, but for that */
+} Drawer;
 
 typedef struct {
     int64_t at; /* of its logits */
@@ -333,10 +343,16 @@ INLINE void limit_row(const Draw *d, Row *r, int64_t k, float top_p, float min_p
 
 /* -- rows and threads --------------------------------------------------------------------------------------------- */
 
-INLINE void draw_row(const Draw *d, int64_t i, uint32_t *scratch, const int half) {
+INLINE int has_filters(const Draw *d, int64_t row) {
+    if (!d->top_p) return 0;
+    if (d->filtered) return d->filtered[row] != 0;
+    return d->top_k[row] > 0 || d->top_p[row] < 1.0f || d->min_p[row] > 0.0f;
+}
+/* at: where the node's logits begin */
+INLINE void draw_row(const Draw *d, int64_t i, int64_t at, uint32_t *scratch, const int half) {
     const int64_t row = i / d->nodes;
-    Row r = {.at = i * d->vocab, .limit = ALL, .temperature = d->temperature ? d->temperature[row] : 0.0f};
-    const int noisy = r.temperature > 0.0f, filtered = noisy && d->filtered && d->filtered[row];
+    Row r = {.at = at, .limit = ALL, .temperature = d->temperature ? d->temperature[row] : 0.0f};
+    const int noisy = r.temperature > 0.0f, filtered = noisy && has_filters(d, row);
     Best best;
     begin(&best, d->count);
     if (noisy) r.key = key_of(d->seed[row], d->positions[row * d->nodes] + d->depth[i] + 1);
@@ -348,22 +364,116 @@ INLINE void draw_row(const Draw *d, int64_t i, uint32_t *scratch, const int half
     finish(&best, d->ids + i * d->count, d->noise + i * d->count);
     if (bad && d->count == 1) d->ids[i] |= NOT_FINITE; /* of several, `heaviest` sees it */
 }
-static void draw_float(const Draw *d, int64_t i, uint32_t *scratch) { draw_row(d, i, scratch, 0); }
-static void draw_half(const Draw *d, int64_t i, uint32_t *scratch) { draw_row(d, i, scratch, 1); }
+static APART void draw_float(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) {
+    draw_row(d, i, at, scratch, 0);
+}
+static APART void draw_half(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) {
+    draw_row(d, i, at, scratch, 1);
+}
+
+/* -- logits of a row's own: with penalties and biases, then without what is banned ---------------------------------- */
+
+INLINE int32_t *counts_of(const Draw *d, const Drawer *who) { return (int32_t *)who->scratch + 3 * d->padded; }
+INLINE int64_t newest_of(const Draw *d, int64_t row) { return d->positions[row * d->nodes]; }
+
+/* Counts the text of another row. -1: of none */
+static void turn_to(const Draw *d, Drawer *who, int64_t row) {
+    int32_t *counts = counts_of(d, who);
+    if (who->row == row) return;
+    if (who->row >= 0) forget_text(d->edits, who->row, newest_of(d, who->row), counts);
+    who->row = row;
+    if (row < 0) return;
+    if (!who->cleared) memset(counts, 0, (size_t)d->padded * 4);
+    who->cleared = 1;
+    count_text(d->edits, row, newest_of(d, row), counts);
+}
+
+static void draw_own(const Draw *d, int64_t i, Drawer *who, int is_banned, int has_edits) {
+    const int64_t row = i / d->nodes, node = i % d->nodes, half = d->half;
+    const char *logits = (const char *)d->logits + i * d->vocab * (half ? 2 : 4);
+    Draw own = *d;
+    float *x = (float *)who->scratch + 2 * d->padded;
+    int32_t *counts = counts_of(d, who), *before = counts + d->padded;
+    own.logits = x;
+    to_floats(x, logits, d->vocab, (int)half);
+    if (has_edits) {
+        turn_to(d, who, row);
+        count_path(d->edits, row, node, counts, before);
+        edit_node(d->edits, row, node, newest_of(d, row), counts, logits, (int)half, x);
+    }
+    for (int64_t k = 0; is_banned && k < d->bans; k++)
+        if (d->ban_ids[row * d->bans + k] >= 0) x[d->ban_ids[row * d->bans + k]] = -INFINITY;
+    draw_float(&own, i, 0, who->scratch);
+    if (!has_edits) return;
+    for (int64_t j = i * d->count; j < (i + 1) * d->count; j++)
+        d->edit[j] = edit_of(d->edits, row, counts, d->ids[j] & TOKEN_PART);
+    forget_path(d->edits, row, node, counts, before);
+}
 
 static void draw_some(void *data) {
     Draw *d = data;
-    uint32_t *scratch = d->scratch + take(&d->worker, 1) * 2 * d->padded;
-    for (int64_t i; (i = take(&d->next, 1)) < d->rows;)
-        if (d->half) draw_half(d, i, scratch);
-        else draw_float(d, i, scratch);
+    const int64_t width = 4 * d->padded + (d->edits ? d->edits->width : 0);
+    Drawer who = {.scratch = d->scratch + take(&d->worker, 1) * width, .row = -1};
+    for (int64_t i; (i = take(&d->next, 1)) < d->rows;) {
+        const int64_t row = i / d->nodes;
+        const int is_banned = d->ban_until && d->positions[i] + 1 < d->ban_until[row];
+        const int has_edits = d->edits && is_edited(d->edits, row);
+        for (int64_t j = i * d->count; d->edits && j < (i + 1) * d->count; j++) d->edit[j] = (Edit){1.0f, 0.0f};
+        if (is_banned || has_edits) draw_own(d, i, &who, is_banned, has_edits);
+        else if (d->half) draw_half(d, i, i * d->vocab, who.scratch);
+        else draw_float(d, i, i * d->vocab, who.scratch);
+    }
+    if (d->edits) turn_to(d, &who, -1);
+}
+
+/* rows, batch; seed, kv_len, floats [R, 3], top_k, ban_until, ban_ids [R, bans], bans; ahead; seed, position (kv_len +
+   ahead), top_k, ban_until [batch] and ban_ids [batch, bans] one after the other; temperature, top_p, min_p [batch] one
+   after the other */
+PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[12];
+    if (!numbers(args, given, 12, n)) return NULL;
+    const int64_t *rows = POINTER(n[0]), batch = n[1], bans = n[8];
+    int64_t *to = POINTER(n[10]);
+    float *floats = POINTER(n[11]);
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t row = rows[b];
+        to[b] = ((int64_t *)POINTER(n[2]))[row];
+        to[batch + b] = ((int64_t *)POINTER(n[3]))[row] + n[9];
+        to[2 * batch + b] = ((int64_t *)POINTER(n[5]))[row];
+        to[3 * batch + b] = ((int64_t *)POINTER(n[6]))[row];
+        memcpy(to + 4 * batch + b * bans, (int64_t *)POINTER(n[7]) + row * bans, (size_t)bans * 8);
+        for (int64_t k = 0; k < 3; k++) floats[k * batch + b] = ((float *)POINTER(n[4]))[row * 3 + k];
+    }
+    Py_RETURN_NONE;
+}
+
+#define EDITS 13
+/* Of rows, text, its length, prompt_len, penalties, ids and values of biases, how many, tokens, nodes, path, its width,
+   path_len */
+static Edits edits_of(const int64_t *n) {
+    return (Edits){.rows = POINTER(n[0]),
+                   .text = POINTER(n[1]),
+                   .length = n[2],
+                   .prompt_len = POINTER(n[3]),
+                   .penalties = POINTER(n[4]),
+                   .bias_ids = POINTER(n[5]),
+                   .bias_values = POINTER(n[6]),
+                   .biases = n[7],
+                   .tokens = POINTER(n[8]),
+                   .nodes = n[9],
+                   .path = POINTER(n[10]),
+                   .width = n[11],
+                   .path_len = POINTER(n[12])};
 }
 
 /* ids, noise, count, logits, half, rows, nodes, vocab, positions, depth, seed, temperature, filtered, top_k, top_p,
-   min_p, scratch, threads. ids and noise [rows, count]: the best of each row, by ascending id */
+   min_p, ban_until, ban_ids, bans, scratch, workers; then what edits the logits, and its factor and summand of each of
+   the best, if anything does. ids and noise [rows, count]: the best of each row, by ascending id */
 PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[18];
-    if (!numbers(args, given, 18, n)) return NULL;
+    int64_t n[21 + EDITS + 1];
+    const int has_edits = given > 21;
+    if (!numbers(args, given, has_edits ? 21 + EDITS + 1 : 21, n)) return NULL;
+    const Edits edits = has_edits ? edits_of(n + 21) : (Edits){0};
     Draw d = {.ids = POINTER(n[0]),
               .noise = POINTER(n[1]),
               .count = n[2],
@@ -380,26 +490,32 @@ PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
               .top_k = POINTER(n[13]),
               .top_p = POINTER(n[14]),
               .min_p = POINTER(n[15]),
-              .scratch = POINTER(n[16])};
+              .ban_until = POINTER(n[16]),
+              .ban_ids = POINTER(n[17]),
+              .bans = n[18],
+              .scratch = POINTER(n[19]),
+              .edits = has_edits ? &edits : NULL,
+              .edit = has_edits ? POINTER(n[21 + EDITS]) : NULL};
     d.padded = (d.vocab + LANES - 1) / LANES * LANES;
     Py_BEGIN_ALLOW_THREADS
-    run(draw_some, &d, d.rows > 1 ? n[17] : 1, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
+    run(draw_some, &d, d.rows > 1 ? POINTER(n[20]) : NULL, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
-/* tokens [rows], ids, noise, logits [rows, count], rows, count: of each row the id with the largest noise + logit, the
-   first of equals, or the first that is NaN; NOT_FINITE where that sum is not */
+/* tokens [rows], ids, noise, logits [rows, count], rows, count; edit [rows, count] or 0: of each row the id with the
+   largest noise + edited logit, the first of equals, or the first that is NaN; NOT_FINITE where that sum is not */
 PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[6];
-    if (!numbers(args, given, 6, n)) return NULL;
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
     const int64_t *ids = POINTER(n[1]), count = n[5];
     const float *noise = POINTER(n[2]), *logits = POINTER(n[3]);
-    for (int64_t row = 0; row < n[4]; row++, ids += count, noise += count, logits += count) {
+    const Edit *edit = POINTER(n[6]);
+    for (int64_t row = 0; row < n[4]; row++, ids += count, noise += count, logits += count, edit += edit ? count : 0) {
         int64_t at = 0;
-        float most = noise[0] + logits[0];
+        float most = noise[0] + (edit ? edited(logits[0], edit[0]) : logits[0]);
         for (int64_t i = 1; i < count && most == most; i++) {
-            const float z = noise[i] + logits[i];
+            const float z = noise[i] + (edit ? edited(logits[i], edit[i]) : logits[i]);
             if (!(z <= most)) {
                 most = z;
                 at = i;
@@ -434,7 +550,7 @@ static void noise_some(void *data) {
     }
 }
 
-/* out [rows, size], seed, positions [rows], ids, rows, nodes (rows of a seed), size, stride of ids, threads */
+/* out [rows, size], seed, positions [rows], ids, rows, nodes (rows of a seed), size, stride of ids, workers */
 PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[9];
     if (!numbers(args, given, 9, n)) return NULL;
@@ -447,7 +563,7 @@ PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .size = n[6],
                    .stride = n[7]};
     Py_BEGIN_ALLOW_THREADS
-    run(noise_some, &noise, noise.rows > 1 ? n[8] : 1, noise.rows * noise.size / 800);
+    run(noise_some, &noise, noise.rows > 1 ? POINTER(n[8]) : NULL, noise.rows * noise.size / 800);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -460,21 +576,28 @@ typedef struct {
     const void *logits;
     const int64_t *seed, *positions; /* of each row */
     const float *temperature;        /* NULL: no noise */
-    const int32_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
+    const int64_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
     int64_t rows, nodes, vocab, padded, half, count, next, worker;
     float *scratch; /* [threads, 2 * padded]: a row's noise, a node's sums */
 } Top;
 
-static void row_noise(const Top *t, int64_t row, float *noise) {
-    const Key key = key_of(t->seed[row], t->positions[row]);
+typedef struct {
+    const int64_t *seed, *positions;
+    const float *temperature;
+    const int64_t *target; /* as of `Top` */
+} Noises;
+
+/* Of a row, what noise adds to logits [from, to). */
+static void row_noise(const Noises *n, int64_t row, int64_t from, int64_t to, float *noise) {
+    const Key key = key_of(n->seed[row], n->positions[row]);
     const vf zero = {0};
-    for (int64_t c = 0; c < t->vocab; c += LANES) {
-        vu ids = {0};
-        const int64_t left = t->vocab - c < LANES ? t->vocab - c : LANES;
-        if (t->target) memcpy(&ids, t->target + c, (size_t)left * 4);
-        const vi bits = bits_of(t->target ? ids * TOKEN_MUL : ids_from(c), key);
+    for (int64_t c = from; c < to; c += LANES) {
+        vl ids = {0};
+        const int64_t left = to - c < LANES ? to - c : LANES;
+        if (n->target) memcpy(&ids, n->target + c, (size_t)left * 8);
+        const vi bits = bits_of(n->target ? __builtin_convertvector(ids, vu) * TOKEN_MUL : ids_from(c), key);
         Scored s;
-        score(&zero, &bits, t->temperature[row], &s);
+        score(&zero, &bits, n->temperature[row], &s);
         storef(noise + c, s.noise);
     }
 }
@@ -514,14 +637,15 @@ static void top_some(void *data) {
     float *noise = t->scratch + take(&t->worker, 1) * 2 * t->padded, *z = noise + t->padded;
     for (int64_t row; (row = take(&t->next, 1)) < t->rows;) {
         const int noisy = t->temperature && t->temperature[row] > 0.0f;
-        if (noisy) row_noise(t, row, noise);
+        const Noises own = {t->seed, t->positions, t->temperature, t->target};
+        if (noisy) row_noise(&own, row, 0, t->vocab, noise);
         for (int64_t i = row * t->nodes; i < (row + 1) * t->nodes; i++)
             if (t->half) top_node(t, i, noisy ? noise : NULL, z, 1);
             else top_node(t, i, noisy ? noise : NULL, z, 0);
     }
 }
 
-/* Of states that a GEMM makes logits of, perhaps normed before, without noise: each thread looks for the best among
+/* Of states that a GEMM makes logits of, perhaps normed before: each thread looks for the best among
    the outputs that it has made, which are in its cache. */
 typedef struct {
     float top, total;
@@ -532,7 +656,10 @@ typedef struct {
     Product product;               /* its x is that of thread 0, its out the logits */
     const void *states, *norm;     /* norm: weight, or NULL */
     const int64_t *places, *names; /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
-    int64_t stride, count;
+    const int64_t *seed, *positions; /* of each group of `nodes` rows, whose noise is the same */
+    const float *temperature;        /* NULL: no noise */
+    int64_t stride, count, nodes;
+    float *noise; /* [outputs] of the row that is looked at */
     int64_t *ids;
     float *logp;
     char *spare;  /* [threads]: rows [rows, inputs], which may be rounded to 8 bits behind that */
@@ -540,12 +667,13 @@ typedef struct {
     double eps;
 } Following;
 
-INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, Found *found, int64_t count,
-                    const int half) {
+INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, const float *noise, Found *found,
+                    int64_t count, const int half) {
     vf most = splat(-INFINITY), sum = {0};
     begin(&found->best, count);
     for (int64_t c = from; c < to; c += LANES) {
-        const vf x = load(logits, at + c, LANES, half);
+        vf x = load(logits, at + c, LANES, half);
+        if (noise) x += loadf(noise + c);
         most = larger(x, most);
         if (!any(x > found->best.cutoff)) continue;
         for (int l = 0; l < LANES; l++)
@@ -553,14 +681,19 @@ INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, Fo
     }
     found->top = most[0];
     for (int l = 1; l < LANES; l++) found->top = most[l] > found->top ? most[l] : found->top;
-    for (int64_t c = from; c < to; c += LANES) sum += exp2_16((load(logits, at + c, LANES, half) - found->top) * LOG2E);
+    for (int64_t c = from; c < to; c += LANES) {
+        vf x = load(logits, at + c, LANES, half);
+        if (noise) x += loadf(noise + c);
+        sum += exp2_16((x - found->top) * LOG2E);
+    }
     found->total = sum[0];
     for (int l = 1; l < LANES; l++) found->total += sum[l];
 }
 
-static void best_of(const Product *p, int64_t row, int64_t from, int64_t to, Found *found, int64_t count) {
-    if (p->half) best_in(p->out, row * p->outputs, from, to, found, count, 1);
-    else best_in(p->out, row * p->outputs, from, to, found, count, 0);
+static void best_of(const Product *p, int64_t row, int64_t from, int64_t to, const float *noise, Found *found,
+                    int64_t count) {
+    if (p->half) best_in(p->out, row * p->outputs, from, to, noise, found, count, 1);
+    else best_in(p->out, row * p->outputs, from, to, noise, found, count, 0);
 }
 
 /* What the threads, whose outputs ascend, have found of a row. */
@@ -604,18 +737,26 @@ static void some_following(void *data) {
     }
     p.x = x;
     multiply_part(&p, from, to);
-    for (int64_t i = 0; i < p.rows; i++) best_of(&p, i, from, to, f->found + me.number * p.rows + i, f->count);
+    for (int64_t i = 0; i < p.rows; i++) {
+        const int64_t group = i / f->nodes;
+        const int noisy = f->temperature && f->temperature[group] > 0.0f;
+        const Noises own = {f->seed, f->positions, f->temperature, f->names};
+        if (noisy && i % f->nodes == 0) row_noise(&own, group, from, to, f->noise);
+        best_of(&p, i, from, to, noisy ? f->noise : NULL, f->found + me.number * p.rows + i, f->count);
+    }
     meet(&me, &nothing);
     for (int64_t i = me.number; i < p.rows; i += me.size) join_found(f, i, me.size);
 }
 
 /* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
-   half, rows; of the GEMM, whose outputs are a multiple of 32; spare: logits [rows * outputs], and of each thread rows
-   [rows * inputs] and those rounded, if the weight is in blocks; threads; eps */
+   half, rows; of the GEMM, whose outputs are a multiple of 32; spare: noise [outputs], logits [rows * outputs], and of
+   each thread rows [rows * inputs] and those rounded, if the weight is in blocks; workers; seed, positions, temperature
+   (0: no noise) of each group of so many rows; eps */
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12 + GEMM];
-    if (!numbers(args, given - 1, 12 + GEMM, n)) return NULL;
+    int64_t n[16 + GEMM];
+    if (!numbers(args, given - 1, 16 + GEMM, n)) return NULL;
     const int64_t *more = n + 10 + GEMM;
+    Workers *workers = POINTER(more[1]);
     Following f = {.ids = POINTER(n[0]),
                    .logp = POINTER(n[1]),
                    .states = POINTER(n[2]),
@@ -624,22 +765,27 @@ PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) 
                    .names = POINTER(n[5]),
                    .count = n[6],
                    .norm = POINTER(n[7]),
-                   .eps = PyFloat_AsDouble(args[12 + GEMM]),
+                   .noise = POINTER(more[0]),
+                   .seed = POINTER(more[2]),
+                   .positions = POINTER(more[3]),
+                   .temperature = POINTER(more[4]),
+                   .nodes = more[5],
+                   .eps = PyFloat_AsDouble(args[16 + GEMM]),
                    .product = product_of(n + 10, n[8])};
     f.product.rows = n[9];
-    f.product.out = POINTER(more[0]);
+    f.product.out = f.noise + f.product.outputs;
     f.spare = (char *)f.product.out + f.product.rows * f.product.outputs * (n[8] ? 2 : 4);
     if (PyErr_Occurred()) return NULL;
-    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(more[1] * f.product.rows));
+    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(workers->most * f.product.rows));
     if (!f.found) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_following, &f, &f.team, more[1]);
+    run_team(some_following, &f, &f.team, workers);
     Py_END_ALLOW_THREADS
     free(f.found);
     Py_RETURN_NONE;
 }
 
-/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, target, scratch, threads. ids and
+/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, target, scratch, workers. ids and
    logp [rows, nodes, count]: best first */
 PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[14];
@@ -659,7 +805,7 @@ PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given)
              .scratch = POINTER(n[12])};
     t.padded = (t.vocab + LANES - 1) / LANES * LANES;
     Py_BEGIN_ALLOW_THREADS
-    run(top_some, &t, t.rows > 1 ? n[13] : 1, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);
+    run(top_some, &t, t.rows > 1 ? POINTER(n[13]) : NULL, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

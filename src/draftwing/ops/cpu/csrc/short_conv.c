@@ -79,7 +79,7 @@ static void some_channels(void *data) {
     }
 }
 
-/* out, made, its stride, taps, kept, write slots, channels, width, half, half of what is kept, threads, queries; rows,
+/* out, made, its stride, taps, kept, write slots, channels, width, half, half of what is kept, workers, queries; rows,
    table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the longest span, depth: as
    of attention */
 static PyObject *py_short_conv(PyObject *self, PyObject *const *args, Py_ssize_t given) {
@@ -107,7 +107,7 @@ static PyObject *py_short_conv(PyObject *self, PyObject *const *args, Py_ssize_t
               .longest = n[21],
               .depth = n[22]};
     Py_BEGIN_ALLOW_THREADS
-    run(some_channels, &j, n[10], n[11] * j.channels * j.width / 8000);
+    run(some_channels, &j, POINTER(n[10]), n[11] * j.channels * j.width / 8000);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

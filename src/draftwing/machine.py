@@ -1,0 +1,130 @@
+"""What this process may use of its machine: processors by affinity, hyperthreads and quotas, memory by limits.
+
+Everything is read of Linux's files below `root`, which tests replace; where they are missing there is no limit.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+_UNLIMITED = 1 << 60  # bytes: cgroups of version 1 say "no limit" by a number near 2 ** 63
+
+
+@dataclass(frozen=True)
+class Processors:
+    """allowed: processors of the affinity mask; cores: of them, hyperthreads counted once; quota: of how many
+    processors control groups give the time, None where they do not limit it."""
+
+    allowed: int
+    cores: int
+    quota: float | None = None
+
+    @property
+    def threads(self) -> int:
+        """Returns how many threads can compute at the same time without one having to wait for another's processor: a
+        quota of 1.5 has time for one."""
+        return self.cores if self.quota is None else max(1, min(self.cores, int(self.quota)))
+
+    def __str__(self) -> str:
+        words = [f"{self.cores} core{'s' * (self.cores > 1)}"]
+        if self.allowed > self.cores:
+            words.append(f"{self.allowed} hyperthreads")
+        if self.quota is not None:
+            words.append(f"a quota of {self.quota:g} processors")
+        return ", ".join(words)
+
+
+def processors(root: Path = ROOT, affinity: set[int] | None = None) -> Processors:
+    """Finds what this process may use. affinity: processor numbers, in place of this process's own."""
+    if affinity is None:
+        has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+        affinity = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {_text(root / topology.format(number)) or str(number) for number in affinity}
+    return Processors(len(affinity), len(cores), _quota(root))
+
+
+def _quota(root: Path) -> float | None:
+    found = []
+    for folder in _groups(root, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")  # version 2
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        with suppress(ValueError, ZeroDivisionError):  # "max", or nothing
+            if int(quota) > 0:
+                found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def free_memory(root: Path = ROOT) -> int | None:
+    """Returns the bytes that this process may still take: what the machine has, its control groups and `ulimit -v`
+    allow. None on a system that does not tell."""
+    found = [left for left in (_available(root), *_group_memory(root), _address_space(root)) if left is not None]
+    return max(min(found), 0) if found else None
+
+
+def _available(root: Path) -> int | None:
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _group_memory(root: Path) -> Iterator[int]:
+    """Yields what each limit leaves. Pages of files that nobody has read of late are free: they go when others need
+    the room."""
+    for folder in _groups(root, "memory"):
+        stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+        files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        for limits, usage in ((("memory.max", "memory.high"), "memory.current"),
+                              (("memory.limit_in_bytes",), "memory.usage_in_bytes")):  # fmt: skip
+            for limit in limits:
+                with suppress(ValueError):  # "max", or nothing
+                    most, used = int(_text(folder / limit)), int(_text(folder / usage))
+                    if most < _UNLIMITED:
+                        yield most - used + files
+
+
+def _address_space(root: Path) -> int | None:
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = _text(root / "proc/self/statm").split()
+    if most == resource.RLIM_INFINITY or not used:
+        return None
+    return most - int(used[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- control groups ----------------------------------------------------------------------------------------------------
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's control groups, and of those around them, that have this controller. In a
+    container the path is often that of the host, and the container's group is where they are mounted."""
+    mounted = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if not names:
+            bases = [mounted, mounted / "unified"]  # version 2, alone or beside version 1
+        elif controller in names.split(","):
+            bases = [mounted / names, mounted / controller]
+        else:
+            continue
+        for base in bases:
+            inner = base / path.lstrip("/")
+            yield from dict.fromkeys(folder for folder in (inner, *inner.parents) if folder.is_relative_to(base))
+
+
+def _text(file: Path) -> str:
+    """Returns what is in a file; nothing where there is none, or where it may not be read."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,580 @@
+/* Attention over the pool, for trees and chunks.
+
+   Queries come in spans: a row's tree, or a chunk. A query sees `count` keys in position order: the page table's
+   entries [0, prefix), then those of its path (trees), or the positions up to its own (chunks). With a window its first
+   key is `low`.
+
+   A query's bits follow from its own keys and their positions. A score is summed in the order of head_dim. Positions go
+   in chunks of CHUNK: each has a maximum of its own, weights exp2(score - maximum), the sum of these over 16 lanes, and
+   the sums of the values in the order of positions, all with products that are fused with the sums. What the chunks
+   have is joined in their order. So neither vectors nor threads, nor the queries that share a tile, change anything.
+
+   A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
+   over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
+   chunks of a tile. Where a tile is one unit it is joined as it goes; else its chunks are stored, and the thread that
+   ends the last unit joins them. */
+
+#include "attention.h"
+
+/* -- sizes and shares ---------------------------------------------------------------------------------------------- */
+
+INLINE int64_t group_of(const Attention *a) { return a->heads / a->kv_heads; }
+INLINE int64_t rows_of(const Attention *a) { return most(TILE_ROWS / group_of(a), 1) * group_of(a); }
+INLINE int64_t parts_size(int64_t rows, int64_t padded) { return 2 * round_up(rows, LANES) + rows * padded; }
+static float *parts_at(Parts *p, float *memory, int64_t rows, int64_t padded) {
+    const int64_t aligned = round_up(rows, LANES);
+    *p = (Parts){memory, memory + aligned, memory + 2 * aligned};
+    return p->values + rows * padded;
+}
+/* Lays out what a thread computes on its way. Returns its end. */
+static float *scratch_of(Tile *t, const Attention *a, float *memory) {
+    const int64_t rows = rows_of(a), aligned = round_up(rows, LANES), padded = a->padded;
+    t->at = (const char **)memory;
+    t->after = t->at + CHUNK + LANES;
+    t->here = t->after + CHUNK + LANES;
+    t->counts = (int64_t *)(t->here + CHUNK + LANES);
+    t->lows = t->counts + aligned;
+    t->keep = (float *)(t->lows + aligned);
+    t->join = t->keep + aligned;
+    t->q_scales = t->join + aligned;
+    t->factors = t->q_scales + aligned;
+    t->key_scales = t->factors + aligned;
+    t->value_scales = t->key_scales + BLOCK;
+    t->q = t->value_scales + CHUNK;
+    t->keys = t->q + rows * padded;
+    t->staged = t->keys + BLOCK * padded;
+    t->scores = t->staged + BLOCK * padded;
+    t->beside = t->scores + rows * LD;
+    return parts_at(&t->part, parts_at(&t->whole, t->beside + rows * BLOCK, rows, padded), rows, padded);
+}
+static int64_t thread_floats(const Attention *a) {
+    Tile t;
+    return round_up(scratch_of(&t, a, NULL) - (float *)NULL, LANES);
+}
+
+/* Of all the call's work: queries of a tile, tiles of the longest span, chunks of a unit, floats of a chunk's parts. */
+typedef struct {
+    int64_t tile, tiles, per, size;
+} Plan;
+/* Tile `tile` of a span: its queries and chunks. There may be none. */
+typedef struct {
+    int64_t offset, first, queries, from, end; /* first: query of the span whose first one is `offset`; chunks */
+} Reach;
+static Reach reach_of(const Attention *a, const Plan *p, int64_t span, int64_t tile) {
+    const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
+    Reach r = {.first = tile * p->tile};
+    r.offset = spans ? spans[1] : a->starts ? a->starts[span] : span * a->nodes;
+    const int64_t length = spans ? spans[3] : a->starts ? a->starts[span + 1] - r.offset : a->nodes;
+    r.queries = least(length - r.first, p->tile);
+    if (r.queries <= 0) return (Reach){0};
+    const int64_t fewest = (spans ? spans[2] + r.first : a->prefix[span]) + 1; /* keys of a query, at least */
+    const int64_t last = spans ? fewest + r.queries - 1 : fewest + a->depth - 1;
+    r.from = a->window ? most(fewest - a->window, 0) / CHUNK : 0;
+    r.end = (last + CHUNK - 1) / CHUNK;
+    return r;
+}
+
+/* Goes through tiles, the longest of chunks first, and numbers their units. */
+typedef struct {
+    Plan plan;
+    int64_t tile, unit, units; /* tile: of all, counted from the last; its first unit, and how many it has */
+    int64_t span, head, split, stored; /* tiles before it of several units, and chunks of these */
+    Reach reach;
+} Cursor;
+static int next_tile(const Attention *a, Cursor *c) {
+    if (c->units > 1) c->split++, c->stored += c->reach.end - c->reach.from;
+    c->unit += c->units;
+    if (++c->tile >= a->count * c->plan.tiles * a->kv_heads) return 0;
+    const int64_t from_first = a->count * c->plan.tiles * a->kv_heads - 1 - c->tile;
+    c->head = from_first % a->kv_heads;
+    c->span = from_first / a->kv_heads / c->plan.tiles;
+    c->reach = reach_of(a, &c->plan, c->span, from_first / a->kv_heads % c->plan.tiles);
+    c->units = (c->reach.end - c->reach.from + c->plan.per - 1) / c->plan.per;
+    return 1;
+}
+static Cursor cursor_of(Plan plan) { return (Cursor){.plan = plan, .tile = -1}; }
+
+static int64_t chunks_of(const Attention *a, const Plan *p) {
+    int64_t chunks = 0;
+    for (int64_t span = 0; span < a->count; span++)
+        for (int64_t tile = 0; tile < p->tiles; tile++) {
+            const Reach r = reach_of(a, p, span, tile);
+            chunks += r.end - r.from;
+        }
+    return chunks * a->kv_heads;
+}
+/* Tiles are large, for they share keys, and as many units as all threads like to have; no bit follows from either. */
+static Plan plan_of(const Attention *a) {
+    const int64_t threads = a->workers->most, wanted = threads > 1 ? UNITS * threads : 1, group = group_of(a);
+    Plan p = {.tile = rows_of(a) / group};
+    int64_t chunks;
+    while (1) {
+        p.tiles = (a->nodes + p.tile - 1) / p.tile;
+        p.tile = (a->nodes + p.tiles - 1) / p.tiles; /* all alike */
+        chunks = chunks_of(a, &p);
+        if (chunks >= wanted || p.tile * group <= FEW_ROWS || p.tile == 1) break;
+        p.tile = (p.tile + 1) / 2;
+    }
+    p.size = parts_size(p.tile * group, a->padded);
+    p.per = most((chunks + wanted - 1) / wanted, 1);
+    while (1) { /* until what is split has room */
+        Cursor c = cursor_of(p);
+        while (next_tile(a, &c)) {}
+        if (c.split <= TICKETS && c.stored * p.size <= a->stored_size) return p;
+        p.per *= 2;
+    }
+}
+
+/* -- scores -------------------------------------------------------------------------------------------------------- */
+
+INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
+
+/* to[c][j] = element c of key j, of PART keys; zeros or anything from head_dim on. */
+INLINE void turn(float *to, const char *const *at, int64_t words, const int half) {
+    for (int64_t first = 0; first < words; first += PART) {
+        pu word[PART];
+        turn_words(word, at, 4 * first);
+#pragma GCC unroll 16
+        for (int i = 0; i < PART; i++)
+            if (i >= words - first) break;
+            else if (half) {
+                put(to + (first + i) * 2 * BLOCK, word[i] << 16);
+                put(to + ((first + i) * 2 + 1) * BLOCK, word[i] & 0xffff0000u);
+            } else put(to + (first + i) * BLOCK, word[i]);
+    }
+}
+
+/* Turns `count` keys; there are more addresses, up to 16s. Their values are read next, and the keys of `after`. */
+static void stage_keys(const Tile *t, const char *const *at, int64_t count, const char *const *after, int64_t more) {
+    const int64_t bytes = row_bytes(t->a);
+    for (int64_t j = 0; j < count; j += PART) {
+        for (int64_t i = j; i < least(j + PART, count); i++) {
+            bring(at[i] + bytes, bytes);
+            if (i < more) bring(after[i], bytes);
+        }
+        if (t->a->kv_type == INT8) stage_keys_8(t, j, at + j);
+        else if (t->a->kv_type == HALF) turn(t->keys + j, at + j, (bytes + 3) / 4, 1);
+        else turn(t->keys + j, at + j, bytes / 4, 0);
+    }
+}
+
+/* scores[r][j] = q[r] . key j: `rows` rows, `parts` registers of keys. */
+INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_t dim, float *scores, int64_t ld,
+                       const int rows, const int parts) {
+    pf sum[TALL][8];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < parts; c++) sum[r][c] = (pf){0};
+    for (int64_t i = 0; i < dim; i++) {
+        pf key[8];
+#pragma GCC unroll 8
+        for (int c = 0; c < parts; c++) key[c] = part_at(keys + i * BLOCK + c * PART);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const pf x = q[r * padded + i] - (pf){0};
+#pragma GCC unroll 8
+            for (int c = 0; c < parts; c++) sum[r][c] = fused(x, key[c], sum[r][c]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < parts; c++) memcpy(scores + r * ld + c * PART, &sum[r][c], sizeof sum[r][c]);
+}
+/* Of `count` keys, up to whole registers, perhaps several. */
+INLINE void score_rows(const float *q, int64_t padded, const float *keys, int64_t dim, float *scores, int64_t ld,
+                       int64_t count, const int rows) {
+    int64_t j = 0;
+    for (; count - j > LANES; j += SCORE_PARTS(rows) * PART)
+        score_part(q, padded, keys + j, dim, scores + j, ld, rows, SCORE_PARTS(rows));
+    for (; j < count; j += LANES) score_part(q, padded, keys + j, dim, scores + j, ld, rows, REGISTERS);
+}
+static void score_block(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
+    const int64_t padded = t->a->padded, dim = t->a->dim, turns = (end - from + TALL - 1) / TALL;
+    if (t->a->kv_type == INT8) {
+        score_block_8(t, from, end, scores, ld, count);
+        return;
+    }
+    for (int64_t turn = 0, r = from; turn < turns; turn++) {
+        const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
+        const float *q = t->q + r * padded;
+        float *to = scores + r * ld;
+        if (rows == 6) score_rows(q, padded, t->keys, dim, to, ld, count, 6);
+        else if (rows == 5) score_rows(q, padded, t->keys, dim, to, ld, count, 5);
+        else if (rows == 4) score_rows(q, padded, t->keys, dim, to, ld, count, 4);
+        else if (rows == 3) score_rows(q, padded, t->keys, dim, to, ld, count, 3);
+        else if (rows == 2) score_rows(q, padded, t->keys, dim, to, ld, count, 2);
+        else score_rows(q, padded, t->keys, dim, to, ld, count, 1);
+        r += rows;
+    }
+}
+
+/* Addresses of keys [from, end) of one or all queries, and more of the last, up to 16s. */
+static void addresses(const Tile *t, const char **to, int64_t from, int64_t end, const int64_t *path) {
+    for (int64_t j = from; j < end; j++) *to++ = key_at(t, j < t->prefix || !path ? j : t->prefix + path[j - t->prefix]);
+    for (int64_t j = end; j % LANES; j++, to++) to[0] = to[-1];
+}
+
+/* Scores of a tree's nodes for all its queries, and from these each query's path. */
+static void score_paths(const Tile *t, int64_t from, int64_t end) {
+    int64_t first = INT64_MAX, last = -1;
+    for (int64_t i = 0; i < t->queries; i++)
+        for (int64_t p = most(t->prefix, from); p < least(t->counts[i * t->group], end); p++) {
+            const int64_t entry = path_of(t, i)[p - t->prefix];
+            first = least(first, entry), last = most(last, entry);
+        }
+    for (int64_t block = first; block <= last; block += BLOCK) {
+        const int64_t count = least(last + 1 - block, BLOCK);
+        for (int64_t j = 0; j < round_up(count, LANES); j++) t->here[j] = key_at(t, t->prefix + block + least(j, count - 1));
+        stage_keys(t, t->here, count, NULL, 0);
+        score_block(t, 0, t->rows, t->beside, BLOCK, count);
+        for (int64_t r = 0; r < t->rows; r++)
+            for (int64_t p = most(t->prefix, from); p < least(t->counts[r], end); p++) {
+                const int64_t entry = path_of(t, r / t->group)[p - t->prefix] - block;
+                if (entry >= 0 && entry < BLOCK) t->scores[r * LD + p - from] = t->beside[r * BLOCK + entry];
+            }
+    }
+}
+
+/* -- values -------------------------------------------------------------------------------------------------------- */
+
+INLINE pf elements(const char *row, int64_t c, const int half) {
+    if (!half) return part_at((const float *)row + c);
+    ph some;
+    memcpy(&some, row + 2 * c, sizeof some);
+    return (pf)(wider(some) << 16);
+}
+/* Where values are: in the pool, behind their keys, or staged as floats. What is read after them is fetched meanwhile. */
+typedef struct {
+    const char *const *at, *const *after; /* after: or NULL */
+    int64_t byte, bytes;                  /* bytes: of a key in the pool */
+    int half;
+} Values;
+/* to[r] += weights[r][j] * value j for j in [from, end), one after the other: `rows` rows, `parts` registers of each. */
+INLINE void value_part(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
+                       int64_t c, const int half, const int rows, const int parts) {
+    const char *const *after = c ? NULL : v->after;
+    pf sum[TALL][4];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) sum[r][i] = part_at(to + r * padded + c + i * PART);
+    for (int64_t j = from; j < end; j++) {
+        pf value[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) value[i] = elements(v->at[j] + v->byte, c + i * PART, half);
+        if (after) bring(after[j], v->bytes);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const pf x = weights[r * LD + j] - (pf){0};
+#pragma GCC unroll 4
+            for (int i = 0; i < parts; i++) sum[r][i] = fused(x, value[i], sum[r][i]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) memcpy(to + r * padded + c + i * PART, &sum[r][i], sizeof sum[r][i]);
+}
+INLINE void value_rows(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
+                       const int half, const int rows) {
+    int64_t c = 0;
+    for (; c + VALUE_PARTS(rows) * PART <= padded; c += VALUE_PARTS(rows) * PART)
+        value_part(to, padded, weights, v, from, end, c, half, rows, VALUE_PARTS(rows));
+    for (; c < padded; c += PART) value_part(to, padded, weights, v, from, end, c, half, rows, 1);
+}
+static void value_sized(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
+                        int64_t rows) {
+#define CASE(n) \
+    if (rows == n && v->half) value_rows(to, padded, weights, v, from, end, 1, n); \
+    else if (rows == n) value_rows(to, padded, weights, v, from, end, 0, n);
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+}
+
+/* Values of keys [from, end) for rows [r, r + rows); weights and addresses start at `chunk`. Of a few queries next to
+   each other most keys are seen by all; the others are each one's own, for a weight of 0 would not keep out a NaN. */
+static void value_turn(const Tile *t, const Values *v, int64_t chunk, int64_t from, int64_t end, int64_t r, int64_t rows) {
+    const int64_t padded = t->a->padded;
+    float *to = t->part.values + r * padded;
+    const float *weights = t->scores + r * LD;
+    int64_t low = from, high = end;
+    for (int64_t i = r; i < r + rows; i++) low = most(low, t->lows[i]), high = least(high, t->counts[i]);
+    if (high < low) high = low;
+    for (int64_t i = r; i < r + rows; i++) {
+        const int64_t first = most(from, t->lows[i]) - chunk, last = least(least(low, t->counts[i]), end) - chunk;
+        if (first < last)
+            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last, 1);
+    }
+    if (low < high) value_sized(to, padded, weights, v, low - chunk, high - chunk, rows);
+    for (int64_t i = r; i < r + rows; i++) {
+        const int64_t first = most(high, t->lows[i]) - chunk, last = least(t->counts[i], end) - chunk;
+        if (first < last)
+            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last, 1);
+    }
+}
+/* For rows [r, last), of keys whose addresses are `at` from position `from` on. Many rows read them as floats that lie
+   together. after: what is read next, or NULL. */
+static void add_values(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
+                       int64_t end, int64_t r, int64_t last) {
+    const Attention *a = t->a;
+    const int64_t bytes = row_bytes(a), turns = (last - r + TALL - 1) / TALL;
+    if (a->kv_type == INT8) {
+        add_values_8(t, at, after, chunk, from, end, r, last);
+        return;
+    }
+    const int stage = turns > 1 || a->dim % LANES;
+    Values v = {at, after, bytes, bytes, (int)a->kv_type};
+    if (stage) v = (Values){.at = t->here};
+    for (int64_t block = from, next; block < end; block = next) {
+        next = stage ? least(block + BLOCK, end) : end;
+        for (int64_t j = block; j < next && stage; j++) {
+            float *row = t->staged + (j - block) * a->padded;
+            to_floats(row, at[j - chunk] + bytes, a->dim, (int)a->kv_type);
+            for (int64_t c = a->dim; c < a->padded; c++) row[c] = 0;
+            t->here[j - chunk] = (const char *)row;
+            if (after) bring(after[j - chunk], bytes);
+        }
+        for (int64_t turn = 0, first = r; turn < turns; turn++) {
+            const int64_t rows = (last - first + turns - turn - 1) / (turns - turn);
+            value_turn(t, &v, chunk, block, next, first, rows);
+            first += rows;
+        }
+    }
+}
+
+/* -- chunks and tiles ---------------------------------------------------------------------------------------------- */
+
+/* Chunk `number` of the tile to `part`; last: of the unit. */
+static void run_chunk(const Tile *t, int64_t number, int last_one, Ahead *next) {
+    const Attention *a = t->a;
+    const int64_t from = number * CHUNK, end = least(from + CHUNK, t->end), alike = t->queries == 1 ? end : least(end, t->prefix);
+    const Parts *part = &t->part;
+    if (alike > from) addresses(t, t->at, from, alike, t->path);
+    for (int64_t block = from; block < alike; block += BLOCK) {
+        const int64_t count = least(alike - block, BLOCK);
+        const char *const *here = t->at + (block - from);
+        int64_t first = 0, last = t->rows; /* rows that see some of it */
+        while (first < last && (t->counts[first] <= block || t->lows[first] >= block + count)) first++;
+        while (last > first && (t->counts[last - 1] <= block || t->lows[last - 1] >= block + count)) last--;
+        if (first == last) continue;
+        stage_keys(t, here, count, here + BLOCK, alike - block - BLOCK);
+        fetch(next, BLOCK_LINES);
+        score_block(t, first, last, t->scores + (block - from), LD, count);
+    }
+    if (end > alike) score_paths(t, from, end);
+    if (a->kv_type == INT8 && alike > from) value_scales(t, alike - from);
+    memset(part->values, 0, (size_t)(t->rows * a->padded) * 4);
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t low = most(t->lows[r], from), count = least(t->counts[r], end);
+        part->tops[r] = NONE, part->sums[r] = 0;
+        if (low < count) part->sums[r] = softmax(t->scores + r * LD, low - from, count - from, part->tops + r);
+        if (a->kv_type == INT8) round_weights(t, r, from, low, count, alike);
+    }
+    const int64_t after = last_one ? 0 : least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
+    if (after > 0) { /* where it has fewer keys, the last again */
+        addresses(t, t->after, from + CHUNK, from + CHUNK + after, t->path);
+        for (int64_t j = after; j < CHUNK; j++) t->after[j] = t->after[after - 1];
+    }
+    if (alike > from) add_values(t, t->at, after > 0 ? t->after : NULL, from, from, alike, 0, t->rows);
+    for (int64_t i = 0; i < t->queries && end > alike; i++) {
+        const int64_t first = most(from, t->prefix), last = least(t->counts[i * t->group], end);
+        if (first >= last) continue;
+        addresses(t, t->at + (first - from), first, last, path_of(t, i));
+        add_values(t, t->at, NULL, from, first, last, i * t->group, (i + 1) * t->group);
+    }
+    if (a->kv_type == INT8) values_to_floats(t);
+}
+
+/* Joins what a chunk has to the chunks before it. */
+static void join_parts(const Tile *t, const Parts *whole, const Parts *part) {
+    const int64_t padded = t->a->padded;
+    for (int64_t r = 0; r < t->rows; r += LANES) {
+        const vf before = loadf(whole->tops + r), own = loadf(part->tops + r), top = larger(own, before);
+        const vi some = above(own, splat(NONE));
+        const vf keep = select_f(some, exp2_16(before - top), splat(1.0f));
+        const vf join = select_f(some, exp2_16(own - top), splat(0.0f));
+        storef(whole->tops + r, select_f(some, top, before));
+        storef(whole->sums + r, loadf(whole->sums + r) * keep + loadf(part->sums + r) * join);
+        storef(t->keep + r, keep);
+        storef(t->join + r, join);
+    }
+    for (int64_t r = 0; r < t->rows; r++)
+        for (int64_t c = 0; c < padded; c += LANES) {
+            float *to = whole->values + r * padded + c;
+            storef(to, loadf(to) * splat(t->keep[r]) + loadf(part->values + r * padded + c) * splat(t->join[r]));
+        }
+}
+static void begin(const Tile *t) {
+    for (int64_t r = 0; r < t->rows; r += LANES) {
+        storef(t->whole.tops + r, splat(NONE));
+        storef(t->whole.sums + r, splat(0.0f));
+    }
+    memset(t->whole.values, 0, (size_t)(t->rows * t->a->padded) * 4);
+}
+/* The sink joins last, as a key without a value. */
+static void finish(const Tile *t) {
+    const Attention *a = t->a;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t head = t->head * t->group + r % t->group, query = t->query + r / t->group;
+        vf keep = splat(1.0f), sum = splat(t->whole.sums[r]);
+        if (a->sinks) {
+            const vf before = splat(t->whole.tops[r]), own = splat(a->sinks[head] * 1.44269504f);
+            const vf top = larger(own, before);
+            keep = exp2_16(before - top);
+            sum = sum * keep + exp2_16(own - top);
+        }
+        for (int64_t c = 0; c < a->dim; c += LANES)
+            store(a->out, (query * a->heads + head) * a->dim + c, a->dim - c, (int)a->half,
+                  loadf(t->whole.values + r * a->padded + c) * keep / sum);
+    }
+    const int64_t size = t->group * a->dim;
+    for (int64_t i = 0; i < t->queries && a->rounded; i++)
+        round_part(a->rounded, a->out, t->query + i, t->head * size, (t->head + 1) * size, a->half);
+}
+
+/* The cursor's tile, over scratch of this thread. */
+static void prepare(Tile *t, const Attention *a, const Cursor *c) {
+    const Reach *reach = &c->reach;
+    const int64_t *spans = a->spans ? a->spans + 4 * c->span : NULL;
+    const float scale = 1.44269504f / sqrtf((float)(a->scalar ? a->scalar : a->dim)); /* for exp2 */
+    t->head = c->head;
+    t->group = group_of(a);
+    t->queries = reach->queries;
+    t->rows = t->queries * t->group;
+    t->query = reach->offset + reach->first;
+    t->table = a->table + a->rows[spans ? spans[0] : c->span] * a->table_stride;
+    t->path = spans ? NULL : a->path + t->query * a->depth;
+    t->prefix = spans ? spans[2] + reach->first + t->queries : a->prefix[c->span];
+    t->end = 0;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t i = r / t->group, head = t->head * t->group + r % t->group;
+        const int64_t count = spans ? spans[2] + reach->first + i + 1 : t->prefix + a->path_len[t->query + i];
+        t->counts[r] = count;
+        t->lows[r] = a->window && count > a->window ? count - a->window : 0;
+        t->end = most(t->end, count);
+        for (int64_t c = 0; c < a->padded; c += LANES)
+            storef(t->q + r * a->padded + c,
+                   load(a->q, (t->query + i) * a->q_stride + head * a->dim + c, a->dim - c, (int)a->half) * scale);
+    }
+    if (a->kv_type == INT8) round_queries(t);
+}
+
+/* Chunks [from, end) of the cursor's tile, one of its units. */
+static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
+    const int64_t padded = a->padded, size = c->plan.size;
+    float *stored = a->stored + (c->stored - c->reach.from) * size; /* of chunk 0 */
+    prepare(t, a, c);
+    if (c->units == 1) begin(t);
+    for (int64_t chunk = from; chunk < end; chunk++) {
+        Parts own = t->part;
+        if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, padded);
+        run_chunk(t, chunk, chunk + 1 == end, next);
+        if (c->units == 1) join_parts(t, &t->whole, &t->part);
+        t->part = own;
+    }
+    if (c->units > 1) {
+        int64_t *ended = a->tickets + c->split;
+        if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return;
+        __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
+        begin(t);
+        for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
+            Parts part;
+            parts_at(&part, stored + chunk * size, t->rows, padded);
+            join_parts(t, &t->whole, &part);
+        }
+    }
+    finish(t);
+}
+
+void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {
+    Cursor c = cursor_of(plan_of(a));
+    Tile t = {.a = a};
+    scratch_of(&t, a, a->scratch + thread * thread_floats(a));
+    next_tile(a, &c);
+    for (int64_t unit; unit = take(taken, 1), 1;) {
+        while (unit >= c.unit + c.units)
+            if (!next_tile(a, &c)) return;
+        const int64_t from = c.reach.from + (unit - c.unit) * c.plan.per;
+        run_unit(&t, a, &c, from, least(from + c.plan.per, c.reach.end), next);
+    }
+}
+
+static void some_units(void *data) {
+    Attention *a = data;
+    Ahead nothing = {0};
+    attend_units(a, &a->next, take(&a->worker, 1), &nothing);
+}
+
+/* -- the module ---------------------------------------------------------------------------------------------------- */
+
+/* Bytes of scratch: tickets, each thread's, and the chunks of tiles that are split. */
+#define MOST_STORED (8 << 20) /* floats */
+static int64_t stored_floats(const Attention *a, int64_t rows, int64_t keys) {
+    const int64_t size = parts_size(rows_of(a), a->padded), tiles = (rows * group_of(a) + rows_of(a) - 1) / rows_of(a);
+    return least(tiles * a->kv_heads * (keys / CHUNK + 2) * size, MOST_STORED);
+}
+
+/* heads, kv_heads, dim, most keys of a query, queries, threads -> floats of scratch, zeros at first */
+static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    const Attention a = {.heads = n[0], .kv_heads = n[1], .dim = n[2], .padded = round_up(n[2], LANES)};
+    return PyLong_FromLongLong(2 * TICKETS + n[5] * thread_floats(&a) + stored_floats(&a, n[4], n[3]));
+}
+
+Attention attention_of(const int64_t *n) {
+    Attention a = {.out = POINTER(n[0]),
+                   .q = POINTER(n[1]),
+                   .kv = POINTER(n[2]),
+                   .q_stride = n[3],
+                   .heads = n[4],
+                   .kv_heads = n[5],
+                   .dim = n[6],
+                   .half = n[7],
+                   .kv_type = n[8],
+                   .rows = POINTER(n[9]),
+                   .table = POINTER(n[10]),
+                   .table_stride = n[11],
+                   .prefix = POINTER(n[12]),
+                   .path = POINTER(n[13]),
+                   .path_len = POINTER(n[14]),
+                   .spans = POINTER(n[15]),
+                   .starts = POINTER(n[16]),
+                   .count = n[17],
+                   .nodes = n[18],
+                   .depth = n[19],
+                   .tickets = POINTER(n[20]),
+                   .workers = POINTER(n[22]),
+                   .window = n[23],
+                   .sinks = POINTER(n[24]),
+                   .scalar = n[25]};
+    a.padded = round_up(a.dim, LANES);
+    a.scratch = (float *)(a.tickets + TICKETS);
+    a.stored = a.scratch + a.workers->most * thread_floats(&a);
+    a.stored_size = (float *)a.tickets + n[21] - a.stored;
+    return a;
+}
+static void attend(Attention *a) {
+    int64_t pairs = 0; /* of queries and keys */
+    for (int64_t i = 0; i < a->count; i++)
+        pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)
+                          : a->nodes * (a->prefix[i] + a->depth / 2);
+    run(some_units, a, a->workers, pairs * a->heads * a->padded / 14000);
+}
+static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[ATTENTION];
+    if (!numbers(args, given, ATTENTION, n)) return NULL;
+    Attention a = attention_of(n);
+    Py_BEGIN_ALLOW_THREADS
+    attend(&a);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyMethodDef attention_methods[] = {
+    {"scratch_size", (PyCFunction)(void (*)(void))py_scratch_size, METH_FASTCALL, NULL},
+    {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,139 @@
+/* What attention.c and attention_int8.c share: a tile of queries with one head of keys, and how its keys are turned. */
+
+#pragma once
+#include "cpu.h"
+
+#define CHUNK 256      /* positions that have one maximum */
+#define BLOCK 64       /* keys that are turned together */
+#define TILE_ROWS 96   /* query heads of a tile, unless one query has more */
+#define FEW_ROWS 12    /* a tile has so many at least where units are too few */
+#define TALL 6         /* rows whose sums registers have room for */
+#define UNITS 4        /* of a thread, so that all end at about the same time */
+#define TICKETS 1024   /* tiles that may be several units */
+#define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
+#define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
+#define NONE (-INFINITY)
+
+/* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. */
+#if PART == 16
+#define SCORE_PARTS(rows) 4
+#define VALUE_PARTS(rows) 4
+#elif PART == 8
+#define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
+#define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
+#else
+#define SCORE_PARTS(rows) ((rows) <= 3 ? 8 : 4)
+#define VALUE_PARTS(rows) 4
+#endif
+
+INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* What chunks of a tile come to: of each row its maximum (-inf: it has no key there), the sum of its weights, and of
+   its values. */
+typedef struct {
+    float *tops, *sums, *values; /* [rows, up to 16s], the same, [rows, padded] */
+} Parts;
+
+typedef struct {
+    const Attention *a;
+    const int64_t *table, *path; /* path: of the first query; NULL: all keys come by the table */
+    int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
+    int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
+    int64_t *counts, *lows;                    /* of rows */
+    float *q, *keys, *staged, *scores, *beside; /* beside: scores of a tree's nodes, [rows, BLOCK] */
+    const char **at, **after, **here;           /* keys of a chunk, of the next, of a block */
+    float *keep, *join;                         /* of rows: factors of two parts that are joined */
+    float *q_scales, *key_scales, *value_scales, *factors; /* of 8 bits: of rows, a block, a chunk; of rows' weights */
+    Parts whole, part;
+} Tile;
+
+/* Shuffles of two vectors, in each 128 bits: their words one by one, and two by two; of the first half or the second. */
+#if PART == 16
+#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, 8 + l, 12 + i, 12 + j, 12 + k, 12 + l
+#elif PART == 8
+#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l
+#else
+#define EACH_128(i, j, k, l) i, j, k, l
+#endif
+#define ZIP(a, b, half) __builtin_shufflevector(a, b, EACH_128(2 * half, PART + 2 * half, 2 * half + 1, PART + 2 * half + 1))
+#define PAIRS(a, b, half) \
+    __builtin_shufflevector(a, b, EACH_128(2 * half, 2 * half + 1, PART + 2 * half, PART + 2 * half + 1))
+/* Two of the 128 bits of each. */
+#define OF_128(i) 4 * (i), 4 * (i) + 1, 4 * (i) + 2, 4 * (i) + 3
+#if PART == 16
+#define JOINED_128(a, b, i, j) __builtin_shufflevector(a, b, OF_128(i), OF_128(j), OF_128(4 + i), OF_128(4 + j))
+#elif PART == 8
+#define JOINED_128(a, b, i) __builtin_shufflevector(a, b, OF_128(i), OF_128(2 + i))
+#endif
+
+/* to[i] = word i of PART keys, of as many words from `byte` on. Each line of a key is read once: keys often lie so that
+   the first cache has room for a few of them only. */
+INLINE void turn_words(pu *to, const char *const *at, int64_t byte) {
+    pu v[PART], zipped[PART];
+#pragma GCC unroll 16
+    for (int j = 0; j < PART; j++) memcpy(&v[j], at[j] + byte, sizeof v[j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < PART; j += 2) zipped[j] = ZIP(v[j], v[j + 1], 0), zipped[j + 1] = ZIP(v[j], v[j + 1], 1);
+#pragma GCC unroll 4
+    for (int j = 0; j < PART; j += 4) {
+        v[j] = PAIRS(zipped[j], zipped[j + 2], 0), v[j + 1] = PAIRS(zipped[j], zipped[j + 2], 1);
+        v[j + 2] = PAIRS(zipped[j + 1], zipped[j + 3], 0), v[j + 3] = PAIRS(zipped[j + 1], zipped[j + 3], 1);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+#if PART == 16
+        const pu a = JOINED_128(v[i], v[4 + i], 0, 1), b = JOINED_128(v[i], v[4 + i], 2, 3);
+        const pu c = JOINED_128(v[8 + i], v[12 + i], 0, 1), d = JOINED_128(v[8 + i], v[12 + i], 2, 3);
+        to[i] = JOINED_128(a, c, 0, 2), to[4 + i] = JOINED_128(a, c, 1, 3);
+        to[8 + i] = JOINED_128(b, d, 0, 2), to[12 + i] = JOINED_128(b, d, 1, 3);
+#elif PART == 8
+        to[i] = JOINED_128(v[i], v[4 + i], 0), to[4 + i] = JOINED_128(v[i], v[4 + i], 1);
+#else
+        to[i] = v[i];
+#endif
+    }
+}
+INLINE void bring(const char *at, int64_t bytes) {
+    for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(at + c, 0, 2);
+}
+/* Of a key or a value. */
+INLINE int64_t row_bytes(const Attention *a) {
+    return a->kv_type == INT8 ? a->dim + SCALE_BYTES : a->dim * (a->kv_type == HALF ? 2 : 4);
+}
+
+/* Where the key of a page table's entry is. */
+INLINE const char *key_at(const Tile *t, int64_t entry) {
+    const Attention *a = t->a;
+    return (const char *)a->kv + (t->table[entry] * a->kv_heads + t->head) * 2 * row_bytes(a);
+}
+INLINE const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
+
+/* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. */
+INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
+    const int64_t from = low / LANES * LANES, last = (count - 1) / LANES * LANES;
+    for (int64_t j = from; j < low; j++) s[j] = NONE;
+    for (int64_t j = count; j < last + LANES; j++) s[j] = NONE;
+    vf greatest = loadf(s + from), sum = {0};
+    for (int64_t j = from + LANES; j <= last; j += LANES) greatest = larger(loadf(s + j), greatest);
+    float max = greatest[0];
+    for (int l = 1; l < LANES; l++) max = greatest[l] > max ? greatest[l] : max;
+    for (int64_t j = from; j <= last; j += LANES) {
+        const vf x = exp2_16(loadf(s + j) - splat(max));
+        sum += x;
+        storef(s + j, x);
+    }
+    *top = max;
+    return sum_lanes(sum);
+}
+
+/* In attention_int8.c, where their comments are. */
+HIDDEN void round_queries(const Tile *t);
+HIDDEN void stage_keys_8(const Tile *t, int64_t first, const char *const *at);
+HIDDEN void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
+HIDDEN void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t count, int64_t alike);
+HIDDEN void value_scales(const Tile *t, int64_t count);
+HIDDEN void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
+                         int64_t end, int64_t r, int64_t last);
+HIDDEN void values_to_floats(const Tile *t);

@@ -1,0 +1,154 @@
+/* The threads that kernels run in.
+
+   They are torch's own OpenMP threads where these are GNU's: they are warm, and threads of another pool would have to
+   wait for cores on which these spin. Otherwise threads are made for the call, for which the work must be larger. */
+
+#include "cpu.h"
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+/* glibc 2.34 gave these new versions. By their first ones, which it keeps, a module that is built there runs from glibc
+   2.27 on. */
+#if defined(__GLIBC__) && defined(__x86_64__)
+#define FIRST_GLIBC "GLIBC_2.2.5"
+#elif defined(__GLIBC__) && defined(__aarch64__)
+#define FIRST_GLIBC "GLIBC_2.17"
+#endif
+#ifdef FIRST_GLIBC
+__asm__(".symver dlopen, dlopen@" FIRST_GLIBC);
+__asm__(".symver dlsym, dlsym@" FIRST_GLIBC);
+__asm__(".symver pthread_create, pthread_create@" FIRST_GLIBC);
+__asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
+#endif
+
+#define MAX_THREADS 256
+#define SECOND 1000000000LL /* ns */
+#define GRACE 100000        /* ns that a thread of a call may be late, or away */
+#define WATCHED 40          /* us: shorter calls are not watched */
+#define CREDIT 5000000      /* ns */
+#define PRICE 20            /* one part in so many of the time is what tries of more threads may lose */
+#define LONGEST (5 * SECOND)
+#define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
+
+static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*gomp_threads)(void); /* of the team that the caller is in */
+
+void find_threads(void) {
+    void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
+    if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
+    if (gomp_threads) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
+}
+
+static void *enter(void *job) {
+    void **pair = job;
+    ((void (*)(void *))pair[0])(pair[1]);
+    return NULL;
+}
+/* size: told how many threads there are, before the calling one works. */
+static void run_threads(void (*work)(void *), void *data, int64_t threads, int64_t *size) {
+    pthread_t made[MAX_THREADS];
+    int count = 0;
+    void *job[2] = {(void *)work, data};
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    while (count < threads - 1 && !pthread_create(&made[count], NULL, enter, job)) count++;
+    __atomic_store_n(size, count + 1, __ATOMIC_RELEASE);
+    work(data);
+    while (count) pthread_join(made[--count], NULL);
+}
+/* -- how many ------------------------------------------------------------------------------------------------------ */
+
+static int64_t clock_ns(clockid_t clock) {
+    struct timespec at;
+    clock_gettime(clock, &at);
+    return at.tv_sec * SECOND + at.tv_nsec;
+}
+
+/* A call that is watched: how long its threads could not run. */
+typedef struct {
+    void (*work)(void *);
+    void *data;
+    int64_t begin, left, away, missing; /* away: ns, of the thread that was longest; missing: threads that were away */
+} Watched;
+static void watch(void *data) {
+    Watched *w = data;
+    const int64_t ran = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+    w->work(w->data);
+    const int64_t now = clock_ns(CLOCK_MONOTONIC);
+    const int64_t away = now - w->begin - (clock_ns(CLOCK_THREAD_CPUTIME_ID) - ran) - GRACE;
+    if (away > 0) {
+        int64_t most = __atomic_load_n(&w->away, __ATOMIC_RELAXED);
+        while (away > most)
+            if (__atomic_compare_exchange_n(&w->away, &most, away, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
+        take(&w->missing, 1);
+    }
+}
+
+/* How many threads the next call has. */
+static int64_t threads_now(Workers *w) {
+    if (!w) return 1;
+    if (w->active < w->most && clock_ns(CLOCK_MONOTONIC) - w->since >= w->pause) {
+        w->active = w->most;
+        w->since = clock_ns(CLOCK_MONOTONIC);
+        w->credit = 0;
+        w->tries++;
+    }
+    return w->active;
+}
+
+/* Learns from a call. Of n threads each ms pays for 1 / n ms that all of them wait for one, for in n ms they do what one
+   less does in n / (n - 1) as many. */
+static void learn(Workers *w, const Watched *call, int64_t threads) {
+    if (w->fixed) return;
+    const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin;
+    w->lost += call->away;
+    w->credit += (took - call->away) / threads - call->away;
+    if (w->credit > CREDIT) w->credit = CREDIT;
+    if (w->credit >= 0) return;
+    w->pause = -w->credit * PRICE < LONGEST ? -w->credit * PRICE : LONGEST;
+    w->active = threads - call->missing > 1 ? threads - (call->missing ? call->missing : 1) : 1;
+    w->since = now;
+    w->credit = 0;
+}
+static void run_gomp(void (*work)(void *), void *data, Workers *w, int64_t threads) {
+    Watched call = {.work = work, .data = data, .begin = clock_ns(CLOCK_MONOTONIC)};
+    gomp_parallel(watch, &call, (unsigned)threads, 0);
+    learn(w, &call, threads);
+}
+
+void run(void (*work)(void *), void *data, Workers *workers, int64_t cost) {
+    int64_t size;
+    const int64_t threads = threads_now(workers);
+    if (threads <= 1 || cost < (gomp_parallel ? 8 : 200)) work(data);
+    else if (!gomp_parallel) run_threads(work, data, threads, &size);
+    else if (cost < WATCHED) gomp_parallel(work, data, (unsigned)threads, 0);
+    else run_gomp(work, data, workers, threads);
+}
+
+void run_team(void (*work)(void *), void *data, Team *team, Workers *workers) {
+    const int64_t threads = threads_now(workers);
+    if (threads > 1 && gomp_parallel) run_gomp(work, data, workers, threads); /* or fewer: see `join` */
+    else run_threads(work, data, threads, &team->size);
+}
+Member join(Team *team) {
+    Member me = {.team = team, .number = take(&team->entered, 1)};
+    while (!(me.size = __atomic_load_n(&team->size, __ATOMIC_ACQUIRE)))
+        if (gomp_parallel) __atomic_store_n(&team->size, gomp_threads(), __ATOMIC_RELEASE);
+        else sched_yield();
+    return me;
+}
+void meet(const Member *me, Ahead *next) {
+    Team *team = me->team;
+    const int64_t round = __atomic_load_n(&team->round, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == me->size) {
+        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->round, round + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int64_t turn = 0; __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == round; turn++) {
+        fetch(next, 2);
+        if (turn > SPIN) sched_yield();
+    }
+}
+

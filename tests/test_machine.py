@@ -1,0 +1,156 @@
+"""What a process may use, of files as Linux, Docker and systemd have them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftwing.machine import Processors, free_memory, processors
+
+GB = 1 << 30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def siblings(*groups: str) -> dict[str, str]:
+    """Topology files; each group names the hyperthreads of a core."""
+    found = {}
+    for group in groups:
+        for number in group.split(","):
+            found[f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"] = group + "\n"
+    return found
+
+
+def quota(path: str, text: str, group: str = "/") -> dict[str, str]:
+    """A control group of version 2 at `path`, as a process of `group` sees it."""
+    return {"proc/self/cgroup": f"0::{group}\n", f"sys/fs/cgroup/{path}cpu.max": text}
+
+
+@pytest.mark.parametrize(
+    ("files", "affinity", "expected", "threads"),
+    [
+        ({}, {0, 1, 2}, Processors(3, 3), 3),  # no Linux, or nothing that may be read
+        (siblings("0,4", "1,5", "2,6", "3,7"), set(range(8)), Processors(8, 4), 4),
+        (siblings("0,4", "1,5", "2,6", "3,7"), {0, 4, 5}, Processors(3, 2), 2),  # taskset
+        (quota("", "max 100000\n"), {0, 1}, Processors(2, 2), 2),
+        (quota("", "150000 100000\n"), {0, 1, 2, 3}, Processors(4, 4, 1.5), 1),
+        (quota("", "50000 100000\n"), {0, 1}, Processors(2, 2, 0.5), 1),
+        (quota("", "600000 100000\n"), {0, 1, 2, 3}, Processors(4, 4, 6.0), 4),
+        # The least of all groups around it; in a container the path is perhaps one that only the host has.
+        (
+            quota("a/", "300000 100000\n", "/a/b") | quota("a/b/", "max 100000\n", "/a/b"),
+            set(range(8)), Processors(8, 8, 3.0), 3,
+        ),
+        (quota("", "200000 100000\n", "/docker/0123"), set(range(8)), Processors(8, 8, 2.0), 2),
+        # Version 1, under either name of the mount.
+        (
+            {
+                "proc/self/cgroup": "5:cpuset:/\n4:cpu,cpuacct:/docker/0123\n0::/\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            {0, 1, 2, 3}, Processors(4, 4, 2.5), 2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "1:cpu:/job\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "100000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "50000\n",
+            },
+            {0, 1, 2, 3}, Processors(4, 4, 2.0), 2,
+        ),
+    ],
+)  # fmt: skip
+def test_processors(
+    tmp_path: Path, files: dict[str, str], affinity: set[int], expected: Processors, threads: int
+) -> None:
+    found = processors(write(tmp_path, files), affinity)
+    assert found == expected and found.threads == threads
+
+
+def test_what_the_log_says() -> None:
+    assert str(Processors(1, 1)) == "1 core"
+    assert str(Processors(8, 4, 1.5)) == "4 cores, 8 hyperthreads, a quota of 1.5 processors"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux has affinity")
+def test_affinity_of_this_process_counts() -> None:
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code += "from draftwing.machine import processors; print(processors().allowed)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1\n"
+
+
+MACHINE = {"proc/meminfo": f"MemTotal: {16 << 20} kB\nMemAvailable: {8 << 20} kB\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8 * GB),
+        # Of version 2: the lower limit, and pages of files that go when room is needed.
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": f"{4 * GB}",
+                "sys/fs/cgroup/memory.high": f"{3 * GB}",
+                "sys/fs/cgroup/memory.current": f"{2 * GB}",
+                "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {GB // 2}\nactive_file 7\n",
+            },
+            GB + GB // 2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "max",
+                "sys/fs/cgroup/memory.high": "max",
+                "sys/fs/cgroup/memory.current": f"{2 * GB}",
+            },
+            8 * GB,
+        ),
+        # Of version 1: 2 ** 63 less a page is no limit.
+        (
+            {
+                "proc/self/cgroup": "3:memory:/docker/0123\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GB}",
+                "sys/fs/cgroup/memory/docker/0123/memory.limit_in_bytes": f"{GB}",
+                "sys/fs/cgroup/memory/docker/0123/memory.usage_in_bytes": f"{GB // 2}",
+                "sys/fs/cgroup/memory/docker/0123/memory.stat": f"total_inactive_file {GB // 4}",
+            },
+            GB // 4 + GB // 2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": f"{GB}",
+                "sys/fs/cgroup/memory.current": f"{2 * GB}",  # lowered while more is used
+            },
+            0,
+        ),
+    ],
+)  # fmt: skip
+def test_free_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert free_memory(write(tmp_path, MACHINE | files)) == expected
+
+
+def test_nothing_is_known_of_memory(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) is None
+
+
+def test_a_limit_of_the_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (3 * GB, resource.RLIM_INFINITY))
+    pages = GB // os.sysconf("SC_PAGE_SIZE")
+    root = write(tmp_path, MACHINE | {"proc/self/statm": f"{pages} 5 5 5 0 5 0\n"})
+    assert free_memory(root) == 2 * GB
