@@ -102,7 +102,7 @@ INLINE void products_of(const Kind k, const vb (*w)[8], Block x, const int half,
         for (int c = 0; c < WIDE; c++) whole[r][c] = takes_zero ? every(x.less[3 * r + all]) << k.zero : (vn){0};
     dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
 }
-/* Adds a block's products to sums[row][16] of `rows` rows, 1 or MANY, for WIDE parts from where `sums` begins. */
+/* Adds a block's products to sums[row][16] of `rows` rows, up to MANY, for WIDE parts from where `sums` begins. */
 INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x, const int rows,
                      float (*sums)[PANEL_OUTPUTS]) {
     vn whole[MANY][WIDE];
@@ -119,6 +119,7 @@ INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x,
         for (int c = 0; c < WIDE; c++) add_value(k, sums[r] + PART * c, value[r][c], of->second[c], x, r);
 }
 
+#define ADD_ROWS(count) add_rows(k, w, &weights, block_of(x, b, row + r), count, (void *)(sums[r] + PART * c))
 /* sums[row][16] of rows [row, row + rows) with a panel. */
 INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
                      float (*sums)[PANEL_OUTPUTS]) {
@@ -137,10 +138,16 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
             const vb(*w)[8] = weights.w;
             IN_MEMORY(w, weights.w);
             int64_t r = 0;
-            for (; r + MANY <= rows; r += MANY)
-                add_rows(k, w, &weights, block_of(x, b, row + r), MANY, (void *)(sums[r] + PART * c));
-            for (; MANY > 1 && r < rows; r++)
-                add_rows(k, w, &weights, block_of(x, b, row + r), 1, (void *)(sums[r] + PART * c));
+            for (; r + MANY <= rows; r += MANY) ADD_ROWS(MANY);
+            switch (rows - r) {
+#if MANY > 2
+            case 3: ADD_ROWS(3); break;
+            case 2: ADD_ROWS(2); break;
+#endif
+#if MANY > 1
+            case 1: ADD_ROWS(1); break;
+#endif
+            }
         }
     }
 }

@@ -142,7 +142,7 @@ INLINE int32x4_t of_one_row(int32x4_t sum, const vb *w, const int8_t *x) {
 #endif
 
 /* Adds to sums[row][part] the products of groups [from, to) of four inputs: w[part], not below 0 and at most 255 (less
-   of narrow kinds), times x of `rows` rows, 1 or MANY. */
+   of narrow kinds), times x of `rows` rows, up to MANY. */
 INLINE void dots(const Kind k, const vb (*w)[8], const int8_t *x, const int from, const int to, const int rows,
                  vn (*sums)[WIDE]) {
 #if PART == 16
