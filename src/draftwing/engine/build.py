@@ -251,7 +251,7 @@ def assemble(
         warm_up(executor, pool, policy.menu, None if known else costs)
     if costs is not None and isinstance(policy, TreePolicy):
         if not known and file is not None:
-            quiet = sum(since(waited)) < BUSY * (time.monotonic() - started)
+            quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
         policy.cost = costs = kept or costs
     sched = Scheduler(

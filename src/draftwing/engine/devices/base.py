@@ -166,5 +166,10 @@ class Device(ABC):
         """Returns how many threads compute, where the host does."""
         return torch.get_num_threads()
 
+    @property
+    def active_threads(self) -> float:
+        """Returns the share of the threads that compute now, above 0; see `StepResult`."""
+        return 1.0
+
     def set_threads(self, count: int | None) -> None:  # noqa: B027
         """Sets how many threads compute, where the host does. None: as many as are best here."""

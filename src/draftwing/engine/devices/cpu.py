@@ -75,6 +75,10 @@ class CpuDevice(Device):
     def links(self, count: int) -> str:
         return "this machine's memory, by its loopback interface"
 
+    @property
+    def active_threads(self) -> float:
+        return self.ops.active_threads
+
     def set_threads(self, count: int | None) -> None:
         """None: as many as can compute at the same time, or as torch has, where these are fewer."""
         found = machine.processors()

@@ -48,6 +48,10 @@ class CpuOps(
         self.spare, self.workers = Spare(), Workers()
 
     @property
+    def active_threads(self) -> float:  # type: ignore[override]
+        return self.workers.active / self.workers.most
+
+    @property
     def title(self) -> str:
         isa = chosen_isa()
         assert isa is not None

@@ -29,10 +29,19 @@ class Workers:
         return torch.get_num_threads()
 
     @property
+    def active(self) -> int:
+        """Returns in how many of them kernels run now."""
+        return int(self._now.active)
+
+    @property
     def address(self) -> int:
         """Returns what a kernel takes, which lives as long as this object."""
+        return ctypes.addressof(self._now)
+
+    @property
+    def _now(self) -> _Fields:
         most = torch.get_num_threads()
         fields = self._fields.get(most)
         if fields is None:
             fields = self._fields[most] = _Fields(most, most)
-        return ctypes.addressof(fields)
+        return fields

@@ -28,6 +28,8 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     narrows_pool = False  # whether attention in 16 bits reads a pool in 8
     attention_bytes = 0  # of partial results that attention makes over long contexts
 
+    active_threads = 1.0  # share of the host's threads that kernels run in now
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

@@ -28,7 +28,7 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define GRACE 100000        /* ns that a thread of a call may be late, or away */
 #define WATCHED 40          /* us: shorter calls are not watched */
 #define CREDIT 5000000      /* ns */
-#define PRICE 20            /* one part in so many of the time is what tries of more threads may lose */
+#define PRICE 40            /* one part in so many of the time is what tries of more threads may lose */
 #define LONGEST (5 * SECOND)
 #define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
 
