@@ -12,6 +12,8 @@ import sys
 import pytest
 import torch
 
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.errors import ConfigError
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.workers import Workers
 
@@ -66,3 +68,35 @@ def test_there_are_as_many_as_torch_has() -> None:
     finally:
         torch.set_num_threads(before)
     assert addresses[0] == addresses[2] != addresses[1]  # what was noted for three has room for three
+
+
+PINNED = """
+import os, torch
+from draftwing.engine.devices.cpu import CpuDevice
+
+processors = sorted(os.sched_getaffinity(0))
+device = CpuDevice()
+device.set_threads(None, processors[::-1])
+weight, x = torch.ones(4096, 512), torch.ones(64, 512)
+gemm = device.ops.block_gemm([device.ops.quantize(weight, "Q8_0")], torch.float32)
+assert torch.equal(gemm(x, None, None), torch.full((64, 4096), 512.0))
+found = sorted(min(one) for t in os.listdir("/proc/self/task") if len(one := os.sched_getaffinity(int(t))) == 1)
+assert found == processors or len(processors) == 1, (found, processors)
+assert device.threads == len(processors) and device.active_threads == 1
+print("done")
+"""
+
+
+def test_threads_stay_on_their_processors() -> None:
+    assert subprocess.check_output([sys.executable, "-c", PINNED], text=True, timeout=60) == "done\n"
+
+
+def test_processors_that_cannot_be_had_are_refused() -> None:
+    device, before = CpuDevice(), torch.get_num_threads()
+    try:
+        with pytest.raises(ConfigError, match="expected some of the processors"):
+            device.set_threads(None, [10**6])
+        with pytest.raises(ConfigError, match="expected a processor for each of 3 threads"):
+            device.set_threads(3, sorted(os.sched_getaffinity(0))[:1])
+    finally:
+        torch.set_num_threads(before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,10 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def pin_threads(self, processors: Sequence[int]) -> bool:
+        """Has each of the host's threads stay on a processor; returns whether there is a way to."""
+        return False
 
     @property
     def reads_routes(self) -> bool:  # type: ignore[override]
