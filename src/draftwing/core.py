@@ -293,6 +293,7 @@ class StepResult:
     mark[B, nodes]: of the draft's nodes, see `depth`, `verified`, `source` and `survival`.
     confidence[B]: the drafter's confidence for the next step.
     seconds: that the step took.  catching_up: those of them in which the drafter caught up first.
+    threads: share of the host's threads that computed it, above 0; less than 1 where others keep processors busy.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     drafts: of the rows that the plan wants traced; None without any, or where nothing was drafted.
     """
@@ -304,6 +305,7 @@ class StepResult:
     confidence: IntArray
     seconds: float = 0.0
     catching_up: float = 0.0
+    threads: float = 1.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()
     drafts: DraftTokens | None = None

@@ -306,3 +306,22 @@ def test_looks_that_lack_a_shape_do_not_agree() -> None:
         assert not kept.look_again(fresh) and not fresh.look_again(kept)
         assert kept.complete and fresh.complete, "what the other has is taken"
         assert kept.look_again(fresh)
+
+
+def test_fewer_threads_have_costs_of_their_own() -> None:
+    """A machine that has something else to do: of two threads one runs, and a step takes 1.6 times as long."""
+    cost = measured(False)
+    for _ in range(100):
+        cost.record(CHAIN, 1, 0, 1.1 * true_seconds(CHAIN, 1, 0))
+    kept, usual = cost.to_json(), cost.seconds(TREE, 1, 0)
+    assert usual is not None
+    cost.threads = 0.5
+    assert cost.seconds(TREE, 1, 0) == pytest.approx(2 * usual)  # as long as nothing is known
+    for _ in range(40):
+        cost.record(CHAIN, 1, 0, 1.6 * true_seconds(CHAIN, 1, 0))
+    assert cost.seconds(CHAIN, 1, 0) == pytest.approx(1.6 * true_seconds(CHAIN, 1, 0), rel=0.02)
+    assert cost.seconds(TREE, 1, 0) < 1.8 * true_seconds(TREE, 1, 0)  # which did not run
+    for _ in range(DOUBT + 1):  # nothing here says that what was measured is wrong
+        cost.record(CHAIN, 1, 0, 0.1 * true_seconds(CHAIN, 1, 0))
+    cost.threads = 1.0
+    assert cost.seconds(TREE, 1, 0) == usual and cost.to_json() == kept

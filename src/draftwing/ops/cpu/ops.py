@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,14 @@ class CpuOps(
         self.raw = load_extension()
         assert self.raw is not None, "the extension was not built, or is not wanted"
         self.spare, self.workers = Spare(), Workers()
+
+    @property
+    def active_threads(self) -> float:  # type: ignore[override]
+        return self.workers.active / self.workers.most
+
+    def pin_threads(self, processors: Sequence[int]) -> bool:
+        self.workers.pin(processors)
+        return True
 
     @property
     def title(self) -> str:
