@@ -216,7 +216,7 @@ class Plan:
     # What few plans have; a plan with any of it is `special`. All are batch indices of rows that draw.
     edited: IntArray = field(default_factory=lambda: NOBODY)  # whose logits the device edits
     guided: IntArray = field(default_factory=lambda: NOBODY)  # whose drafts and logits the host edits
-    limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts
+    limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts, if there are any
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     thinking: IntArray = field(default_factory=lambda: NOBODY)  # with a thinking budget
     penalised: bool = False  # whether penalties and biases are all that makes it special
