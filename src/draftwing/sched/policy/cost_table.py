@@ -71,8 +71,8 @@ class CostTable:
         return sizes is not None and any(batch <= 2 * size and size <= 2 * batch for size in sizes)
 
     def by_rows(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain steps
-        of as many rows as it has queries: these tell what the target takes for more of them."""
+        """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain
+        steps of as many rows as it has queries: these tell what the target takes for more of them."""
         sizes = self._measured.get(shape, {})
         return shape.depth > 0 and len(sizes) == 1 and batch > max(sizes) and len(self._measured.get(PLAIN, ())) > 1
 
