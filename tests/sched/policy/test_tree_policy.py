@@ -222,6 +222,28 @@ def test_it_goes_on_drafting_within_50_steps_after_a_long_rest(batch: int, lag: 
     assert sum(good[50:]) > 40
 
 
+@pytest.mark.parametrize("hit", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("reading", [5.6, 20.0])  # ms, of 2,000 and 7,000 keys
+def test_a_context_that_was_not_measured(hit: float, reading: float) -> None:
+    """Each query more costs 0.7 of what the first reads: drafts that pay with short contexts do not with long ones."""
+    menu, hits = chain_menu(TreeShape(4, 2, 8)), [hit]
+    world, longer = World(menu, 3.2, 1.0, 0.3), World(menu, 3.2 + 0.3 * reading, 1.0 + 0.7 * reading, 0.3)
+    policy, load, rates = (
+        TreePolicy(menu, world.cost()),
+        StepContext([MAX_CONFIDENCE], round(350 * reading)),
+        list[float](),
+    )
+    world.run(policy, hits, 100)
+    for _ in range(3):
+        tokens = seconds = 0.0
+        for _ in range(64):
+            shape = policy.choose(load)
+            policy.record(shape, load, longer.step(shape, hits))
+            tokens, seconds = tokens + longer.tokens(shape, hits), seconds + longer.seconds(shape, 1)
+        rates.append(tokens / seconds / longer.rate(PLAIN, hits))
+    assert rates[0] > 0.9 and min(rates[1:]) > 0.98
+
+
 @pytest.mark.parametrize("hit", [0.6, 0.75])
 def test_plain_steps_behind_prefills_hide_no_wrong_price(hit: float) -> None:
     """One request after the other, each of 30 steps. Drafts become slower, as those that are sampled are, and with them
