@@ -53,11 +53,29 @@ def test_nothing_is_known_of_nothing() -> None:
     assert cost.seconds(PLAIN, 1, 0) is None and not cost.complete and not cost.known(PLAIN, 1)
 
 
-def test_a_shape_without_contexts_has_the_slope_of_plain_steps() -> None:
-    cost = measured(False, menu=(PLAIN,))
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_a_shape_without_contexts_has_the_slope_of_plain_steps(stepwise: bool) -> None:
+    """And on a CPU more, for more queries: at most as if each read the keys itself."""
+    cost = measured(stepwise, menu=(PLAIN,))
     cost.measured(TREE, 4, 0, 5e-3)
-    expected = 5e-3 + true_seconds(PLAIN, 4, 8000) - true_seconds(PLAIN, 4, 0)
-    assert cost.seconds(TREE, 4, 8000) == pytest.approx(expected)
+    slope = true_seconds(PLAIN, 4, 8000) - true_seconds(PLAIN, 4, 0)
+    found = cost.seconds(TREE, 4, 8000) - 5e-3
+    assert found == pytest.approx(slope) if stepwise else slope < found < TREE.nodes * slope
+
+
+@pytest.mark.parametrize("first", [PLAIN, SHORT])
+def test_steps_of_a_longer_context_are_measurements(first: TreeShape) -> None:
+    """Where the start measured none: the first steps tell what a key costs, whatever shape they have."""
+    cost = measured(False, contexts=(0,))
+    for shape in (first, PLAIN if first != PLAIN else SHORT):
+        for context in (7000, 7001, 7002):
+            cost.record(shape, 1, context, true_seconds(shape, 1, context))
+        for context in (0, 3500, 7000):
+            assert cost.seconds(shape, 1, context) == pytest.approx(true_seconds(shape, 1, context), rel=0.01)
+    for context in (30_000, 30_001, 30_002):  # of a size that was not measured
+        cost.record(PLAIN, 3, context, true_seconds(PLAIN, 3, context))
+    for batch, context in ((3, 30_000), (3, 0), (4, 0), (1, 7000)):
+        assert cost.seconds(PLAIN, batch, context) == pytest.approx(true_seconds(PLAIN, batch, context), rel=0.02)
 
 
 def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> None:

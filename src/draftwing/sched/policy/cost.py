@@ -47,6 +47,7 @@ class StepCost:
         self._samples: dict[tuple[TreeShape, int], int] = {}  # steps in operation that a measurement was made of
         self.threads = 1.0  # in which share of the threads steps run now, see `StepResult`
         self._factors = {1.0: _Factors()}  # by that share
+        self._sampled_at: dict[tuple[TreeShape, int], int] = {}  # their context, where it is longer than any measured
         self._doubts = 0  # steps in a row
         self._doubts_of: dict[TreeShape, int] = {}  # the same of a shape's own steps, which may be far between
         # Of the drafter's passes over its backlog: least seconds of a pass, and of a position. Short passes cost their
@@ -151,24 +152,34 @@ class StepCost:
         """Forgets all of a shape, None: of all. What other shapes' steps agree with stays."""
         if shape is None or not self._table.shapes() - {shape}:
             self._table.forget(None)
-            self._samples.clear()
-            self._doubts_of.clear()
+            for known in (self._samples, self._sampled_at, self._doubts_of):
+                known.clear()
             self._factors = {1.0: _Factors()}
             return
         self._table.forget(shape)
         self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
+        self._sampled_at = {step: context for step, context in self._sampled_at.items() if step[0] != shape}
         for factors in self._factors.values():
             factors.own = {step: factor for step, factor in factors.own.items() if step[0] != shape}
 
     def _sampled(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
-        """Takes a step in operation for a measurement where there is none; returns whether it did. Of the first steps
-        the least counts, for they pay for caches and allocations."""
+        """Takes a step in operation for a measurement where there is none, or none of a context like its own; returns
+        whether it did. Of the first steps the least counts, for they pay for caches and allocations."""
         samples = self._samples.get((shape, batch), 0)
-        if samples == DOUBT or (not samples and self.known(shape, batch)):
-            return False
+        if samples in (0, DOUBT):
+            longer = self._table.is_longer(shape, batch, context)
+            if not longer and (samples or self.known(shape, batch)):
+                return False
+            samples = 0
+            if longer:
+                self._sampled_at[shape, batch] = context
         seconds /= self.factor(shape, batch)  # by which it will be multiplied
-        minimum = min([seconds, *self._table.at(shape, batch).values()])
-        self._table.measure(shape, batch, context, minimum, alone=True)
+        at = self._sampled_at.get((shape, batch))
+        if at is not None:
+            self._table.extend(shape, batch, at, seconds)
+        else:
+            minimum = min([seconds, *self._table.at(shape, batch).values()])
+            self._table.measure(shape, batch, context, minimum, alone=True)
         self._samples[shape, batch] = samples + 1
         return True
 

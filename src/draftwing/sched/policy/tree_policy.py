@@ -104,7 +104,9 @@ class TreePolicy(ShapePolicy):
         bucket = len(context.confidences).bit_length()
         for index in decision.options:
             self._ran.setdefault((index, bucket), self._step)
-        self._ran[decision.chosen, bucket] = self._step
+        # Right behind a prefill plain steps run for want of time, and show nothing of what they cost elsewhere.
+        if context.latency_slack == math.inf or decision.chosen != self._plain:
+            self._ran[decision.chosen, bucket] = self._step
         return decision.chosen
 
     def _holding(self, context: StepContext) -> int | None:
