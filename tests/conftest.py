@@ -49,8 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """To import all files takes 10 s. Few have tests that measure time, which `make` runs alone, and some have none that
-    `make check` runs."""
+    """To import all files takes 10 s. Few have tests that measure time, which `make` runs alone; and some have none of
+    those that `make check` runs."""
     wanted = config.option.markexpr
     if not collection_path.name.startswith("test_") or not (wanted.startswith("timing ") or "not slow" in wanted):
         return None
