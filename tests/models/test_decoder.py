@@ -156,6 +156,7 @@ def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> N
     torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3.2-tied", "qwen3-moe"])
 @torch.inference_mode()
 def test_packed_model_gives_the_same(tmp_path: Path, family: str) -> None:
@@ -171,6 +172,7 @@ def test_packed_model_gives_the_same(tmp_path: Path, family: str) -> None:
     torch.testing.assert_close(model.norm(aux_hidden[:, 64:]), hidden)
 
 
+@pytest.mark.slow
 def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
     reference, model = pair
     ids = tokens(12)

@@ -98,6 +98,7 @@ def test_every_family_is_here() -> None:
     assert {from_hf(config).architecture for config in EVERY} == set(FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.further(number=[0, 1, 2, 4, 5, 7, 12])  # relatives of the others
 @pytest.mark.parametrize("number", range(len(EVERY)))
 def test_configs(number: int) -> None:

@@ -135,6 +135,7 @@ def test_what_no_drafts_cost_is_found_out() -> None:
     assert chosen.count(PLAIN) > 190
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("machine", "hit", "by"), [("small machine", 0.05, 1.8), ("gpu", 0.8, 1.4)])
 def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, by: float) -> None:
     """The best option, to draft nothing or something, looks dearer than it is, so that it would never run."""
