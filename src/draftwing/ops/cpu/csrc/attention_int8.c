@@ -39,15 +39,16 @@ INLINE vf to_float(vi v) {
 
 /* The greatest size of x[0, count), a multiple of 16; no number where one is none. */
 static float greatest(const float *x, int64_t count) {
-    vi most = {0};
-    for (int64_t c = 0; c < count; c += LANES) {
-        const vi size = (vi)loadf(x + c) & 0x7fffffff, larger = more(size, most);
-        most = (larger & size) | (~larger & most);
+    pi most = {0};
+    for (int64_t c = 0; c < count; c += PART) {
+        const pi size = (pi)part_at(x + c) & 0x7fffffff, above = (pi)(size > most);
+        most = (above & size) | (~above & most);
     }
-    int32_t bits = 0;
-    for (int l = 0; l < LANES; l++) bits = most[l] > bits ? most[l] : bits;
+    int32_t lanes[PART];
+    memcpy(lanes, &most, sizeof most);
+    for (int l = 1; l < PART; l++) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
     float value;
-    memcpy(&value, &bits, 4);
+    memcpy(&value, lanes, 4);
     return value;
 }
 /* What x is multiplied with to lie within -codes and codes, and what the codes are multiplied with to be x again: no
@@ -171,6 +172,23 @@ void value_scales(const Tile *t, int64_t count) {
     for (int64_t j = 0; j < count; j++) t->value_scales[j] = value_scale(t, t->at[j]);
 }
 
+/* 16 products with step to 16 bits. */
+INLINE void to_codes(int16_t *to, const float *x, float step) {
+    const vi codes = nearest(loadf(x) * splat(step));
+#if PART == 16
+    const __m256i some = _mm512_cvtepi32_epi16((__m512i)codes);
+    memcpy(to, &some, sizeof some);
+#elif PART == 8 && defined(__AVX2__)
+    const Parted x8 = {.i = codes};
+    const __m256i some = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)x8.ints[0], (__m256i)x8.ints[1]), 0xd8);
+    memcpy(to, &some, sizeof some);
+#else
+    int16_t some[LANES];
+    for (int i = 0; i < LANES; i++) some[i] = (int16_t)codes[i];
+    memcpy(to, some, sizeof some);
+#endif
+}
+
 /* Weights [low, count) of row r, times the scales of their values, to 16 bits where they lie, and zeros around them.
    Positions before `alike` are all queries'. */
 void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t count, int64_t alike) {
@@ -190,12 +208,7 @@ void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t
     for (int64_t j = from; j < low - chunk; j++) weights[j] = 0; /* whatever their scales are */
     for (int64_t j = count - chunk; j < end; j++) weights[j] = 0;
     const float step = steps(greatest(weights + from, end - from), CODES, t->factors + r);
-    for (int64_t j = from; j < end; j += LANES) {
-        const vi rounded = nearest(loadf(weights + j) * splat(step));
-        int16_t some[LANES];
-        for (int i = 0; i < LANES; i++) some[i] = (int16_t)rounded[i];
-        memcpy(codes + j, some, sizeof some);
-    }
+    for (int64_t j = from; j < end; j += LANES) to_codes(codes + j, weights + j, step);
     memset(codes, 0, (size_t)(low - chunk) * sizeof *codes);
     memset(codes + (count - chunk), 0, (size_t)(LD - (count - chunk)) * sizeof *codes);
 }
