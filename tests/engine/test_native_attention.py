@@ -45,7 +45,9 @@ def case(on_cpu, one_thread, request):
 def test_equals_plain_decoding(harness, case, shape, chunk, lag):
     model, prompts, params, expected, book, kv_dtype = case
     drafter = None if shape == PLAIN else "oracle"
-    rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, miss=2, chunk=chunk, lag=lag, attn=native, kv_dtype=kv_dtype)
+    rig = harness.Rig(
+        model, shapes=(shape,), drafter=drafter, book=book, miss=2, chunk=chunk, lag=lag, attn=native, kv_dtype=kv_dtype
+    )
     assert rig.answer(prompts, params).tokens == expected.tokens
     if shape == TREE:
         assert rig.accept_length > 1.5 and rig.stats.moved > 50

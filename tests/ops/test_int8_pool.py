@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from plain_attention import brute_force
-from test_attention import CPU, KERNELS, LAYER, chunk_batch, make_batch, make_pool, make_tokens, native, random_paths
+from pool_batches import CPU, KERNELS, LAYER, chunk_batch, make_batch, make_pool, make_tokens, native, random_paths
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, KVSpec
@@ -30,7 +30,7 @@ def test_written_values_are_the_nearest() -> None:
     found = held(pool.kv[0])[1:51]
     finite = torch.isfinite(rows).all(2)
     step = rows.abs().amax(2, keepdim=True).double() / 127
-    assert ((found[:, :, 0] - rows).abs() <= step * 0.5001)[finite].all()
+    assert ((found[:, :, 0] - rows).abs() <= step * 0.5001 + 1e-30)[finite].all()
     assert torch.equal(found[:, :, 0][finite], -found[:, :, 1][finite])
     assert found[2, 0].isnan().all() and found[3, 1].isnan().all() and (~finite).sum() == 2
     pool.clear(torch.tensor([7]))

@@ -111,9 +111,9 @@ def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: tor
     if options.kv_cache_dtype == "int8":
         if not device.ops.reads_int8_pool:
             raise ConfigError(
-                "--kv-cache-dtype int8: expected a CPU (--device cpu) with our C extension, which is built where draftwing "
-                f"is installed with a compiler, unless DRAFTWING_NATIVE=0; found {device.ops.title} on {device.kind}: leave "
-                "it out"
+                "--kv-cache-dtype int8: expected a CPU (--device cpu) with our C extension, which is built where "
+                "draftwing is installed with a compiler, unless DRAFTWING_NATIVE=0; found the operations of "
+                f"{device.ops.title} on {device.kind}: leave it out"
             )
         return torch.int8
     asked: torch.dtype = getattr(torch, options.kv_cache_dtype)

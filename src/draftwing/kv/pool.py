@@ -62,8 +62,8 @@ class KVPool:
     """kv[layer]: [slots + 1, *shape of the layer's spec]; of keys and values [slots + 1, kv_heads, 2, head_dim].
 
     A head's key and value lie side by side, so that a backend brings both to its own layout by one copy. In
-    float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448. In int8 each key, and each value,
-    of a head has a scale of its own, the bytes of a float32 behind its codes: [.., head_dim + 4].
+    float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448. In int8 each key, and each
+    value, of a head has a scale of its own, the bytes of a float32 behind its codes: [.., head_dim + 4].
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class KVPool:
         self.scales: Sequence[Scales] = (*known, *[(1.0, 1.0)] * (len(self.layers) - len(known)))
         self.slots = slots
         self.dtype = dtype
-        self.kv = [zeros_as_written((slots + 1, *spec.shape_in(dtype)), spec.dtype_in(dtype), device) for spec in self.layers]
+        self.kv = [
+            zeros_as_written((slots + 1, *spec.shape_in(dtype)), spec.dtype_in(dtype), device) for spec in self.layers
+        ]
         self.states: RowStates | None = None  # of layers that keep theirs by row
 
     @staticmethod
@@ -109,8 +111,8 @@ class KVPool:
 
 
 def _in_int8(rows: Tensor) -> Tensor:
-    """rows [..., n] -> [..., n + 4] int8: to the nearest of 255 codes, and the scale. What is not finite makes the whole
-    row no number."""
+    """rows [..., n] -> [..., n + 4] int8: to the nearest of 255 codes, and the scale. What is not finite makes the
+    whole row no number."""
     rows = rows.float()
     most = rows.abs().amax(-1, keepdim=True)
     most = torch.where(most < torch.inf, most, torch.nan)
