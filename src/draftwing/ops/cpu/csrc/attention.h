@@ -49,15 +49,17 @@ typedef struct {
     Parts whole, part;
 } Tile;
 
-/* Shuffles of two vectors, in each 128 bits: their words one by one, and two by two; of the first half or the second. */
+/* Shuffles of two vectors, in each 128 bits: words one by one, or two by two; of the first half or the second. */
 #if PART == 16
-#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, 8 + l, 12 + i, 12 + j, 12 + k, 12 + l
+#define EACH_128(i, j, k, l) \
+    i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, 8 + l, 12 + i, 12 + j, 12 + k, 12 + l
 #elif PART == 8
 #define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l
 #else
 #define EACH_128(i, j, k, l) i, j, k, l
 #endif
-#define ZIP(a, b, half) __builtin_shufflevector(a, b, EACH_128(2 * half, PART + 2 * half, 2 * half + 1, PART + 2 * half + 1))
+#define ZIP(a, b, half) \
+    __builtin_shufflevector(a, b, EACH_128(2 * half, PART + 2 * half, 2 * half + 1, PART + 2 * half + 1))
 #define PAIRS(a, b, half) \
     __builtin_shufflevector(a, b, EACH_128(2 * half, 2 * half + 1, PART + 2 * half, PART + 2 * half + 1))
 /* Two of the 128 bits of each. */
@@ -160,12 +162,22 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
     return sum_lanes(sum.f);
 }
 
-/* In attention_int8.c, where their comments are. */
-HIDDEN void round_queries(const Tile *t);
+/* By types of the pool: attention_float.c, attention_int8.c. */
+
+/* Turns PART keys, the block's from `first` on, to t->keys. */
+HIDDEN void stage_keys_float(const Tile *t, int64_t first, const char *const *at);
 HIDDEN void stage_keys_8(const Tile *t, int64_t first, const char *const *at);
+/* Scores of rows [from, end) with the block's keys: scores + row * ld, of `count` or more, up to BLOCK. */
+HIDDEN void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
 HIDDEN void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
-HIDDEN void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t count, int64_t alike);
-HIDDEN void value_scales(const Tile *t, int64_t count);
+/* Adds the values of positions [from, end), weighted, to the sums of rows [r, last). at: addresses of their keys, of
+   position `chunk` the first; after: of keys that are read next, or NULL. */
+HIDDEN void add_values_float(const Tile *t, const char *const *at, const char *const *after, int64_t chunk,
+                             int64_t from, int64_t end, int64_t r, int64_t last);
 HIDDEN void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                          int64_t end, int64_t r, int64_t last);
+/* In 8 bits alone; see there. */
+HIDDEN void round_queries(const Tile *t);
+HIDDEN void value_scales(const Tile *t, int64_t count);
+HIDDEN void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t count, int64_t alike);
 HIDDEN void values_to_floats(const Tile *t);

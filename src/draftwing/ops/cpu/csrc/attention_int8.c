@@ -94,7 +94,6 @@ void round_queries(const Tile *t) {
     }
 }
 
-/* Turns PART keys, the block's from `first` on. */
 void stage_keys_8(const Tile *t, int64_t first, const char *const *at) {
     const int64_t words = t->a->padded / 4, dim = t->a->dim;
     int32_t *to = (int32_t *)t->keys + first;
@@ -112,7 +111,8 @@ void stage_keys_8(const Tile *t, int64_t first, const char *const *at) {
     for (int64_t j = 0; j < PART; j++) memcpy(t->key_scales + first + j, at[j] + dim, SCALE_BYTES);
 }
 
-INLINE void score_part(const Tile *t, int64_t r, int64_t j, float *scores, int64_t ld, const int rows, const int parts) {
+INLINE void score_part(const Tile *t, int64_t r, int64_t j, float *scores, int64_t ld, const int rows,
+                       const int parts) {
     const int64_t padded = t->a->padded;
     const int32_t *q = (const int32_t *)t->q + r * padded, *keys = (const int32_t *)t->keys + j;
     pi sum[TALL][8];
@@ -142,7 +142,8 @@ INLINE void score_part(const Tile *t, int64_t r, int64_t j, float *scores, int64
 }
 INLINE void score_rows(const Tile *t, int64_t r, float *scores, int64_t ld, int64_t count, const int rows) {
     int64_t j = 0;
-    for (; count - j > LANES; j += SCORE_PARTS(rows) * PART) score_part(t, r, j, scores, ld, rows, SCORE_PARTS(rows));
+    for (; count - j > LANES; j += SCORE_PARTS(rows) * PART)
+        score_part(t, r, j, scores, ld, rows, SCORE_PARTS(rows));
     for (; j < count; j += LANES) score_part(t, r, j, scores, ld, rows, REGISTERS);
 }
 void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
@@ -264,7 +265,7 @@ INLINE void value_rows(int32_t *to, int64_t padded, const int16_t *codes, const 
         value_part(to + c, padded, codes, values + c, pairs, rows, VALUE_PARTS(rows));
     for (; c < padded; c += PART) value_part(to + c, padded, codes, values + c, pairs, rows, 1);
 }
-/* As `add_values`, to the integers that `part` has of these rows meanwhile. */
+/* To the integers that `part` has of these rows meanwhile. */
 void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                   int64_t end, int64_t r, int64_t last) {
     const int64_t bytes = row_bytes(t->a), padded = t->a->padded, turns = (last - r + TALL - 1) / TALL;
