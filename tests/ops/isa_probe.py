@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -116,8 +117,9 @@ def rope_tables(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tenso
 @case
 def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """A prompt in two chunks, a tree, and a plain step behind them: rope, the pool, scores, softmax and sums."""
-    for heads, kv_heads, dim in ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)):
-        pool = KVPool([KVSpec(kv_heads, dim)], 700, dtype, torch.device("cpu"))
+    shapes, types = ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)), (dtype, torch.int8)
+    for (heads, kv_heads, dim), pool_dtype in itertools.product(shapes, types):
+        pool = KVPool([KVSpec(kv_heads, dim)], 700, pool_dtype, torch.device("cpu"))
         backend, table = ops.attention(pool), torch.arange(1, 701).view(1, 700)
         cos_sin = rope_table(RopeConfig(), dim, 700, dtype, "cpu")
         spans = [(0, 150), (150, 400)]

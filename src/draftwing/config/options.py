@@ -209,7 +209,7 @@ class Options:
     kv_cache_dtype: str = option(
         "auto", MEMORY,
         "type of keys and values; auto: the model's, and bfloat16 on a CPU with block-quantised weights; fp8_e4m3 "
-        "(CUDA): twice the tokens", choices=("auto", "float32", "bfloat16", "fp8_e4m3"),
+        "(CUDA) and int8 (CPU): twice the tokens", choices=("auto", "float32", "bfloat16", "fp8_e4m3", "int8"),
     )  # fmt: skip
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
