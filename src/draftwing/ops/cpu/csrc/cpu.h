@@ -244,6 +244,12 @@ INLINE vf exp2_16(vf x) {
     return select_f(normal, (vf)((vi)p + (n << 23)), splat(0.0f));
 }
 
+/* What is no number does not stay so. */
+INLINE vf sigmoid(vf x) {
+    const vf power = x * splat(-1.44269504f);
+    return 1.0f / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
+}
+
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
 /* The threads that calls run in, as `ops/cpu/workers.py` has them in memory. most: as many as torch uses, since OpenMP
