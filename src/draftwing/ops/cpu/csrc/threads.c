@@ -27,7 +27,7 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
 #define SECOND 1000000000LL /* ns */
 #define GRACE 100000        /* ns that a thread of a call may be late: to wake it takes some 50 us */
-#define WATCHED 40          /* us: calls that take less are not watched, which takes one */
+#define WATCHED 100         /* us: calls that take less are not watched, which takes some 3 us */
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss: a slice of some other program */
 #define PRICE 40            /* one part in so many of the time is what tries of more threads may lose */
 #define LONGEST (5 * SECOND) /* without a try */
