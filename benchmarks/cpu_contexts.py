@@ -40,6 +40,7 @@ from load_texts import questions
 from svg_plot import Line, Panel, render
 from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, kv_bytes_per_token, median_ratio, read_bandwidth
 
+from draftwing.engine.startup.quiet import delays, since
 from draftwing.models.hub import resolve_model
 from draftwing.text.tokenizer import load_tokenizer
 
@@ -160,25 +161,27 @@ def running(args: Any, file: Path, logs: Path) -> Iterator[dict[str, Ask]]:
 def measure(
     args: Any, asks: dict[str, Ask], prompts: Prompts, context: int, bytes_read: float
 ) -> tuple[dict[str, Answer], dict[str, Any]]:
-    """What the text up to there took of each, and the figures of rounds."""
+    """What the text up to there took of each, and the figures of rounds. waited: share of their time in which a thread
+    of this process waited for a processor: others ran, too."""
     filled = {name: ask(prompts.ending(context, 0), 8) for name, ask in asks.items()}
     asked = [prompts.ending(context, number) for number in range(1, args.rounds + 1)]
-    rounds, reads = {name: list[Answer]() for name in asks}, list[float]()
-    for prompt in asked:
-        reads.append(read_bandwidth(int(bytes_read), args.threads, 8))
-        for name, (answer,) in in_turn(asks, [prompt], args.tokens).items():
-            rounds[name].append(answer)
+    before, started = delays(), time.perf_counter()
+    read = read_bandwidth(int(bytes_read), args.threads)
+    rounds = in_turn(asks, asked, args.tokens)
+    read = max(read, read_bandwidth(int(bytes_read), args.threads))
+    waited = max(since(before)) / (time.perf_counter() - started)
     rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
     middle = {name: statistics.median(own) for name, own in rates.items()}
     better = max(LLAMAS, key=lambda name: middle[name])
-    floor = bytes_read / max(reads)
+    floor = bytes_read / read
     return filled, {
         "decode": middle,
         "ratio": {name: median_ratio(own, rates[better]) for name, own in rates.items()},
         "floor_ms": 1e3 * floor,
         "floor_share": {name: floor * rate for name, rate in middle.items()},
-        "read_bytes_per_s": max(reads),
+        "read_bytes_per_s": read,
         "accept_length": {name: statistics.mean(a.accept_length for a in own) for name, own in rounds.items()},
+        "waited": waited,
         "rounds": rates,
     }
 
@@ -295,7 +298,8 @@ def main() -> None:
         with running(args, file, Path(tempfile.mkdtemp(prefix="logs-"))) as asks:
             for context, found in measure_all(args, file, prompts, asks):
                 record["isas"].setdefault(args.isa, {})[str(context)] = found
-                print(*row(args.isa, context, found), found["accept_length"], flush=True)
+                print(*row(args.isa, context, found), f"waited {found['waited']:.0%}", flush=True)
+                print(found["accept_length"], flush=True)
                 write(args, record)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/logits_quality.py --other "--dtype bfloat16" [--base "--dtype float32"] [--out result.json]
 
-A text is cut into pieces of 512 tokens, and the second half of each piece counts, as in llama.cpp's
+A text is cut into pieces of 512 tokens (`--piece`), and the second half of each piece counts, as in llama.cpp's
 `llama-perplexity`: 255 positions a piece, eight pieces. At each of them the distributions of both configurations are
 compared: KL divergence of the other from the base (natural logarithm), and whether both choose the same token when
 greedy. `--llama ISA` builds llama.cpp (`llama_cpp_build.py`) and lets it do the same with the same text: the file as it
@@ -31,7 +31,6 @@ from draftwing.config.arguments import add_arguments
 from draftwing.models.hub import resolve_model
 
 TEXT = Path(__file__).parent / "data" / "mt_bench.jsonl"
-PIECE = 512  # tokens; the second half counts
 
 
 def load(model: str, options: str, **drafts: Any) -> LLM:
@@ -85,19 +84,21 @@ def summary(values: Tensor, same: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def compare(base: LLM, other: LLM, text: str, pieces: int) -> dict[str, float]:
+def compare(base: LLM, other: LLM, text: str, pieces: int, piece: int) -> dict[str, float]:
     ids = base.engine.tokenizer.encode(text)
-    if len(ids) < pieces * PIECE:
-        raise SystemExit(f"expected a text of {pieces * PIECE} tokens or more, found {len(ids)}")
+    if len(ids) < pieces * piece:
+        raise SystemExit(f"expected a text of {pieces * piece} tokens or more, found {len(ids)}")
     found, same = [], []
-    for start in range(0, pieces * PIECE, PIECE):
-        (p, chosen), (q, others) = (distributions(llm, ids[start : start + PIECE]) for llm in (base, other))
+    for start in range(0, pieces * piece, piece):
+        (p, chosen), (q, others) = (distributions(llm, ids[start : start + piece]) for llm in (base, other))
         found.append(divergences(p, q))
         same += [mine == theirs for mine, theirs in zip(chosen, others, strict=True)]
     return summary(torch.cat(found), float(np.mean(same)))
 
 
-def llama_figures(model: Path, text: str, pieces: int, isa: str, folder: Path) -> dict[str, dict[str, float]]:
+def llama_figures(
+    model: Path, text: str, pieces: int, piece: int, isa: str, folder: Path
+) -> dict[str, dict[str, float]]:
     """llama.cpp's: of the file, and of its base against what the base was kept in."""
     program = build(isa, folder) / "llama-perplexity"
     exact = folder / f"{model.stem}.F32.gguf"
@@ -108,7 +109,7 @@ def llama_figures(model: Path, text: str, pieces: int, isa: str, folder: Path) -
         words.write_text(text, encoding="utf8")
 
         def run(file: Path, *more: str) -> str:
-            command = [program, "-m", file, "-f", words, "-c", PIECE, "--chunks", pieces, "--kl-divergence-base", kept]
+            command = [program, "-m", file, "-f", words, "-c", piece, "--chunks", pieces, "--kl-divergence-base", kept]
             done = subprocess.run([str(word) for word in (*command, *more)], capture_output=True, check=True, text=True)
             return done.stdout + done.stderr
 
@@ -134,7 +135,8 @@ def main() -> None:
     parser.add_argument("--base", default="--dtype float32", help="options of `draftwing serve`, as one string")
     parser.add_argument("--other", default="", help="options of the other configuration")
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--pieces", type=int, default=8, help=f"of {PIECE} tokens")
+    parser.add_argument("--pieces", type=int, default=8, help="pieces of the text")
+    parser.add_argument("--piece", type=int, default=512, help="tokens of a piece; the second half counts")
     parser.add_argument("--llama", choices=ISAS, help="also llama.cpp, with this instruction set")
     parser.add_argument("--build", type=Path, default=CACHE, help="folder for llama.cpp and its files")
     parser.add_argument("--out", type=Path, help="write the JSON to a file")
@@ -142,15 +144,22 @@ def main() -> None:
     text = args.text.read_text(encoding="utf8")
     results: dict[str, Any] = {}
     with load(args.model, args.base) as base, load(args.model, args.other) as other:
-        results["draftwing"] = compare(base, other, text, args.pieces)
+        results["draftwing"] = compare(base, other, text, args.pieces, args.piece)
     if args.llama:
-        results |= llama_figures(resolve_model(args.model), text, args.pieces, args.llama, args.build)
+        results |= llama_figures(resolve_model(args.model), text, args.pieces, args.piece, args.llama, args.build)
     print("| configuration | mean KL | median | 99% | most | same choice |\n|---|---|---|---|---|---|")
     for name, row in results.items():
         figures = " | ".join(f"{row[key]:.3g}" for key in ("mean", "median", "p99", "max"))
         print(f"| {name} | {figures} | {100 * row['same_choice']:.2f}% |")
     if args.out:
-        record = {"model": args.model, "base": args.base, "other": args.other, "pieces": args.pieces, **results}
+        record = {
+            "model": args.model,
+            "base": args.base,
+            "other": args.other,
+            "pieces": args.pieces,
+            "piece": args.piece,
+            **results,
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf8")
 
 

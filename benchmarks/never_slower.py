@@ -28,15 +28,15 @@ import json
 import random
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cell_runs import OWN, WAVES, Cell, Prompts, typical
 from chat_servers import SET_BY, run_with
 from load_runs import (
-    Answered,
     Step,
     add_arguments,
     check_pinned,
@@ -53,10 +53,6 @@ from load_runs import (
 )
 from load_texts import Texts
 
-from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.engine import Engine
-from draftwing.engine.startup.quiet import delays, since
-
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")
 DRAFTERS = ("EAGLE3", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE3+NGRAM")
@@ -64,21 +60,9 @@ MIN_RATIO = 0.98  # of the tokens per second without drafts
 MAX_CHEAP_TOKENS = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
 LONG_PROMPT = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
-WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
-SETTLING = (
-    32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to it
-)
-OWN = 100  # tokens of a prompt behind what all have in common
+SPREAD = 0.5  # how much longer or shorter answers are
 SHORT = 32  # tokens of an answer at least, where prompts are cached
 MAX_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
-
-
-class Cell(NamedTuple):
-    requests: int
-    prompt: int
-    temperature: float
-    text: str
-    drafter: str
 
 
 def pairs(cell: Cell) -> list[tuple[Any, ...]]:
@@ -174,76 +158,6 @@ def possible(cell: Cell, engine: Any, costs: Costs, cached: bool) -> bool:
 
 
 # ---- a cell ----------------------------------------------------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    rate: float  # tokens per second
-    answers: list[Answered]
-    report: dict[str, Any]
-    steps: list[Step]
-
-
-class Prompts(NamedTuple):
-    """Of cells. cached: they begin alike, there are as many as run at once, and all are computed before the rounds."""
-
-    texts: Texts
-    cached: bool
-
-    def of(self, cell: Cell, length: int, count: int, start: int) -> list[list[int]]:
-        """`count` of about `length` tokens; others for another `start`, or the same ones in another order."""
-        if not self.cached:
-            return self.texts.prompts(cell.text, length, count, start)
-        different = max(cell.requests, WAVES)
-        prompts = self.texts.prompts(cell.text, min(length, OWN), different, 5000)
-        if length > OWN:
-            (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
-            prompts = [begin[: length - len(end)] + end for end in prompts]
-        return [prompts[(start + index) % different] for index in range(count)]
-
-    def settle(self, cell: Cell, each: Engine, tokens: int) -> float:
-        """A run that is not timed for the cell, of prompts like its own; tokens per second all the same."""
-        if not self.cached:
-            length = min(cell.prompt, max(100, SETTLING // cell.requests))
-            prompts = self.of(cell, length, cell.requests, 5000)
-            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
-        prompts = self.of(cell, cell.prompt, max(cell.requests, WAVES), 0)
-        for some in (prompts[:1], prompts):  # who comes with the first does not find its prompt cached
-            drive(each, jobs_of(some, 0.0, 1), len(some))
-        return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
-
-    def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> Run:
-        """Tokens per second while all requests ran, after a flush where nothing is to be cached, the answers, and how
-        often each shape ran, with the tokens of a row and step, and the share of the time in which a thread waited for
-        a processor. Requests end one by one and are replaced, as on a server: where all end together their prompts are
-        prefilled together, and where nobody comes after them the slowest decides."""
-        assert self.cached or engine.flush_cache()
-        before = delays()
-        with watched(engine) as steps:
-            answers, whole, (seconds, written) = drive(engine, jobs, requests)
-        waited = max(since(before)) / whole
-        trees = [step for step in steps if step.kind == "tree"]
-        shapes = Counter(name_of(step.shape) for step in trees)
-        rows = sum(step.rows for step in trees)
-        length = sum(step.tokens for step in trees) / rows if rows else 1.0
-        found = {"shapes": dict(shapes.most_common()), "accept_length": length, "waited": waited}
-        return Run(written / seconds, answers, found, steps)
-
-
-class Typical(NamedTuple):
-    rate: float  # tokens per second
-    plain: float | None  # seconds of a plain step
-
-
-def typical(runs: Sequence[Sequence[Step]], requests: int) -> Typical:
-    """Of steps of all requests that no prefill is between, each counted with the median time of its shape: what stops a
-    busy machine for a while does not count."""
-    times, tokens = defaultdict[TreeShape, list[float]](list), 0
-    for before, step in itertools.chain.from_iterable(itertools.pairwise(steps) for steps in runs):
-        if before.kind == step.kind == "tree" and before.rows == step.rows == requests:
-            times[step.shape].append(step.at - before.at)
-            tokens += step.tokens
-    middle = {shape: statistics.median(each) for shape, each in times.items()}
-    return Typical(tokens / sum(len(each) * middle[shape] for shape, each in times.items()), middle.get(PLAIN))
 
 
 def error(ratios: Sequence[float]) -> float | None:

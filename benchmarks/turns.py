@@ -71,12 +71,14 @@ def kv_bytes_per_token(file: Path) -> int:
     return int(data[f"{family}.block_count"] * 2 * data[f"{family}.attention.head_count_kv"] * head_dim * 2)
 
 
-def read_bandwidth(size: int, threads: int, repeats: int = 30) -> float:
-    """Bytes per second at which all threads read an array of `size` bytes over and over: the best time."""
+def read_bandwidth(size: int, threads: int, repeats: int = 15) -> float:
+    """Bytes per second at which all threads read an array of `size` bytes over and over: the best time of a sum and of
+    its product with itself, of which either may be slower with an instruction set."""
     torch.set_num_threads(threads)
     array, best = torch.zeros(size // 4), float("inf")
     for _ in range(repeats):
-        begin = time.perf_counter()
-        array.sum()
-        best = min(best, time.perf_counter() - begin)
+        for read in (array.sum, lambda: array.dot(array)):
+            begin = time.perf_counter()
+            read()
+            best = min(best, time.perf_counter() - begin)
     return size / best

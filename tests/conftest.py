@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from draftwing.spec import build
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 LONGEST = "tests/test_soak.py"
+ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,9 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """To import all files takes 20 s, and few of them have tests that measure time, which `make` runs alone."""
-    alone = config.option.markexpr.startswith("timing ") and collection_path.name.startswith("test_")
-    return True if alone and "mark.timing" not in collection_path.read_text() else None
+    """To import all files takes 10 s. Few have tests that measure time, which `make` runs alone; and some have none of
+    those that `make check` runs."""
+    wanted = config.option.markexpr
+    if not collection_path.name.startswith("test_") or not (wanted.startswith("timing ") or "not slow" in wanted):
+        return None
+    text = collection_path.read_text()
+    none = "mark.timing" not in text if wanted.startswith("timing ") else ALL_SLOW.search(text) is not None
+    return True if none else None
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.kv.pool import KVPool, StateSpec
 from draftwing.kv.row_states import RowStates, delta_specs
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.decoder import DecoderModel
@@ -105,7 +105,8 @@ class OracleDrafter:
     """
 
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
-        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (KVSpec(1, 2),), 0
+        kept = StateSpec((2,), torch.int64)
+        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (kept,), 0
         self.initial_confidence, self.fixed_confidence, self.from_tokens = MAX_CONFIDENCE, False, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
@@ -152,8 +153,8 @@ class OracleDrafter:
 
     def extend(self, seen):
         batch = seen.batch
-        k = torch.stack((batch.ids, seen.next_ids), -1).to(self.pool.dtype)[:, None]
-        self.pool.write(self.layer, batch.write_slots, k, k)
+        pairs = torch.stack((batch.ids, seen.next_ids), -1)
+        self.pool.kv[self.layer].index_copy_(0, batch.write_slots, pairs)
 
     def confidence(self, slots, rows, max_kv_len, out=None):
         return (torch.empty_like(rows) if out is None else out).fill_(MAX_CONFIDENCE)
@@ -167,7 +168,7 @@ class OracleDrafter:
     def _check_kv(self, slots, rows, kv_len, max_kv_len):
         max_kv_len = min(max_kv_len, slots.length - 1)
         at = torch.arange(max_kv_len, device=rows.device)
-        pairs = self.pool.kv[self.layer][slots.page_table[rows, :max_kv_len], 0, 0]  # [B, P, 2]
+        pairs = self.pool.kv[self.layer][slots.page_table[rows, :max_kv_len]]  # [B, P, 2]
         tokens = slots.tokens[rows, : max_kv_len + 1]
         wrong = (pairs[..., 0] != tokens[:, :-1]) | (pairs[..., 1] != tokens[:, 1:])
         self.wrong_kv += (wrong & (at < kv_len[:, None])).sum()

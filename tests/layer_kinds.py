@@ -188,7 +188,7 @@ MIXED = (
     ATTENTION,
     AttentionConfig(4, 4, 32, rope=1, window=6),
     AttentionConfig(4, 1, 16, qk_norm=True),
-    AttentionConfig(2, 1, 32, rope=1),
+    AttentionConfig(2, 1, 32, rope=1, qk_norm=True, whole_norms=True),
 )
 READS_0, READS_1 = AttentionConfig(4, 2, 16, kv_from=0, qk_norm=True), AttentionConfig(4, 4, 32, rope=1, kv_from=1)
 SHARED = (ATTENTION, MIXED[1], READS_0, MIXED[3], READS_1)
@@ -241,6 +241,11 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
+def _normed(x: Tensor, mixer: AttentionConfig, weight: Tensor) -> Tensor:
+    """x [T, heads, head_dim], each head by itself or all of a token together"""
+    return _norm(x.flatten(1), weight).view_as(x) if mixer.whole_norms else _norm(x, weight)
+
+
 def _turned(model: DecoderModel, mixer: AttentionConfig, x: Tensor) -> Tensor:
     """x [T, heads, head_dim]"""
     table = rope_table(model.config.ropes[mixer.rope], mixer.head_dim, len(x), torch.float64, "cpu")
@@ -250,7 +255,7 @@ def _turned(model: DecoderModel, mixer: AttentionConfig, x: Tensor) -> Tensor:
 def _keys(model: DecoderModel, mixer: AttentionConfig, own: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     rows = own["mixer.qkv.weight"][mixer.heads * mixer.head_dim :]
     k, v = (x @ rows.T).view(len(x), 2, mixer.kv_heads, mixer.head_dim).unbind(1)
-    return _turned(model, mixer, _norm(k, own["mixer.k_norm.weight"]) if mixer.qk_norm else k), v
+    return _turned(model, mixer, _normed(k, mixer, own["mixer.k_norm.weight"]) if mixer.qk_norm else k), v
 
 
 def _attention(
@@ -258,7 +263,7 @@ def _attention(
 ) -> Tensor:
     rows = own["mixer.qkv.weight"][: mixer.heads * mixer.head_dim]
     q = (x @ rows.T).view(len(x), mixer.heads, mixer.head_dim)
-    q = _turned(model, mixer, _norm(q, own["mixer.q_norm.weight"]) if mixer.qk_norm else q)
+    q = _turned(model, mixer, _normed(q, mixer, own["mixer.q_norm.weight"]) if mixer.qk_norm else q)
     out = torch.zeros_like(q)
     for t in range(len(x)):
         first = max(0, t + 1 - mixer.window) if mixer.window else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftwing.machine import Processors, free_memory, processors
+from draftwing.machine import Processors, free_memory, numbered, processors
 
 GB = 1 << 30
 
@@ -154,3 +154,16 @@ def test_a_limit_of_the_address_space(tmp_path: Path, monkeypatch: pytest.Monkey
     pages = GB // os.sysconf("SC_PAGE_SIZE")
     root = write(tmp_path, MACHINE | {"proc/self/statm": f"{pages} 5 5 5 0 5 0\n"})
     assert free_memory(root) == 2 * GB
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", (0,)), ("0-3", (0, 1, 2, 3)), ("8,0-1", (8, 0, 1)), ("2-2,5", (2, 5))]
+)
+def test_processors_by_number(text: str, expected: tuple[int, ...]) -> None:
+    assert numbered(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "0,0", "-1", "0-2,1"])
+def test_no_processors(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        numbered(text)

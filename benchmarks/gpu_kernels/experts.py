@@ -32,7 +32,7 @@ from torch import Tensor
 
 from draftwing.engine.startup import precompile
 from draftwing.layers.linear_ops.groups import multiplied_out
-from draftwing.ops.contracts import Routed
+from draftwing.ops.contracts import Routed, Routing
 from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout, Stream
 from draftwing.ops.expert_rows import FP8, INT4, MX
@@ -155,7 +155,7 @@ def compile_one(wanted: Kernels) -> str | None:
     model, tokens = MODELS[wanted.model], wanted.tokens
     if wanted.shape is not None:
         expert_gemm.SHAPES[KINDS[wanted.kind], LARGE_TILE] = wanted.shape, wanted.shape
-    routed = experts.route(torch.empty(tokens, model.count, dtype=HALF, device="meta"), model.top_k, True, False)
+    routed = experts.route(torch.empty(tokens, model.count, dtype=HALF, device="meta"), Routing(model.top_k))
     x = torch.empty(tokens, model.hidden, dtype=HALF, device="meta")
     gate_up = without_data(wanted.kind, model.count * 2 * model.ffn, model.hidden)
     down = without_data(wanted.kind, model.count * model.hidden, model.ffn)
@@ -239,7 +239,7 @@ def check(model: Model, kind: str) -> None:
     wrong = []
     for tokens, exact in ((1, False), (9, False), (40, False), (200, True), (200, False)):
         x, logits = torch.randn(tokens, model.hidden, dtype=HALF, device=CUDA), scores(model, tokens)
-        routed = experts.route(logits, model.top_k, True, exact)
+        routed = experts.route(logits, Routing(model.top_k), exact=exact)
         inner = gemms[0].gated(x, None, routed, model.limit)
         outs = gemms[1].linear(inner, None, routed)
         for name, found, expected in (
@@ -252,7 +252,7 @@ def check(model: Model, kind: str) -> None:
         if experts.tile_rows(tokens, exact) > gemm_experts.MAX_PAIRS:
             continue
         for token in (0, tokens - 1):
-            alone = experts.route(logits[token : token + 1], model.top_k, True, True)
+            alone = experts.route(logits[token : token + 1], Routing(model.top_k), exact=True)
             first = gemms[0].gated(x[token : token + 1], None, alone, model.limit)
             own = slice(token * model.top_k, (token + 1) * model.top_k)
             if not torch.equal(first, inner[own]) or not torch.equal(gemms[1].linear(first, None, alone), outs[own]):
@@ -284,7 +284,7 @@ class Bench:
         self.model, self._exact = model, exact
         self._x, self._residual = (torch.randn(tokens, model.hidden, dtype=HALF, device=CUDA) for _ in range(2))
         self._logits = [scores(model, tokens) for _ in layers]
-        self._routes = [experts.route(each, model.top_k, True, exact) for each in self._logits]
+        self._routes = [experts.route(each, Routing(model.top_k), exact=exact) for each in self._logits]
         self._inner = torch.randn(tokens * model.top_k, model.ffn, dtype=HALF, device=CUDA)
         self._outs = torch.randn(tokens * model.top_k, model.hidden, dtype=HALF, device=CUDA)
         self._gate_ups = [ExpertGemm(layer.gate_up, model.count) for layer in layers]
@@ -295,7 +295,7 @@ class Bench:
 
     def route(self) -> None:
         for each in self._logits:
-            experts.route(each, self.model.top_k, True, self._exact)
+            experts.route(each, Routing(self.model.top_k), exact=self._exact)
 
     def gate_up(self) -> None:
         for gemm, routed in zip(self._gate_ups, self._routes, strict=True):
@@ -311,7 +311,7 @@ class Bench:
 
     def whole(self) -> None:
         for each, gate_up, down in zip(self._logits, self._gate_ups, self._downs, strict=True):
-            routed = experts.route(each, self.model.top_k, True, self._exact)
+            routed = experts.route(each, Routing(self.model.top_k), exact=self._exact)
             inner = gate_up.gated(self._x, None, routed, self.model.limit)
             experts.mix(down.linear(inner, None, routed), routed, self._residual)
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from timing import READ_RATE
 
+from draftwing.ops.contracts import Routing
+
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
@@ -103,7 +105,7 @@ def weights_read(parts: Any, rows: int) -> tuple[float, float]:
     if experts is not None:
         logits = torch.zeros(rows, experts.count, dtype=torch.bfloat16, device=device.device)
         anything = torch.ones(1, dtype=torch.int32, device=device.device)
-        distinct = device.ops.route(logits, experts.top_k, True, False, anything).experts.unique().numel()
+        distinct = device.ops.route(logits, Routing(experts.routing.top_k), scatter=anything).experts.unique().numel()
     total = 0.0
     for part in model.modules():
         if isinstance(part, Linear) and (part is not model.embed.table or part is model.lm_head):

@@ -216,7 +216,7 @@ class Plan:
     # What few plans have; a plan with any of it is `special`. All are batch indices of rows that draw.
     edited: IntArray = field(default_factory=lambda: NOBODY)  # whose logits the device edits
     guided: IntArray = field(default_factory=lambda: NOBODY)  # whose drafts and logits the host edits
-    limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts
+    limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts, if there are any
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     thinking: IntArray = field(default_factory=lambda: NOBODY)  # with a thinking budget
     penalised: bool = False  # whether penalties and biases are all that makes it special
@@ -293,6 +293,7 @@ class StepResult:
     mark[B, nodes]: of the draft's nodes, see `depth`, `verified`, `source` and `survival`.
     confidence[B]: the drafter's confidence for the next step.
     seconds: that the step took.  catching_up: those of them in which the drafter caught up first.
+    threads: share of the host's threads that computed it, above 0; less than 1 where others keep processors busy.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     drafts: of the rows that the plan wants traced; None without any, or where nothing was drafted.
     """
@@ -304,6 +305,7 @@ class StepResult:
     confidence: IntArray
     seconds: float = 0.0
     catching_up: float = 0.0
+    threads: float = 1.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()
     drafts: DraftTokens | None = None

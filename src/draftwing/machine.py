@@ -50,6 +50,17 @@ def processors(root: Path = ROOT, affinity: set[int] | None = None) -> Processor
     return Processors(len(affinity), len(cores), _quota(root))
 
 
+def numbered(text: str) -> tuple[int, ...]:
+    """Reads a list of processors such as "0-3,8", each one once. Raises ValueError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if not found or len(set(found)) < len(found) or min(found) < 0:
+        raise ValueError(f"expected processors such as 0-3,8, found {text!r}")
+    return tuple(found)
+
+
 def _quota(root: Path) -> float | None:
     found = []
     for folder in _groups(root, "cpu"):
@@ -70,6 +81,12 @@ def free_memory(root: Path = ROOT) -> int | None:
     allow. None on a system that does not tell."""
     found = [left for left in (_available(root), *_group_memory(root), _address_space(root)) if left is not None]
     return max(min(found), 0) if found else None
+
+
+def resident_memory(root: Path = ROOT) -> int:
+    """Returns the bytes that this process has in memory; 0 on a system that does not tell."""
+    pages = _text(root / "proc/self/statm").split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def _available(root: Path) -> int | None:

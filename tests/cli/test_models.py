@@ -46,6 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_from_pull_to_rm(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "draftwing pull org/tiny" in refused(capsys, "show", REPO)
     path = Path(run(capsys, "pull", REPO).strip())

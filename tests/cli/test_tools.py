@@ -42,6 +42,7 @@ def test_bench_of_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert record["latency_ms"]["mean"] >= record["ttft_ms"]["mean"]
 
 
+@pytest.mark.slow
 def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000"]
     argv += ["--num-prompts", "3", "--max-tokens", "20", "--ignore-eos", "--concurrency", "2", "--json"]
@@ -67,6 +68,7 @@ def test_the_floor_of_a_step(model: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert record["share_of_floor"] == pytest.approx(record["floor_ms"] / step)
 
 
+@pytest.mark.slow
 def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
     """On a CPU, stages are recorded and then replayed, without a call of what they are made of."""
     target = write_checkpoint(tmp_path / "target", 0, 4, hidden=128, heads=4, size=32, vocab=320)

@@ -182,6 +182,7 @@ def shipped(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return models / "heads/tiny/eagle3"
 
 
+@pytest.mark.slow
 def test_the_default_head_drafts_in_its_own_tree(shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
     answers = {}
     with caplog.at_level(logging.INFO, "draftwing"):

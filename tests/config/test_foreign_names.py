@@ -21,6 +21,7 @@ def test_what_is_named_is_an_option_and_what_is_known_is_none() -> None:
     assert set(SHORT.values()) <= {*names, *known, *sglang_compat.FOREIGN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "ours"),
     [

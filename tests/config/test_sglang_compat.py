@@ -63,6 +63,7 @@ def test_environment(caplog: pytest.LogCaptureFixture) -> None:
     assert "SGLANG_NGRAM_FORCE_GREEDY_VERIFY has no effect" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOREIGN)
 def test_every_unsupported_flag_parses_and_is_handled(name: str, caplog: pytest.LogCaptureFixture) -> None:
     foreign = FOREIGN[name]

@@ -161,6 +161,7 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
     assert rig.accept_length > 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.further(chunk=[2, 17])
 @pytest.mark.further(chunk=1, lag=0)
 @pytest.mark.further(harness="ranks", chunk=1)

@@ -10,12 +10,13 @@ from exactness import TOKENS, Exactness
 from draftwing.engine.devices import pick_device
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import RopeConfig
+from draftwing.ops.contracts import Routing
 
 CUDA = pytest.param(
     "windows cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
-EXPERTS = ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=7.0)
+EXPERTS = ExpertConfig(4, Routing(2), 32, router_bias=True, bias=True, limit=7.0)
 
 pytestmark = [
     pytest.mark.parametrize("harness", ["windows", RANKS, CUDA], indirect=True, scope="session"),

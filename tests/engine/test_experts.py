@@ -12,13 +12,15 @@ from draftwing.core import TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.measure_costs import experts_at_random, measure_steps
 from draftwing.layers.config import ExpertConfig
+from draftwing.ops.contracts import Routing
 from draftwing.sched.policy.cost import StepCost
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 EXPERTS = {
-    "softmax": ExpertConfig(6, 2, 32, renormalise=False),
-    "renormalised": ExpertConfig(6, 3, 32),
-    "clamped": ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=1.5),
+    "softmax": ExpertConfig(6, Routing(2, False), 32),
+    "renormalised": ExpertConfig(6, Routing(3), 32),
+    "sigmoids": ExpertConfig(12, Routing(3, True, True, 4, 2, 2.5), 32, shared=64, wide_router=True),
+    "clamped": ExpertConfig(4, Routing(2), 32, router_bias=True, bias=True, limit=1.5),
 }
 
 pytestmark = [
@@ -40,7 +42,7 @@ def case(request, harness):
 
 def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monkeypatch):
     """Rows that are all alike would choose the same experts; and what they choose afterwards is theirs again."""
-    model = harness.tiny_model(experts=ExpertConfig(16, 2, 32))
+    model = harness.tiny_model(experts=ExpertConfig(16, Routing(2), 32))
     rig, shape = harness.Rig(model, shapes=(TREE,), drafter="ngram"), TREE
     model.pack(rig.executor.device.ops)
     mlp, seen = model.layers[0].mlp, []
@@ -49,7 +51,7 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
     if whole is not None:  # routes in the same call as all the rest
 
         def routed(x, residual, scatter):
-            mlp._ops.route(mlp.router(x), 2, True, False, scatter)
+            mlp._ops.route(mlp.router(x), Routing(2), scatter=scatter)
             return whole(x, residual, scatter)
 
         monkeypatch.setattr(mlp, "_whole", routed)

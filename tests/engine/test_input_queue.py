@@ -123,6 +123,7 @@ def test_a_uid_has_one_live_request(tmp_path: Path, turns: int, drafter: str, ov
         engine.close()
 
 
+@pytest.mark.slow
 def test_running_answers_go_on_beside_thousands(tmp_path: Path) -> None:
     """Of 1,000 requests that come at once, and leave, each step takes some; one of another client is among the first,
     and one that runs gets its tokens at every step."""

@@ -23,17 +23,19 @@ def native(pool):
     return NativeAttention(pool, KERNELS, Workers())
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
 def case(on_cpu, one_thread, request):
-    """Model, prompts, parameters and the answers of plain decoding, one request at a time."""
-    model = on_cpu.tiny_model(dtype=request.param)
+    """Model, prompts, parameters and the answers of plain decoding, one request at a time. int8: the pool of a model in
+    float32."""
+    kv_dtype = getattr(torch, request.param)
+    model = on_cpu.tiny_model(dtype=torch.float32 if kv_dtype == torch.int8 else kv_dtype)
     if not onednn.takes(model.norm.weight):
         pytest.skip("this CPU has no bfloat16 products")
     model.pack(make_ops(torch.device("cpu")))
     prompts = on_cpu.prompts_for(12)
     params = [on_cpu.greedy(40) if i % 2 else on_cpu.seeded(40, seed=i) for i in range(len(prompts))]
-    expected = on_cpu.plain_answers(model, prompts, params, attn=native)
-    return model, prompts, params, expected, on_cpu.make_book(prompts, expected)
+    expected = on_cpu.plain_answers(model, prompts, params, attn=native, kv_dtype=kv_dtype)
+    return model, prompts, params, expected, on_cpu.make_book(prompts, expected), kv_dtype
 
 
 @pytest.mark.further(lag=0, chunk=64)
@@ -42,36 +44,38 @@ def case(on_cpu, one_thread, request):
 @pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_equals_plain_decoding(harness, case, shape, chunk, lag):
-    model, prompts, params, expected, book = case
+    model, prompts, params, expected, book, kv_dtype = case
     drafter = None if shape == PLAIN else "oracle"
-    rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, miss=2, chunk=chunk, lag=lag, attn=native)
+    rig = harness.Rig(
+        model, shapes=(shape,), drafter=drafter, book=book, miss=2, chunk=chunk, lag=lag, attn=native, kv_dtype=kv_dtype
+    )
     assert rig.answer(prompts, params).tokens == expected.tokens
     if shape == TREE:
         assert rig.accept_length > 1.5 and rig.stats.moved > 50
 
 
 def test_ngram_drafts(harness, case):
-    model, prompts, params, expected, _ = case
-    rig = harness.Rig(model, shapes=(TreeShape(7, 4, 8),), drafter="ngram", attn=native)
+    model, prompts, params, expected, _, kv_dtype = case
+    rig = harness.Rig(model, shapes=(TreeShape(7, 4, 8),), drafter="ngram", attn=native, kv_dtype=kv_dtype)
     assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1.02
 
 
 def test_equals_torchs_backend(harness, case):
-    model, prompts, params, expected, _ = case
-    if model.norm.weight.dtype != torch.float32:
-        pytest.skip("the last bits of bfloat16 differ")
+    model, prompts, params, expected, _, kv_dtype = case
+    if kv_dtype != torch.float32:
+        pytest.skip("the last bits differ")
     assert harness.plain_answers(model, prompts, params).tokens == expected.tokens
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
 def test_the_default_dtype_changes_nothing(harness, case, drafter):
     """What the kernels fill is in float32, not in torch's default type."""
-    model, prompts, params, expected, book = case
+    model, prompts, params, expected, book, kv_dtype = case
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        rig = harness.Rig(model, shapes=(TREE,), drafter=drafter, book=book, miss=2, attn=native)
+        rig = harness.Rig(model, shapes=(TREE,), drafter=drafter, book=book, miss=2, attn=native, kv_dtype=kv_dtype)
         found = rig.answer(prompts[:4], params[:4]).tokens
     finally:
         torch.set_default_dtype(before)

@@ -22,6 +22,7 @@ from draftwing.engine.devices.base import Download
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.loader import load_model
+from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
@@ -152,7 +153,7 @@ def test_layers_that_differ_without_data(on_cpu, kind):
     if mixers := (KINDS | HYBRIDS).get(kind):
         model = on_cpu.model_of(config_of(mixers, on_cpu.CONTEXT)).to("meta")
     else:
-        model = on_cpu.tiny_model(experts=ExpertConfig(6, 2, 32), windows=(6, 0), sinks=True).to("meta")
+        model = on_cpu.tiny_model(experts=ExpertConfig(6, Routing(2), 32), windows=(6, 0), sinks=True).to("meta")
     model.pack(device.ops)
     with device.device:
         book = torch.zeros(on_cpu.VOCAB, on_cpu.CONTEXT + 64, dtype=torch.int64)

@@ -40,6 +40,10 @@ class GpuOps(TorchOps):
         return dtype
 
 
+class Int8PoolOps(TorchOps):
+    reads_int8_pool = True
+
+
 @pytest.mark.parametrize("quantization", ["auto", "q8_0", "q4_0", "q4_k"])
 def test_blocks_on_a_cpu(quantization: str) -> None:
     found = pick_precision(Options(quantization=quantization), BLOCKS, torch.bfloat16)
@@ -97,6 +101,11 @@ def test_the_types_of_the_pool() -> None:
     for device, dtype in ((PLAIN, "bfloat16"), (BLOCKS, "auto"), (CpuDevice(ops=GpuOps(CPU)), "float32")):
         with pytest.raises(ConfigError, match=r"fp8_e4m3: expected a model in bfloat16 or float16 on CUDA \(compute"):
             kv(device, dtype=dtype, kv_cache_dtype="fp8_e4m3")
+    for kv_dtype in ("float32", "bfloat16"):
+        assert kv(CpuDevice(ops=Int8PoolOps(CPU)), dtype=kv_dtype, kv_cache_dtype="int8") == torch.int8
+    for device in (PLAIN, CpuDevice(ops=GpuOps(CPU))):
+        with pytest.raises(ConfigError, match=r"int8: expected a CPU .*our C extension, .*the operations of t"):
+            kv(device, kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="--kv-cache-dtype float32 with a model in bfloat16: expected auto or bf"):
         kv(PLAIN, dtype="bfloat16", kv_cache_dtype="float32")
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16 with a model in float16: expected auto$"):

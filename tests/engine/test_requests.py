@@ -193,6 +193,7 @@ def test_a_guided_request_beside_unguided_ones_with_overlap(harness, cases):
     assert rig.drafter.constrained
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 def test_forced_text_is_accepted_without_a_good_draft(harness):
     """The oracle is always wrong: what is accepted was put there by the host."""
@@ -476,6 +477,7 @@ def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(h
     assert len(got.tokens["good"]) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])

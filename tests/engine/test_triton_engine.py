@@ -18,6 +18,7 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.contracts import Routing
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
@@ -106,7 +107,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("experts", [None, ExpertConfig(6, 2, 32)])
+@pytest.mark.parametrize("experts", [None, ExpertConfig(6, Routing(2), 32)])
 def test_the_first_operation_of_a_forward_is_one_of_torchs(harness, interpreted, monkeypatch, experts):
     """One that begins when all before it have ended: attention reads its batch ahead of the kernels before itself."""
     found, launch = [], GridExecutor.__call__
@@ -126,7 +127,7 @@ def test_the_first_operation_of_a_forward_is_one_of_torchs(harness, interpreted,
 
 def test_experts_give_a_tree_the_text_of_none(harness, interpreted):
     """Routing, tiles and GEMMs of experts, with and without drafts."""
-    model = harness.tiny_model(experts=ExpertConfig(6, 2, 32))
+    model = harness.tiny_model(experts=ExpertConfig(6, Routing(2), 32))
     model.pack(interpreted.ops)
     prompts, params = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]], [harness.greedy(6), harness.seeded(6)]
     attn = partial(interpreted.ops.attention, exact=True)

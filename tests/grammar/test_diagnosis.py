@@ -43,6 +43,7 @@ def why(vocab: Any, grammar: Grammar) -> str:
     return str(refused.value).removeprefix("f: the grammar cannot be used: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "where"), PLACES, ids=[where for _, where in PLACES])
 def test_the_place_in_the_schema_is_named(byte_vocab: Any, place: Any, where: str) -> None:
     for wrong, word in WRONG:

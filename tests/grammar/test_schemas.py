@@ -113,6 +113,7 @@ def test_the_language_is_that_of_jsonschema(byte_vocab: Any, schema: dict[str, A
     same_language(byte_vocab, schema)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", [NOTHING[0], NOTHING[5], SAID_OTHERWISE[0], SAID_OTHERWISE[16]], ids=json.dumps)
 def test_inside_of_other_schemas(byte_vocab: Any, schema: dict[str, Any]) -> None:
     same_language(byte_vocab, schema, inside="within")

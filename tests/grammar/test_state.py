@@ -55,6 +55,7 @@ def walk(vocab, state, rng, confidences=(), limit=90):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_every_random_walk_matches_the_regex(vocab, pattern):
     root = start(vocab, "regex", pattern)

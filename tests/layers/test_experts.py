@@ -10,12 +10,13 @@ from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig
-from draftwing.layers.experts import ExpertLinear, ExpertMLP
+from draftwing.layers.experts import ExpertLinear, ExpertMLP, Router
 from draftwing.layers.linear_ops.base import PackMode, WeightFormat
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.decoder import pack_layers
+from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import MXRows, QuantizedRows
@@ -99,7 +100,7 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
     else:
         ops = ExpertOps()  # type: ignore[assignment]
     assert layer.op.dense_weight().shape == expected.shape
-    routed = ops.route(logits, TOP, True)
+    routed = ops.route(logits, Routing(TOP))
     matrices, biases = expected.double().view(COUNT, 2 * rows, 128), bias.double().view(COUNT, -1)
     pairs = [(row, expert) for row in range(5) for expert in routed.experts[row].tolist()]
     wanted = torch.stack([matrices[expert] @ x[row].double() + biases[expert] for row, expert in pairs])
@@ -120,10 +121,25 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
 def test_a_shared_expert_makes_the_same_of_a_row_in_any_batch(ops: TorchOps) -> None:
     """Its gate, too: torch's sigmoid of a tensor's last elements, which fill no vector, has other bits."""
     generator = torch.Generator().manual_seed(0)
-    experts = ExpertConfig(4, 2, 32, shared=48)
+    experts = ExpertConfig(4, Routing(2), 32, shared=48, shared_gate=True)
     mixture = ExpertMLP(LayerConfig(64, AttentionConfig(4, 2, 16), 48, experts=experts), torch.float32, CPU)
     for param in mixture.parameters():
         param.data.normal_(0, 0.3, generator=generator)
     pack_layers(mixture, ops, PackMode(True))
     x = torch.randn(160, 64, generator=generator)
     assert torch.equal(torch.cat([mixture(row) for row in x.split(1)]), mixture(x))
+
+
+def test_a_wide_router_where_gemms_have_other_bits_in_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic mode of a GPU: no GEMM in float32 keeps to them."""
+    ops, generator = TorchOps(CPU), torch.Generator().manual_seed(0)
+    monkeypatch.setattr(ops, "gemm_keeps_bits", lambda weight: False)
+    router = Router(64, 7, True, torch.bfloat16, CPU, wide=True)
+    for param in router.parameters():
+        param.data.normal_(generator=generator)
+    x, weight = torch.randn(9, 64, generator=generator).bfloat16(), router.weight.double()
+    router.pack(ops, PackMode(True))
+    assert router.weight.dtype == torch.float32 and router.bias is not None
+    found = router(x)
+    torch.testing.assert_close(found.double(), x.double() @ weight.T + router.bias.double(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(torch.cat([router(row) for row in x.split(1)]), found)

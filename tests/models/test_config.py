@@ -8,10 +8,12 @@ import pytest
 import torch
 from reference.hf_configs import (
     GEMMA3_1B,
+    GLM45,
     GPT_OSS_20B,
     LFM2_12B,
     LLAMA2_7B,
     LLAMA32_1B,
+    MINIMAX_M2,
     MISTRAL_7B_V01,
     QWEN3_8B,
     QWEN3_30B,
@@ -30,6 +32,7 @@ from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig, from_hf
+from draftwing.ops.contracts import Routing
 
 
 def windows(config: ModelConfig) -> tuple[int, ...]:
@@ -67,7 +70,7 @@ def test_qwen35() -> None:
     assert config.ropes == (RopeConfig(1e7, dims=64),) and not config.tie_embeddings
     assert config.attention.keeps() == KVSpec(4, 256) and config.architecture == "Qwen3_5ForCausalLM"
     experts = from_hf(QWEN35_35B).experts
-    assert experts == ExpertConfig(256, 8, 512, shared=512)
+    assert experts == ExpertConfig(256, Routing(8), 512, shared=512, shared_gate=True)
 
 
 def test_lfm2() -> None:
@@ -98,9 +101,44 @@ def test_qwen3() -> None:
     assert (attention.qk_norm, attention.qkv_bias, attention.head_dim, config.stop_ids) == (True, False, 128, (151645,))
 
 
+def test_glm45() -> None:
+    config = from_hf(GLM45)
+    assert [layer.experts is None for layer in config.layers] == [True] * 3 + [False] * 89
+    assert config.experts == ExpertConfig(160, Routing(8, sigmoid=True, scale=2.5), 1536, shared=1536, wide_router=True)
+    mixer = config.attention
+    assert mixer.qk_norm and mixer.qkv_bias and not mixer.o_bias and not mixer.whole_norms and mixer.rotary == 64
+    assert 351e9 < config.matrix_weights < 355e9  # published as 355B, with the prediction layer
+    for changes, message in (
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
+        ({"n_group": 7}, "expected groups of one size, found 160 experts in 7 groups"),
+        ({"n_group": 40, "topk_group": 1}, "expected at most the 4 experts of 1 groups for a row, found 8"),
+        ({"topk_group": 2}, "topk_group: expected 1, found 2"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            from_hf({**GLM45, **changes})
+
+
+def test_minimax_m2() -> None:
+    config = from_hf(MINIMAX_M2)
+    assert config.experts == ExpertConfig(256, Routing(8, sigmoid=True), 1536, wide_router=True)
+    mixer = config.attention
+    assert mixer.qk_norm and mixer.whole_norms and not mixer.qkv_bias and mixer.rotary == 64
+    assert config.ropes[0].theta == 5e6 and 228e9 < config.matrix_weights < 230e9  # published as 230B
+    for changes in (
+        {"attn_type_list": [1, 0] * 31}, {"use_qk_norm": False}, {"qk_norm_type": "per_head"},
+        {"use_routing_bias": False}, {"shared_intermediate_size": 64}, {"layernorm_mlp_beta": 3.5},
+        {"scoring_func": "softmax"},
+    ):  # fmt: skip
+        key, value = next(iter(changes.items()))
+        with pytest.raises(CheckpointError, match=f"{key} = .* is not supported"):
+            from_hf({**MINIMAX_M2, key: value})
+
+
 def test_qwen3_moe() -> None:
     config = from_hf(QWEN3_30B)
-    assert {layer.experts for layer in config.layers} == {ExpertConfig(128, 8, 768)}
+    assert {layer.experts for layer in config.layers} == {ExpertConfig(128, Routing(8), 768)}
     assert 30.4e9 < config.matrix_weights < 30.6e9  # published as 30.5B
     layers = from_hf({**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).layers
     assert [i for i, layer in enumerate(layers) if layer.experts is not None] == [i for i in range(1, 48, 2) if i != 3]
@@ -109,7 +147,7 @@ def test_qwen3_moe() -> None:
 def test_gpt_oss() -> None:
     config = from_hf(GPT_OSS_20B)
     assert (
-        config.experts == ExpertConfig(32, 4, 2880, True, True, True, 7.0)
+        config.experts == ExpertConfig(32, Routing(4), 2880, True, True, 7.0)
         and config.attention.sinks
         and config.norm.wide
     )

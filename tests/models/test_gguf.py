@@ -24,6 +24,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.contracts import Routing
 from draftwing.train.capture import Causal as windowed
 
 # Largest error of a block format, relative to the largest value of its block.
@@ -94,7 +95,9 @@ def test_tensors_of_all_experts_are_taken_apart(
 ) -> None:
     path = write(tmp_path / "m.gguf", arch, kind, experts=3)
     model = load_model(path, torch.float32, "cpu", weight_format=form)
-    assert model.config.architecture == f"{named}ForCausalLM" and model.config.experts == ExpertConfig(3, 2, FFN)
+    assert model.config.architecture == f"{named}ForCausalLM" and model.config.experts == ExpertConfig(
+        3, Routing(2), FFN
+    )
     values, mlp = weights(arch, 3), model.layers[0].mlp
     gate, up, down = (values[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
     expected = {mlp.gate_up: np.concatenate((gate, up), 1).reshape(-1, HIDDEN), mlp.down: down.reshape(-1, FFN)}

@@ -21,6 +21,7 @@ from draftwing.models.loader import load_config, load_model
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen3-next-mixed"])
 def test_it_is_the_model_of_transformers(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs, ids = reference(kind), tokens(40)
@@ -51,6 +52,7 @@ def test_the_older_layout_of_qwen3_next(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
 def test_blocks_stay_as_they_are(tmp_path: Path, kind: str) -> None:
     theirs, ids, ops = reference(kind), tokens(20), BlockTorchOps(CPU)

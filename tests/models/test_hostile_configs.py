@@ -18,10 +18,12 @@ import torch
 from hybrid_models import KINDS, reference
 from reference.hf_configs import (
     GEMMA3_1B,
+    GLM45,
     GPT_OSS_20B,
     LFM2_12B,
     LLAMA2_7B,
     LLAMA32_1B,
+    MINIMAX_M2,
     MISTRAL_7B_V01,
     MIXTRAL_8X7B,
     QWEN3_8B,
@@ -52,7 +54,7 @@ MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_la
 EVERY = (
     LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
     GPT_OSS_20B,
-    GEMMA3_1B, QWEN35_9B, QWEN35_TEXT, QWEN35_35B, QWEN3_NEXT_80B, LFM2_12B,
+    GEMMA3_1B, QWEN35_9B, QWEN35_TEXT, QWEN35_35B, QWEN3_NEXT_80B, LFM2_12B, GLM45, MINIMAX_M2,
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"),
@@ -98,6 +100,7 @@ def test_every_family_is_here() -> None:
     assert {from_hf(config).architecture for config in EVERY} == set(FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.further(number=[0, 1, 2, 4, 5, 7, 12])  # relatives of the others
 @pytest.mark.parametrize("number", range(len(EVERY)))
 def test_configs(number: int) -> None:

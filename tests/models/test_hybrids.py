@@ -45,6 +45,7 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
     torch.testing.assert_close(model.logits(hidden).view_as(expected), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:
     theirs, model, _ = pair

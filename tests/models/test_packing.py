@@ -15,6 +15,7 @@ from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import have_triton, make_ops
 from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.ops import TorchOps
 
 CONFIG = decoder_config(
@@ -51,7 +52,9 @@ def ops(request: pytest.FixtureRequest, device: torch.device) -> TorchOps:
     return TritonOps(device)
 
 
-@pytest.mark.parametrize("experts", [None, ExpertConfig(6, 2, 48), ExpertConfig(4, 3, 32, False, True, True, 1.5)])
+@pytest.mark.parametrize(
+    "experts", [None, ExpertConfig(6, Routing(2), 48), ExpertConfig(4, Routing(3, False), 32, True, True, 1.5)]
+)
 @torch.inference_mode()
 def test_packed_decoder_gives_the_same(
     request: pytest.FixtureRequest, device: torch.device, ops: TorchOps, experts: ExpertConfig | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from draftwing.kv.pool import KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
+from draftwing.ops.contracts import FewRowsGemm, MixtureWeights, Routing
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.types import BlockRows, Draft, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
@@ -116,8 +117,9 @@ def rope_tables(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tenso
 @case
 def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """A prompt in two chunks, a tree, and a plain step behind them: rope, the pool, scores, softmax and sums."""
-    for heads, kv_heads, dim in ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)):
-        pool = KVPool([KVSpec(kv_heads, dim)], 700, dtype, torch.device("cpu"))
+    shapes, types = ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)), (dtype, torch.int8)
+    for (heads, kv_heads, dim), pool_dtype in itertools.product(shapes, types):
+        pool = KVPool([KVSpec(kv_heads, dim)], 700, pool_dtype, torch.device("cpu"))
         backend, table = ops.attention(pool), torch.arange(1, 701).view(1, 700)
         cos_sin = rope_table(RopeConfig(), dim, 700, dtype, "cpu")
         spans = [(0, 150), (150, 400)]
@@ -189,7 +191,11 @@ def blocks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 @case
 def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     count, hidden, ffn = 21, 96, 64
-    for kind, limit in (("Q8_0", 0.0), ("Q4_0", 7.0)):
+    for kind, limit, routing in (
+        ("Q8_0", 0.0, Routing(5)),
+        ("Q4_0", 7.0, Routing(5, False)),
+        ("Q4_0", 0.0, Routing(4, sigmoid=True, groups=7, top_groups=2, scale=2.5)),
+    ):
 
         def gemms(rows: int, columns: int, kind: str = kind) -> list[FewRowsGemm | None]:
             weights = [made.floats(torch.float32, rows, columns, scale=columns**-0.5) for _ in range(count)]
@@ -197,10 +203,11 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 
         router, bias = made.floats(dtype, count, hidden, scale=0.3), made.floats(dtype, count)
         biases = made.floats(dtype, count * 2 * ffn), made.floats(dtype, count * hidden)
-        more = 5, limit == 0, limit
-        mixture = ops.whole_mixture(
-            MixtureWeights(router, bias, gemms(2 * ffn, hidden), gemms(hidden, ffn), biases, *more)
-        )
+        correction = made.floats(torch.float32, count) if routing.sigmoid else None
+        router = router.float() if routing.sigmoid else router
+        bias = None if routing.sigmoid else bias
+        ups, downs = gemms(2 * ffn, hidden), gemms(hidden, ffn)
+        mixture = ops.whole_mixture(MixtureWeights(router, bias, correction, ups, downs, biases, routing, limit))
         assert mixture is not None
         for rows in (1, 37):
             yield mixture(made.floats(dtype, rows, hidden), made.floats(dtype, rows, hidden), None)

@@ -7,11 +7,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
 from plain_attention import brute_force
+from pool_batches import (
+    CPU,
+    KERNELS,
+    LAYER,
+    chunk_batch,
+    make_batch,
+    make_pool,
+    make_tokens,
+    native,
+    random_paths,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,96 +29,17 @@ from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 from draftwing.ops import make_ops
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
-from draftwing.ops.cpu.attention import NativeAttention
-from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.attention import TorchAttention
 
-KERNELS = load_extension()
-CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
 SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (6, 2, 128), (3, 1, 24), (40, 1, 40), (5, 5, 80), (4, 2, 100)]
-LAYER = 1  # of the pool: the attention under test is bound one layer past the first
 PREFIXES = [237, 0, 112, 5, 110, 16, 15, 47]
 Backend = Callable[[KVPool], AttnBackend]
-
-
-def native(pool: KVPool) -> NativeAttention:
-    assert KERNELS is not None
-    return NativeAttention(pool, KERNELS, Workers())
 
 
 @pytest.fixture(params=["torch", pytest.param("cpu", marks=needs_kernels)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return TorchAttention if request.param == "torch" else native
-
-
-class Tokens(NamedTuple):
-    q: Tensor  # [S, heads, head_dim]
-    k: Tensor  # [S, kv_heads, head_dim]
-    v: Tensor
-
-
-def make_tokens(count: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Tokens:
-    heads, kv_heads, dim = shape
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(count, heads, dim, generator=generator) * 2
-    k, v = torch.randn(2, count, kv_heads, dim, generator=generator)
-    return Tokens(q.to(dtype), k.to(dtype), v.to(dtype))
-
-
-def make_pool(shape: tuple[int, int, int], dtype: torch.dtype, garbage: bool = False) -> KVPool:
-    """Filled with NaN, which would show, or with finite garbage: nobody may read a slot that is not theirs."""
-    pool = KVPool([KVSpec(*shape[1:])] * (LAYER + 1), 4000, dtype, CPU)
-    for kv in pool.kv:
-        kv.fill_(torch.nan)
-        if garbage:
-            kv.normal_(generator=torch.Generator().manual_seed(99))
-    return pool
-
-
-def make_batch(
-    table: Tensor, prefix: list[int], write: Tensor, paths: list[list[list[int]]], window: int = 0, depth: int = 0
-) -> Batch:
-    """paths[b][i]: query i's path in row b; depth: entries of every path, those past its end are anything valid."""
-    nodes = len(paths[0])
-    depth = max(depth, *(len(entries) for row in paths for entries in row))
-    generator = torch.Generator().manual_seed(5)
-    path = torch.randint(0, window or nodes, (len(paths), nodes, depth), generator=generator)
-    path_len = torch.ones(len(paths), nodes, dtype=torch.int64)
-    for b, row in enumerate(paths):
-        for i, entries in enumerate(row):
-            path[b, i, : len(entries)] = torch.tensor(entries)
-            path_len[b, i] = len(entries)
-    none = torch.zeros(0, dtype=torch.int64)
-    rows, whole = among_others(table)
-    bound = table.shape[1]
-    return Batch(rows, none, none, write, whole, torch.tensor(prefix), path, path_len, window or nodes, bound=bound)
-
-
-def among_others(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Page tables [B, P] as rows of a row table, in another order and with room: the rows' numbers, and all of it."""
-    size, width = table.shape
-    rows = torch.arange(size, 0, -1)
-    whole = torch.full((size + 2, width + 9), 1 << 40)  # a slot that nobody may read
-    whole[rows, :width] = table
-    return rows, whole
-
-
-def chunk_batch(table: Tensor, chunks: tuple[ChunkSpan, ...], write: Tensor) -> Batch:
-    none = torch.zeros(0, dtype=torch.int64)
-    rows, whole = among_others(table)
-    return Batch(rows, none, none, write, whole, none, chunks=chunks, bound=table.shape[1])
-
-
-def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
-    """Node 0 is the root; about one node in five is dead and sees only itself, like its children."""
-    paths = [[0]]
-    for i in range(1, nodes):
-        parent = int(torch.randint(0, i, (1,), generator=generator))
-        dead = int(torch.randint(0, 5, (1,), generator=generator)) == 0
-        paths.append([*paths[parent], i] if not dead and paths[parent][0] == 0 else [i])
-    return paths
 
 
 @pytest.mark.further(nodes=[2, 100])
@@ -117,7 +48,12 @@ def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("nodes", "rows"), [(1, 1), (1, 16), (2, 5), (7, 5), (12, 6), pytest.param(64, 5, marks=pytest.mark.slow), (100, 1)]
+    ("nodes", "rows"),
+    [
+        (1, 1),
+        (12, 6),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 16), (2, 5), (7, 5), (64, 5), (100, 1))),
+    ],
 )
 def test_trees_equal_brute_force(
     backend: Backend, shape: tuple[int, int, int], nodes: int, rows: int, dtype: torch.dtype
@@ -237,7 +173,8 @@ class Story:
         """The token at `position` as the last node of `path`, in the middle row; everything else is noise."""
         me, prefix = rows // 2, position - len(path) + 1
         pool = make_pool(self.shape, self.dtype)
-        pool.kv[LAYER][1300:].copy_(torch.randn(pool.kv[LAYER][1300:].shape))
+        others = torch.arange(1300, pool.slots + 1)
+        pool.write(LAYER, others, *torch.randn(2, len(others), *self.shape[1:]).to(self.tokens.k.dtype))
         pool.write(LAYER, self.table[:prefix], self.tokens.k[:prefix], self.tokens.v[:prefix])
         new = make_tokens(rows * nodes, self.shape, self.dtype, position + nodes + rows)
         for step, node in enumerate(path):
@@ -293,12 +230,14 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
     [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", marks=needs_kernels)],
     indirect=True,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 2, 128), (4, 4, 16), (4, 2, 16), (5, 1, 40)])
 def test_bits_do_not_depend_on_how_a_query_is_asked(
     backend: Backend, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim = shape
+    if backend is TorchAttention and dtype == torch.int8:
+        pytest.skip("the C kernels' alone")
     if backend is TorchAttention and not sums_in_order(kv_heads, heads // kv_heads, dim):
         pytest.skip("the order of sums in this CPU's GEMMs, as this torch has them, follows from their sizes")
     story = Story(backend, shape, dtype)
@@ -346,8 +285,9 @@ def test_kept_buffers_carry_nothing_over(backend: Backend, dtype: torch.dtype) -
 
 
 @needs_kernels
-def test_threads_change_nothing() -> None:
-    story, before = Story(native, (9, 3, 64), torch.bfloat16), torch.get_num_threads()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_threads_change_nothing(dtype: torch.dtype) -> None:
+    story, before = Story(native, (9, 3, 64), dtype), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):

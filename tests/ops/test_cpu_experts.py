@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from draftwing.ops import make_ops
-from draftwing.ops.contracts import MixtureWeights, WholeMixture
+from draftwing.ops.contracts import MixtureWeights, Routing, WholeMixture
 from draftwing.ops.cpu.experts import _SLICE, Spare, can_mix
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
@@ -41,6 +41,14 @@ class Case(NamedTuple):
     renormalise: bool = True
     limit: float = 0.0
     dtype: torch.dtype = torch.float32
+    groups: tuple[int, int] = (0, 0)  # and of them those that are chosen; of sigmoids
+    wide: bool = False  # the router
+    scale: float = 1.0
+
+    @property
+    def routing(self) -> Routing:
+        groups, chosen = self.groups if self.groups[0] else (1, 1)
+        return Routing(self.top_k, self.renormalise, self.groups[0] > 0, groups, chosen, self.scale)
 
 
 CASES = {
@@ -52,6 +60,11 @@ CASES = {
     "Qwen3": Case(72, 8, 256, 256, ("Q4_K", "Q4_K", "Q4_K")),
     "two kinds": Case(kinds=("Q4_K", "Q8_0", "MXFP4"), biases=True),
     "one expert": Case(count=1, top_k=1),
+    "sigmoids": Case(groups=(1, 1), scale=2.5),
+    "sigmoids as they are": Case(count=21, top_k=5, renormalise=False, groups=(1, 1)),
+    "groups": Case(count=24, top_k=4, groups=(6, 2), scale=2.5, wide=True),
+    "groups of one, half": Case(count=6, top_k=2, groups=(6, 3), dtype=torch.bfloat16, wide=True),
+    "scaled": Case(scale=0.5),
     "odd number": Case(count=21, top_k=5),
 }
 
@@ -63,6 +76,9 @@ class Mixture:
         self.case, count, hidden, ffn = case, case.count, case.hidden, case.ffn
         self._random = torch.Generator().manual_seed(0)
         self.router, self.router_bias = self.some(count, hidden) * (3 / hidden**0.5), self.some(count)
+        if case.wide:  # of more bits than those of x
+            self.router = self.router.float() + 2**-11 * torch.randn(count, hidden, generator=self._random)
+        self.correction = torch.randn(count, generator=self._random) if case.groups[0] else None
         self.biases = self.some(count * 2 * ffn), self.some(count * hidden)
         gate, up, down = case.kinds
         ups = [[self._blocks(ops, gate, ffn, hidden), self._blocks(ops, up, ffn, hidden)] for _ in range(count)]
@@ -71,8 +87,8 @@ class Mixture:
         gemms = [[ops.block_gemm(one, case.dtype) for one in each] for each in (ups, downs)]
         biases = self.biases if case.biases else (None, None)
         bias = self.router_bias if case.biases else None
-        more = case.top_k, case.renormalise, case.limit
-        self.weights = MixtureWeights(self.router, bias, gemms[0], gemms[1], biases, *more)
+        more = biases, case.routing, case.limit
+        self.weights = MixtureWeights(self.router, bias, self.correction, gemms[0], gemms[1], *more)
 
     def some(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._random).to(self.case.dtype)
@@ -96,12 +112,26 @@ class Mixture:
         for i, row in enumerate(x.double().numpy()):
             logits = self.router.double().numpy() @ row
             logits += self.router_bias.double().numpy() if case.biases else 0
-            order = sorted(range(case.count), key=lambda e: (-logits[e], e))[: case.top_k]
-            odds = np.exp(logits - logits.max())
-            odds /= odds[order].sum() if case.renormalise else odds.sum()
+            order, odds = self.routed(logits)
             total = np.zeros(case.hidden) if residual is None else residual[i].double().numpy()
             found.append(total + sum(odds[e] * self._expert(e, in_8_bits(row)) for e in order))
         return np.stack(found)
+
+    def routed(self, logits: Array) -> tuple[list[int], Array]:
+        """The experts of a row, and weights of all of them."""
+        case = self.case
+        odds = np.exp(logits - logits.max())
+        scores, every = logits, np.ones(case.count, bool)
+        if self.correction is not None:
+            odds = 1 / (1 + np.exp(-logits))
+            scores = odds + self.correction.double().numpy()
+            groups, chosen = case.groups
+            by_group = np.sort(scores.reshape(groups, -1), 1)[:, -2:].sum(1)
+            best = np.argsort(-by_group)[:chosen]
+            every = np.isin(np.arange(case.count) // (case.count // groups), best)
+        order = sorted(np.flatnonzero(every).tolist(), key=lambda e: (-scores[e], e))[: case.top_k]
+        whole = odds[order].sum() if case.renormalise else 1 if case.groups[0] else odds.sum()
+        return order, odds / whole * case.scale
 
     def _expert(self, expert: int, row: Array) -> Array:
         case = self.case
@@ -147,7 +177,7 @@ def test_mixtures(ops: CpuOps, mixture: Mixture, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt-oss", "half"])
+@pytest.mark.parametrize("name", ["gpt-oss", "half", "groups of one, half"])
 def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, name: str) -> None:
     mixture, before, rows = Mixture(ops, CASES[name]), torch.get_num_threads(), _SLICE + 70
     x, residual = mixture.some(rows, mixture.case.hidden), mixture.some(rows, mixture.case.hidden)
@@ -195,8 +225,9 @@ def test_equal_logits_go_to_the_first_experts(ops: CpuOps) -> None:
     np.testing.assert_allclose(mixture.made(ops)(x, None, None), mixture.exact(x, None), atol=0.02)
 
 
-def test_what_is_no_number_stays_in_its_row(ops: CpuOps) -> None:
-    mixture = Mixture(ops, CASES["plain"])
+@pytest.mark.parametrize("name", ["plain", "groups"])
+def test_what_is_no_number_stays_in_its_row(ops: CpuOps, name: str) -> None:
+    mixture = Mixture(ops, CASES[name])
     x = mixture.some(12, mixture.case.hidden)
     whole = mixture.made(ops)(x, None, None)
     for bad in (torch.nan, torch.inf):
@@ -205,11 +236,12 @@ def test_what_is_no_number_stays_in_its_row(ops: CpuOps) -> None:
         assert found[5].isnan().all() and torch.equal(found[6:], whole[6:]) and torch.equal(found[:5], whole[:5])
 
 
-def test_scattered_rows_choose_as_elsewhere(ops: CpuOps) -> None:
+@pytest.mark.parametrize("groups", [(0, 0), (7, 3)])
+def test_scattered_rows_choose_as_elsewhere(ops: CpuOps, groups: tuple[int, int]) -> None:
     """Which reads as many experts as tokens that have nothing in common do."""
-    mixture, scatter = Mixture(ops, Case(count=21, top_k=5)), torch.ones(1, dtype=torch.int32)
+    mixture, scatter = Mixture(ops, Case(count=21, top_k=5, groups=groups)), torch.ones(1, dtype=torch.int32)
     x = mixture.some(7, mixture.case.hidden)
-    routed = ops.route(torch.zeros(7, 21), 5, True, scatter=scatter)
+    routed = ops.route(torch.zeros(7, 21), mixture.case.routing, mixture.correction, scatter=scatter)
     rows = []
     for row, experts, shares in zip(x.double().numpy(), routed.experts.tolist(), routed.weights.tolist(), strict=True):
         parts = [share * mixture._expert(e, in_8_bits(row)) for e, share in zip(experts, shares, strict=True)]

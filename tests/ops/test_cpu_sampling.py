@@ -66,6 +66,7 @@ def random_rows(
     return logits.to(dtype), positions, seed, torch.tensor(TEMPERATURES)[chosen], generator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "rows"), [(5, 500), (64, 500), (1000, 1500), (1061, 700), (49_152, 24)])
 def test_the_best_are_those_of_float64(kernels: CpuOps, dtype: torch.dtype, vocab: int, rows: int) -> None:
@@ -98,6 +99,7 @@ def test_noise_of_one_function_is_that_of_the_other(kernels: CpuOps) -> None:
     assert torch.equal(added, kernels.gumbel(seed, positions + 1, 700).gather(-1, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "topk"), [(8, 8), (100, 1), (1003, 4), (32_000, 10)])
 def test_top_tokens(kernels: CpuOps, dtype: torch.dtype, vocab: int, topk: int) -> None:
@@ -230,6 +232,7 @@ FILTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FILTERS)
 def test_filters_are_those_of_float64(kernels: CpuOps, dtype: torch.dtype, name: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from gemm_inputs import compiled, launch, pointer, quantized, random, stored_kernels, without_ptx
 from torch import Tensor
 
-from draftwing.ops.contracts import ExpertTiles, Routed
+from draftwing.ops.contracts import ExpertTiles, Routed, Routing
 from draftwing.ops.cuda import gemm, gemm_experts
 from draftwing.ops.cuda.gemm_experts import Cut, Cuts, Layout, Stream
 from draftwing.ops.cuda.gemm_groups import Width
@@ -109,7 +109,7 @@ def routed_of(rows: int) -> Routed:
     """Of many rows; there is one expert that nobody chooses, and one that all do."""
     logits = torch.randn(rows, COUNT, generator=torch.Generator().manual_seed(7))
     logits[:, 2], logits[:, 4] = 9, -9
-    routed = ExpertOps().route(logits, TOP, True)
+    routed = ExpertOps().route(logits, Routing(TOP))
     if rows == 1:  # as the kernel that routes makes them
         each = torch.stack((routed.experts[0], torch.arange(TOP), torch.ones(TOP, dtype=torch.int64))).int()
         return Routed(routed.experts, routed.weights, COUNT, ExpertTiles(None, each, gemm_experts.MAX_PAIRS))

@@ -223,6 +223,7 @@ def bench(ops: TorchOps, spec: DeltaSpec) -> Bench:
     return Bench(ops, spec)
 
 
+@pytest.mark.slow
 def test_chunks_of_any_cut(bench: Bench) -> None:
     found: list[list[Tensor]] = [[] for _ in range(ROWS)]
     for lengths in ({0: 1, 1: 7}, {1: 2, 2: 16}, {0: 5, 2: 1}, {0: 10, 1: 7, 2: 3}):
@@ -254,6 +255,7 @@ def test_trees_and_what_of_them_is_accepted(bench: Bench, kind: str) -> None:
     bench.step({0: TREES["root"], 1: TREES["root"]})
 
 
+@pytest.mark.slow
 def test_ragged_batches(bench: Bench) -> None:
     bench.prefill({0: 3, 1: 1, 2: 6})
     bench.step({0: TREES["tree"], 1: TREES["root"], 2: TREES["chain"]}, ragged=True)

@@ -141,6 +141,7 @@ def test_expansion_of_the_worked_example(ops: TorchOps) -> None:
 SHAPES = [(1, 4, 5), (2, 2, 7), (3, 3, 9), (5, 4, 8), (5, 1, 6), (4, 5, 40), (6, 3, 49), (4, 10, 64)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tail", "lookahead", "width"), [(0, 1, 40), (1, 0, 0)])
 def test_expansion_with_ties(ops: TorchOps, shape: tuple[int, int, int], tail: int, lookahead: int, width: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.linear_ops.groups import multiplied_out
-from draftwing.ops.contracts import Routed
+from draftwing.ops.contracts import Routed, Routing
 from draftwing.ops.groups import PackedGroups, pack
 from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.torch.ops import TorchOps
@@ -35,7 +35,7 @@ def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> T
 @pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 6, 1), (5, 6, 3), (4, 128, 8)])
 def test_routes(ops: TorchOps, rows: int, count: int, top_k: int, renormalise: bool) -> None:
     logits = made(ops, rows, count) * 3
-    routed = ops.route(logits, top_k, renormalise)
+    routed = ops.route(logits, Routing(top_k, renormalise))
     for row, experts, weights in zip(logits.double(), routed.experts, routed.weights, strict=True):
         order = sorted(range(count), key=lambda i: -float(row[i]))[:top_k]
         probability = (row - row.max()).exp()
@@ -45,26 +45,68 @@ def test_routes(ops: TorchOps, rows: int, count: int, top_k: int, renormalise: b
         torch.testing.assert_close(weights.double(), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "routing"),
+    [
+        (1, 6, Routing(1, sigmoid=True)),
+        (5, 6, Routing(3, False, True, scale=1.5)),
+        (40, 21, Routing(4, True, True, 7, 2, 2.5)),
+        (33, 10, Routing(3, True, True, 10, 5)),
+        (4, 256, Routing(8, True, True, 8, 4, 2.5)),
+        (3, 96, Routing(4, scale=0.5)),
+    ],
+)
+def test_routes_by_sigmoids_and_in_groups(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
+    logits, shift = made(ops, rows, count) * 3, made(ops, count, seed=1) if routing.sigmoid else None
+    routed = ops.route(logits, routing, shift)
+    for row, experts, weights in zip(logits.double(), routed.experts, routed.weights, strict=True):
+        scores = row.sigmoid() if routing.sigmoid else row.softmax(0)
+        by, size = scores if shift is None else scores + shift.double(), count // routing.groups
+        groups = by.view(routing.groups, size).sort(descending=True).values[:, :2].sum(1)
+        chosen = sorted(range(routing.groups), key=lambda g: -float(groups[g]))[: routing.top_groups]
+        order = sorted((e for g in chosen for e in range(g * size, (g + 1) * size)), key=lambda e: -float(by[e]))
+        expected = scores[order[: routing.top_k]]
+        expected = expected / expected.sum() if routing.renormalise else expected
+        assert experts.tolist() == order[: routing.top_k]
+        torch.testing.assert_close(weights.double(), expected * routing.scale, atol=1e-6, rtol=1e-5)
+    alone = [ops.route(row, routing, shift) for row in logits.split(1)]
+    assert torch.equal(torch.cat([one.experts for one in alone]), routed.experts)
+    assert torch.equal(torch.cat([one.weights for one in alone]), routed.weights)
+
+
+def test_sigmoids_that_are_0_or_no_numbers(ops: TorchOps) -> None:
+    """What is no number fails its request; nothing else is divided by 0."""
+    logits = torch.stack((torch.full((COUNT,), -200.0), torch.arange(float(COUNT))))
+    logits[1, 3] = torch.nan
+    for groups in (1, 3):
+        routing = Routing(TOP, sigmoid=True, groups=groups, top_groups=min(groups, 2))
+        routed = ops.route(logits.to(ops.device), routing, torch.zeros(COUNT, device=ops.device))
+        assert all(len(set(row)) == TOP and max(row) < COUNT for row in routed.experts.tolist())
+        assert routed.weights[0].isfinite().all() and not routed.weights[1].isfinite().any()
+
+
 def test_equal_logits_and_such_that_are_no_numbers_stay_among_the_experts(ops: TorchOps) -> None:
     logits = torch.stack((torch.zeros(COUNT), torch.full((COUNT,), torch.nan), torch.full((COUNT,), -torch.inf)))
-    routed = ops.route(logits.to(ops.device), TOP, True)
+    routed = ops.route(logits.to(ops.device), Routing(TOP))
     assert routed.experts.min() >= 0 and routed.experts.max() < COUNT
     assert all(len(set(row)) == TOP for row in routed.experts.tolist()), "an expert's tiles have a row once"
     assert not routed.weights[1].isfinite().any()  # so that the request fails, as it does with any such model
     logits = torch.arange(2.0 * COUNT).view(2, COUNT)
     logits[1, 3] = torch.nan
-    routed = ops.route(logits.to(ops.device), TOP, True)
+    routed = ops.route(logits.to(ops.device), Routing(TOP))
     assert routed.weights[0].isfinite().all() and not routed.weights[1].isfinite().any()
     assert len(set(routed.experts[1].tolist())) == TOP
 
 
-def test_scattered_rows_choose_at_random(ops: TorchOps) -> None:
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_scattered_rows_choose_at_random(ops: TorchOps, sigmoid: bool) -> None:
     """As many experts as rows that choose independently; and without it nothing changes."""
+    routing, shift = Routing(8, sigmoid=sigmoid), torch.arange(128.0, device=ops.device) if sigmoid else None
     logits, scatter = torch.zeros(16, 128, device=ops.device), torch.zeros(1, dtype=torch.int32, device=ops.device)
-    alike = ops.route(logits, 8, True)
-    assert torch.equal(ops.route(logits, 8, True, scatter=scatter).experts, alike.experts)
+    alike = ops.route(logits, routing, shift)
+    assert torch.equal(ops.route(logits, routing, shift, scatter=scatter).experts, alike.experts)
     assert alike.experts.unique().numel() == 8
-    routed = ops.route(logits, 8, True, scatter=scatter + 1)
+    routed = ops.route(logits, routing, shift, scatter=scatter + 1)
     assert all(len(set(row)) == 8 for row in routed.experts.tolist())
     expected = 128 * (1 - (1 - 8 / 128) ** 16)
     assert abs(routed.experts.unique().numel() - expected) < 12
@@ -72,7 +114,7 @@ def test_scattered_rows_choose_at_random(ops: TorchOps) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_mixes(ops: TorchOps, residual: bool) -> None:
-    routed = ops.route(made(ops, 4, COUNT), TOP, True)
+    routed = ops.route(made(ops, 4, COUNT), Routing(TOP))
     y, more = made(ops, 4 * TOP, 96, seed=1), made(ops, 4, 96, seed=2) if residual else None
     expected = torch.einsum("mkn,mk->mn", y.double().view(4, TOP, 96), routed.weights.double())
     expected = expected if more is None else expected + more.double()
@@ -81,7 +123,7 @@ def test_mixes(ops: TorchOps, residual: bool) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_mixes_under_a_norm(ops: TorchOps, wide: bool) -> None:
-    routed = ops.route(made(ops, 4, COUNT), TOP, True)
+    routed = ops.route(made(ops, 4, COUNT), Routing(TOP))
     y, residual = made(ops, 4 * TOP, 96, seed=1, dtype=torch.bfloat16), made(ops, 4, 96, seed=2, dtype=torch.bfloat16)
     weight = made(ops, 96, seed=3, dtype=torch.float32 if wide else torch.bfloat16)
     x, normed = ops.mix_norm(y, routed, residual, weight, 1e-5)
@@ -99,7 +141,7 @@ def test_clamps(ops: TorchOps) -> None:
 
 
 def test_plain_gemms_by_expert(ops: TorchOps) -> None:
-    routed = ops.route(made(ops, 7, COUNT), TOP, True)
+    routed = ops.route(made(ops, 7, COUNT), Routing(TOP))
     weight, bias = made(ops, COUNT * 10, 32, seed=3), made(ops, COUNT * 10, seed=4)
     x = made(ops, 7, 32, seed=5)
     found = ops.experts_linear(x, weight, bias, routed)
@@ -122,7 +164,7 @@ def test_tiles_have_every_pair_once_with_its_expert(triton_ops: TorchOps, rows: 
     from draftwing.ops.triton.experts import tiles_of
 
     liked = torch.tensor([3, 1, 1, 1, 0.1, 9.0], device=triton_ops.device)
-    experts = ExpertOps().route(made(triton_ops, rows, COUNT) * liked, TOP, True).experts
+    experts = ExpertOps().route(made(triton_ops, rows, COUNT) * liked, Routing(TOP)).experts
     made_tiles, seen = tiles_of(experts.to(triton_ops.device), COUNT, tile), []
     flat = experts.flatten().tolist()
     assert made_tiles.order is not None
@@ -180,7 +222,7 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
     assert gemm is not None
     logits, bias = made(triton_ops, 9, COUNT, seed=11), made(triton_ops, COUNT * 96, seed=12, dtype=dtype)
     logits[:, 2] += 5  # one that all choose, more than a tile in the end
-    x, routed = made(triton_ops, 9, columns, seed=13, dtype=dtype), triton_ops.route(logits, TOP, True, True)
+    x, routed = made(triton_ops, 9, columns, seed=13, dtype=dtype), triton_ops.route(logits, Routing(TOP), exact=True)
     # The interpreter cuts bfloat16 off instead of rounding it, weights too.
     expected, unit = by_hand(x, matrix, bias, routed), 2.0**-6 if dtype == torch.bfloat16 else 2.0**-10
     found = gemm.linear(x, bias, routed)
@@ -190,7 +232,7 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
     assert gated is not None
     torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, atol=2 * unit, rtol=2 * unit)
     for row in (0, 5):
-        alone = triton_ops.route(logits[row : row + 1], TOP, True, True)
+        alone = triton_ops.route(logits[row : row + 1], Routing(TOP), exact=True)
         own = slice(row * TOP, row * TOP + TOP)
         assert torch.equal(gemm.linear(x[row : row + 1], bias, alone), found[own])
         again = gemm.gated(x[row : row + 1], bias, alone, 0.0)
@@ -212,7 +254,7 @@ def test_layers_in_a_graph(triton_ops: TorchOps, kind: str, rows: int) -> None:
     def forward(x: Tensor, logits: Tensor) -> Tensor:
         for gate_up, down in zip(gemms[::2], gemms[1::2], strict=True):
             assert gate_up is not None and down is not None
-            routed = triton_ops.route(logits, top_k, True)
+            routed = triton_ops.route(logits, Routing(top_k))
             inner = gate_up.gated(x, None, routed, 0.0)
             assert inner is not None
             x = triton_ops.mix(down.linear(inner, None, routed), routed, x)
@@ -241,7 +283,7 @@ def test_triton_gemms_of_odd_sizes(triton_ops: TorchOps, rows: int) -> None:
     assert gemm is not None
     logits = made(triton_ops, rows, COUNT, seed=2)
     logits[:, 1] += 9
-    routed = triton_ops.route(logits, TOP, False)
+    routed = triton_ops.route(logits, Routing(TOP, False))
     assert routed.tiles is not None and routed.tiles.rows == (16 if rows == 40 else 64)
     x = made(triton_ops, rows * TOP, 40, seed=3)
     expected = by_hand(x, weight, None, routed)

@@ -11,6 +11,7 @@ from absent_gpu import compiled
 pytestmark = pytest.mark.slow
 
 LAUNCHING = """
+from draftwing.ops.contracts import Routing
 from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.groups import WHOLE, PackedGroups
 from draftwing.ops.triton import experts
@@ -24,7 +25,7 @@ def mxfp4(rows, columns):
 gemm_experts.takes = lambda *_: False  # weights that only Triton's kernels take have the same
 count, top_k, hidden, ffn = 128, 8, 2880, 768
 for tokens in (8, 512):
-    routed = experts.route(empty(tokens, count, dtype=half), top_k, True, False)
+    routed = experts.route(empty(tokens, count, dtype=half), Routing(top_k))
     for make in (
         lambda rows, columns: empty(rows, columns, dtype=half), lambda rows, columns: packed(rows, columns, 4, 1),
         lambda rows, columns: packed(rows, columns, 8, WHOLE, True), mxfp4,

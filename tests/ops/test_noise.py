@@ -79,6 +79,7 @@ def test_formula() -> None:
     torch.testing.assert_close(got[u < 0.5], want[u < 0.5], rtol=0, atol=4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 1001, 1024])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_value_does_not_depend_on_batch_or_vocabulary(vocab: int, threads: int) -> None:

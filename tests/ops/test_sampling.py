@@ -198,6 +198,7 @@ def test_greedy_rows_never_meet_noise(sample: Callable[..., Tensor], monkeypatch
     assert torch.equal(got, logits.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (5, 2)])
 def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
     sample = TorchOps(torch.device("cpu")).sample

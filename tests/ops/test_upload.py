@@ -43,6 +43,7 @@ def test_values_and_casts(threads: int, source: torch.dtype, target: torch.dtype
     assert (whole[20:60] == 3).all() and whole[:20].isnan().all() and whole[60:].isnan().all()
 
 
+@pytest.mark.slow
 def test_an_error_of_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("the bus fell off")

@@ -172,6 +172,7 @@ def test_what_cannot_be_spread() -> None:
         ModelConfig("", 64, 8, 8, (layer, odd)).spread(Absent(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("make", [llama_target, qwen2_target])
 def test_logits_of_shares_are_those_of_the_whole(make: Any, size: int, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def reference(pieces: list[str], patterns: tuple[str, ...]) -> tuple[int, int, s
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patterns", PATTERNS)
 def test_the_scanner_finds_what_a_search_of_everything_finds(patterns: tuple[str, ...]) -> None:
     rng = random.Random(1)

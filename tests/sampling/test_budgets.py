@@ -120,6 +120,7 @@ def test_a_marker_that_the_model_has_begun_is_finished() -> None:
     assert [following([0, 3, 1], 3), following([0, 1, 3], 3), following([1, 1, 2, 0, 0], 3)] == [1, 1, -1]
 
 
+@pytest.mark.slow
 def test_the_longest_markers_and_fake_tensors() -> None:
     long = tuple(range(100, 100 + MAX_MARKER))
     with FakeTensorMode():

@@ -120,6 +120,7 @@ class Case:
 KINDS = ["count", "repetition", "bias", "allowed", "bad", "none", "all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "nodes", "depth"), [(40, 9, 3), (96, 1, 0), (71, 5, 4)])

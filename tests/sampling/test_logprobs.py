@@ -47,6 +47,7 @@ def check(got: TokenLogprobs, want: TokenLogprobs, tolerance: float) -> None:
         assert a == pytest.approx(b, abs=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [50, 1000, 4096])
 @pytest.mark.parametrize(("top", "wanted"), [(0, 0), (5, 0), (20, 3), (0, 2), (1, 1)])
 def test_float32(vocab: int, top: int, wanted: int) -> None:

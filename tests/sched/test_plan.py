@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from toy_device import ToyDevice, span
 
-from draftwing.core import DraftDeferral, Plan, TreeShape
+from draftwing.core import PLAIN, DraftDeferral, Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.planning import make_plan
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
@@ -61,6 +62,28 @@ def everything() -> list[Req]:
     ]
 
 
+def penalised(**more: Any) -> Req:
+    params = SamplingParams(temperature=0, repetition_penalty=1.1)
+    return Req(GenerationRequest("penalised", [1, 2], params, **more), seed=0, max_total=9, stop_ids=frozenset([0]))
+
+
+def plan_of(shape: TreeShape, *reqs: Req) -> Plan:
+    return make_plan(0, "tree", shape, reqs, 9, (), (), {}, None, (), np.empty(0, np.int64))
+
+
+def test_what_makes_a_step_special() -> None:
+    """Limits where nothing is drafted do not; penalties alone are told from all else."""
+    limited = penalised(limits=SpecLimits(0, 1, 1))
+    (told,) = (req for req in everything() if req.uid == "told")
+    for shape in (SHAPE, PLAIN):
+        found = plan_of(shape, limited)
+        assert found.special and found.penalised == (shape == PLAIN) == (not len(found.limited))
+        assert plan_of(shape, penalised()).penalised and not plan_of(shape, penalised(), told).penalised
+    edited, plain, alone = everything()[2], everything()[0], everything()[4]
+    assert plan_of(SHAPE, plain, edited).penalised and not plan_of(SHAPE, plain).special
+    assert plan_of(SHAPE, alone).special and not plan_of(PLAIN, plain).penalised
+
+
 def plans() -> list[Plan]:
     policy = FixedShape(SHAPE)
     spans = {shape: span(shape) for shape in policy.menu}
@@ -76,17 +99,18 @@ def plans() -> list[Plan]:
     )
     sched = Scheduler(config, policy, spans)
     device = ToyDevice(8, 60, lookahead=0, tail=0, lagging=config.lagging, with_states=True)
-    for req in everything():
-        sched.submit(req)
     found = []
-    while not sched.idle:
-        plan = sched.plan()
-        if plan is None:  # a mask that another thread makes is not there yet
-            time.sleep(0.001)
-            continue
-        found.append(plan)
-        device.launch(plan)
-        sched.commit(plan, device.wait())
+    for reqs in (everything(), [penalised()]):
+        for req in reqs:
+            sched.submit(req)
+        while not sched.idle:
+            plan = sched.plan()
+            if plan is None:  # a mask that another thread makes is not there yet
+                time.sleep(0.001)
+                continue
+            found.append(plan)
+            device.launch(plan)
+            sched.commit(plan, device.wait())
     return found
 
 

@@ -41,6 +41,7 @@ class Flat:
         self.slots = {key: slot for key, slot in self.slots.items() if slot not in gone}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_random_inserts_matches_and_evictions_agree_with_a_flat_model(lookahead):
     rng = np.random.default_rng(lookahead)

@@ -140,6 +140,7 @@ def test_the_large_response_is_the_one_to_fail(client: str, monkeypatch: pytest.
         held.add(client, 1, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top", "wanted", "most"), [(0, 0, 132), (1, 0, 352), (5, 2, 520), (20, 0, 640)])
 def test_what_a_position_takes_that_came_from_the_engine(top: int, wanted: int, most: int) -> None:
     """docs/security.md names it. Each comes in a message of its own."""

@@ -194,6 +194,7 @@ def test_what_was_used_is_told_without_a_wish(drafts: TestClient, client: TestCl
     assert ok(client, COMPLETION, prompt="abc", speculative="off")["speculative"]["algorithm"] == "none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wish", "field"),
     [

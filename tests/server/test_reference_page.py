@@ -93,6 +93,7 @@ def test_tokenize_and_back(client: TestClient) -> None:
     assert shown.json()["text"] == "héllo<eos>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [

@@ -65,6 +65,7 @@ def test_documents_longer_than_the_context_are_counted(client: TestClient, engin
         assert client.post(path, json=body).status_code == 400
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_batch_is_tokenized() -> None:
     tokenizer, text = byte_tokenizer(), "A line of text.\n" * 40_000
     span: list[float] = []

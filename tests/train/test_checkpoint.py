@@ -138,6 +138,7 @@ def test_an_mtp_layer_has_mimos_names(family, tmp_path):
     load_draft_head(folder, head.target, "NEXTN", torch.float32, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("markov", ["", "vanilla", "gated", "rnn"])
 @pytest.mark.parametrize(("kept", "tied"), [(None, False), (KEPT, False), (KEPT, True)])
 def test_a_block_head_is_stored_as_published(markov, kept, tied, tmp_path):
@@ -343,6 +344,7 @@ def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served
     torch.testing.assert_close(torch.cat(served), expected[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
 def test_trainer_and_engine_have_the_same_logits(algorithm, served_target, tmp_path):
     target, depth = load_model(served_target, torch.float32, "cpu"), 3

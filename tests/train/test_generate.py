@@ -37,6 +37,7 @@ def run(engine: Engine, prompts: list[Prompt], file: Path, sampling: Sampling = 
     return found
 
 
+@pytest.mark.slow
 def test_answers_are_the_server_s(llm: LLM, tmp_path: Path) -> None:
     found = run(llm.engine, PROMPTS, tmp_path / "responses.jsonl")
     assert set(found) == {prompt.key for prompt in PROMPTS}

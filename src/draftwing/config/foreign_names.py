@@ -40,6 +40,7 @@ OURS = _each({  # our name of the same thing
     "speculative_ngram_min_match_window_size": "ngram_prompt_lookup_min",
     "log_interval": "disable_log_stats decode_log_interval",
     "num_threads": "threads threads_batch num_thread",
+    "cpu_affinity": "cpu_range cpu_range_batch",
     "speculative_algorithm": "spec_type spec_replace",
     "speculative_num_draft_tokens": "draft_max spec_draft_n_max draft draft_n",
     "kv_cache_dtype": "cache_type_k cache_type_v cache_type_k_draft cache_type_v_draft kv_cache_type",

@@ -28,6 +28,7 @@ from draftwing.config.foreign_names import OF_REQUESTS, OURS, WITHOUT_COUNTERPAR
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
+from draftwing.machine import numbered
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class Options:
     kv_cache_dtype: str = option(
         "auto", MEMORY,
         "type of keys and values; auto: the model's, and bfloat16 on a CPU with block-quantised weights; fp8_e4m3 "
-        "(CUDA): twice the tokens", choices=("auto", "float32", "bfloat16", "fp8_e4m3"),
+        "(CUDA) and int8 (CPU): twice the tokens", choices=("auto", "float32", "bfloat16", "fp8_e4m3", "int8"),
     )  # fmt: skip
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
@@ -216,6 +217,11 @@ class Options:
     num_threads: int | None = option(
         None, MEMORY, "CPU threads of a forward pass (default: the cores that the process may use)", minimum=1
     )
+    cpu_affinity: str | None = option(
+        None, MEMORY,
+        "processors such as 0-3,8 for the threads of a forward pass, one each: there they stay, however busy these are "
+        "(default: where the system puts them, and fewer threads while other programs keep processors busy)",
+    )  # fmt: skip
 
     cuda_graph_max_bs: int | None = option(
         None, CUDA,
@@ -374,6 +380,14 @@ class Options:
     @property
     def logit_processors(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in (self.logit_processor or "").split(",") if name.strip())
+
+    @property
+    def processors(self) -> tuple[int, ...]:
+        """Processors that threads are pinned to; empty without `cpu_affinity`. Raises ConfigError."""
+        try:
+            return numbered(self.cpu_affinity) if self.cpu_affinity else ()
+        except ValueError as error:
+            raise ConfigError(f"cpu_affinity: {error}") from None
 
     @property
     def dummy(self) -> bool:

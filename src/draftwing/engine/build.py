@@ -26,11 +26,11 @@ from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.capability import capability, in_words
 from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
-from draftwing.engine.startup.cost_file import CostFile, cost_file
+from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
-from draftwing.engine.startup.memory import row_length, rows_of
+from draftwing.engine.startup.memory import log_forecast, row_length, rows_of
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
@@ -120,7 +120,7 @@ def build(
         options = spread(options, config, device)
     log_drafter(options)
     log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
-    device.set_threads(options.num_threads)
+    device.set_threads(options.num_threads, options.processors)
     check_device(options, device, config)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large
@@ -138,6 +138,8 @@ def build(
         found = capability(device, ranks)
         if ranks.size > 1:
             log.info("%s", in_words(found))
+        files = bytes_of(path) + (0 if draft_path is None else bytes_of(draft_path))
+        log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
         model = load_with_progress(path, precision, device, options, ranks)
         broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
@@ -251,7 +253,7 @@ def assemble(
         warm_up(executor, pool, policy.menu, None if known else costs)
     if costs is not None and isinstance(policy, TreePolicy):
         if not known and file is not None:
-            quiet = sum(since(waited)) < BUSY * (time.monotonic() - started)
+            quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
         policy.cost = costs = kept or costs
     sched = Scheduler(
@@ -400,7 +402,7 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
-        most = device.total_memory() * (ranks.size if device.has_own_memory else 1)
+        most = device.total_memory() * ranks.size if device.has_own_memory else device.free_memory()
         model = load_model(
             path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks
         )

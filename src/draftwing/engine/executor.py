@@ -132,7 +132,7 @@ class Executor:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         download = self.device.download(packed)
         seconds = partial(self._seconds, *pending.started, download.done)
-        return InFlight(plan, download, seconds, logprobs, pending.drafts, self.on_result)
+        return InFlight(plan, download, seconds, self.device.active_threads, logprobs, pending.drafts, self.on_result)
 
     def _seconds(self, started: Any, begun: Any, done: Any) -> tuple[float, float]:
         """Between marks, all past: of a step, and of them those in which the drafter caught up."""

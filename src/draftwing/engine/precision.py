@@ -108,6 +108,14 @@ def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: tor
                 f"or later), found one in {str(dtype).removeprefix('torch.')} on {device.kind}: leave it out"
             )
         return torch.float8_e4m3fn
+    if options.kv_cache_dtype == "int8":
+        if not device.ops.reads_int8_pool:
+            raise ConfigError(
+                "--kv-cache-dtype int8: expected a CPU (--device cpu) with our C extension, which is built where "
+                "draftwing is installed with a compiler, unless DRAFTWING_NATIVE=0; found the operations of "
+                f"{device.ops.title} on {device.kind}: leave it out"
+            )
+        return torch.int8
     asked: torch.dtype = getattr(torch, options.kv_cache_dtype)
     if asked == dtype or (device.ops.widens_pool and dtype == torch.float32):
         return asked

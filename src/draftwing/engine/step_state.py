@@ -63,6 +63,7 @@ class InFlight(NamedTuple):
     # Seconds that the device took, from the later of the launch and the end of the step before, and of them those in
     # which the drafter caught up; known once the result is there.
     seconds: Callable[[], tuple[float, float]]
+    threads: float = 1.0  # see `StepResult`
     logprobs: Logprobs | None = None
     drafts: Download | None = None  # as `DraftTraces.fetch` gives them
     on_result: Callable[[StepResult], None] | None = None  # gets the result
@@ -72,7 +73,7 @@ class InFlight(NamedTuple):
         rows, parts = unpacked(self.plan, self.logprobs) if self.logprobs is not None else ((), ())
         seconds, catching_up = self.seconds()
         rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=fetched(self.drafts))
-        result = unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, **rest)
+        result = unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, threads=self.threads, **rest)
         if self.on_result is not None and self.plan.step:  # before the first request rows may compute on the same slot
             self.on_result(result)
         return result

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.ops.attention import SCALE_BYTES
 from draftwing.ops.row_states import DeltaSpec as DeltaSpec
 from draftwing.ops.row_states import RowStates
 
@@ -25,10 +26,9 @@ class KVSpec(NamedTuple):
     kv_heads: int
     head_dim: int
 
-    @property
-    def shape(self) -> tuple[int, ...]:
+    def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
         """Index 0 of the second axis holds keys, index 1 values."""
-        return self.kv_heads, 2, self.head_dim
+        return self.kv_heads, 2, self.head_dim + (SCALE_BYTES if pool == torch.int8 else 0)
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
         return pool
@@ -41,8 +41,11 @@ class StateSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype | None
 
+    def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
+        return self.shape
+
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
-        return self.dtype or (torch.bfloat16 if pool == FP8 else pool)
+        return self.dtype or (torch.bfloat16 if pool.itemsize == 1 else pool)
 
 
 SlotSpec = KVSpec | StateSpec | DeltaSpec  # what one pool layer holds in each slot
@@ -51,13 +54,16 @@ SlotSpec = KVSpec | StateSpec | DeltaSpec  # what one pool layer holds in each s
 Scales = tuple[float, float]  # of a layer's keys, and of its values
 FP8 = torch.float8_e4m3fn
 _MOST = torch.finfo(FP8).max
+_CODES = 127.0  # the greatest of them
+_LEAST = 1e-30  # rows of smaller values are zeros: their steps would not be numbers
 
 
 class KVPool:
     """kv[layer]: [slots + 1, *shape of the layer's spec]; of keys and values [slots + 1, kv_heads, 2, head_dim].
 
     A head's key and value lie side by side, so that a backend brings both to its own layout by one copy. In
-    float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448.
+    float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448. In int8 each key, and each
+    value, of a head has a scale of its own, the bytes of a float32 behind its codes: [.., head_dim + 4].
     """
 
     def __init__(
@@ -74,18 +80,23 @@ class KVPool:
         self.scales: Sequence[Scales] = (*known, *[(1.0, 1.0)] * (len(self.layers) - len(known)))
         self.slots = slots
         self.dtype = dtype
-        self.kv = [zeros_as_written((slots + 1, *spec.shape), spec.dtype_in(dtype), device) for spec in self.layers]
+        self.kv = [
+            zeros_as_written((slots + 1, *spec.shape_in(dtype)), spec.dtype_in(dtype), device) for spec in self.layers
+        ]
         self.states: RowStates | None = None  # of layers that keep theirs by row
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:
         """dtype: of keys and values."""
-        return sum(math.prod(spec.shape) * spec.dtype_in(dtype).itemsize for spec in layers)
+        return sum(math.prod(spec.shape_in(dtype)) * spec.dtype_in(dtype).itemsize for spec in layers)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a slot only
         if it is the dummy."""
         both = torch.stack((k, v), 2)
+        if self.dtype == torch.int8:
+            self.kv[layer].index_copy_(0, slots, _in_int8(both))
+            return
         if self.dtype != FP8:
             self.kv[layer].index_copy_(0, slots, both.to(self.dtype))
             return
@@ -99,12 +110,22 @@ class KVPool:
             (kv.view(torch.uint8) if kv.dtype == FP8 else kv).index_fill_(0, slots, 0)
 
 
+def _in_int8(rows: Tensor) -> Tensor:
+    """rows [..., n] -> [..., n + 4] int8: to the nearest of 255 codes, and the scale. What is not finite makes the
+    whole row no number."""
+    rows = rows.float()
+    most = rows.abs().amax(-1, keepdim=True)
+    most = torch.where(most < torch.inf, most, torch.nan)
+    codes = (rows * torch.where(most >= _LEAST, most.new_tensor(_CODES) / most, 0.0)).round().nan_to_num(0.0)
+    return torch.cat((codes.to(torch.int8), (most / _CODES).contiguous().view(torch.int8)), -1)
+
+
 def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages), and begin
-    with a cache line."""
+    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages), begin with a
+    cache line, and have one behind their end: kernels read whole vectors."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = torch.from_numpy(np.zeros(size + 63, np.uint8))
+    memory = torch.from_numpy(np.zeros(size + 127, np.uint8))
     first = -memory.data_ptr() % 64
     return memory[first : first + size].view(dtype).view(shape)

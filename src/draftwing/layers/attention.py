@@ -28,7 +28,8 @@ class AttentionConfig(MixerConfig):
     """Grouped-query attention of one layer, with the sizes of this rank.
 
     rope: which of `ModelConfig.ropes` turns its heads.  window, scalar: as `AttentionKind` has them.  sinks: whether
-    heads have them.  qk_norm: whether heads of queries and keys have norms.  kv_from: as `MixerConfig` has it; then it
+    heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether these norms are of
+    all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as `MixerConfig` has it; then it
     makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the matrix of
     queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
     are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
@@ -47,6 +48,7 @@ class AttentionConfig(MixerConfig):
     kv_from: int | None = None
     gated: bool = False
     rotary: int = 0
+    whole_norms: bool = False
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -110,14 +112,24 @@ class AttentionConfig(MixerConfig):
         if self.sinks:
             cut = Cut(0, Share(rank * own.heads, own.heads, self.heads)) if size > 1 else None
             parts.append(StoredVector("self_attn.sinks", "sinks", own.heads, cut))
-        normed = ("q_norm", "k_norm") if self.kv_from is None else ("q_norm",)
-        for name in normed if self.qk_norm else ():
-            parts.append(
-                StoredVector(
-                    f"self_attn.{name}.weight", f"{name}.weight", self.head_dim, None, True, self._order((0,), 1)
-                )
-            )
+        if self.qk_norm:
+            parts += self._stored_norms(own, ranks)
         return parts
+
+    def _stored_norms(self, own: AttentionConfig, ranks: Ranks) -> list[StoredVector]:
+        """own: of this rank."""
+        first = ranks.rank * self.kv_heads // ranks.size
+        found = []
+        for name, at, heads, count in (
+            ("q_norm", ranks.rank * own.heads, own.heads, self.heads),
+            ("k_norm", first, own.kv_heads, self.kv_heads),
+        ):
+            at, heads, count = (at, heads, count) if self.whole_norms else (0, 1, 1)
+            order = self._order(range(at, at + heads), count)
+            share = Share(at * self.head_dim, heads * self.head_dim, count * self.head_dim)
+            cut = Cut(0, share) if order is None and share.size < share.whole else None
+            found.append(StoredVector(f"self_attn.{name}.weight", f"{name}.weight", share.size, cut, True, order))
+        return found if self.kv_from is None else found[:1]
 
     def _order(self, heads: Iterable[int], count: int, every: int = 1) -> Order | None:
         """Of the rows of these of `count` heads, `every` of which lie beside each other; None where nothing moves."""
@@ -174,8 +186,11 @@ class Attention(Mixer):
         self.qkv = Linear(in_size, self._gates + q_rows + kv_rows, config.qkv_bias, dtype, device, form)
         wide, eps = layer.norm.dtype(dtype), layer.norm.eps
         has_k_norm = config.qk_norm and not self.reads_others
-        self.q_norm = RMSNorm(self.head_dim, eps, wide, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps, wide, device) if has_k_norm else None
+        q_size, k_size = (q_rows, kv_rows // 2) if config.whole_norms else (self.head_dim, self.head_dim)
+        self.q_norm = RMSNorm(q_size, eps, wide, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(k_size, eps, wide, device) if has_k_norm else None
+        self.whole_norms, self._ranks = config.whole_norms, layer.ranks
+        assert not (self.whole_norms and (self.reads_others or self.gated))
         self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), layer.ranks)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
@@ -191,6 +206,8 @@ class Attention(Mixer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         made = self.qkv(x)
+        if self.whole_norms:
+            made = self._with_whole_norms(made)
         qkv = (made[:, self._gates :] if self.gated else made).view(
             x.shape[0], -1, self.head_dim
         )  # [M, heads + 2 * kv_heads, head_dim]
@@ -202,6 +219,8 @@ class Attention(Mixer):
         if self.reads_others:
             return
         kv = self.qkv.last(x, 2 * self.kv_heads * self.head_dim)
+        if self.whole_norms:
+            kv = self._with_whole_norms(kv[:, -2 * self.kv_heads * self.head_dim :])
         self.write_heads(kv.view(x.shape[0], -1, self.head_dim), cos, sin, attend)
 
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
@@ -210,13 +229,33 @@ class Attention(Mixer):
         if (norms is None or attend.norms_heads) and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
             return
         k, v = qkv[:, -2 * self.kv_heads :].split(self.kv_heads, 1)
-        attend.write(self.pool_layer, rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v)
+        k = k if self.k_norm is None or self.whole_norms else self.k_norm(k)
+        attend.write(self.pool_layer, rotate(k, cos, sin), v)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
+    def _with_whole_norms(self, made: Tensor) -> Tensor:
+        """made [M, ..], queries, keys and values of all heads, queries perhaps missing -> the same with both normed."""
+        kv_rows, copied = self.kv_heads * self.head_dim, self.ops.concat_columns  # kernels read rows without gaps
+        q, k, v = made[:, : -2 * kv_rows], copied(made[:, -2 * kv_rows : -kv_rows]), made[:, -kv_rows:]
+        assert self.q_norm is not None and self.k_norm is not None
+        both = [(self.k_norm, k)] if q.shape[1] == 0 else [(self.q_norm, copied(q)), (self.k_norm, k)]
+        if self._ranks.size == 1:
+            return self.ops.concat_columns(*(norm(x) for norm, x in both), v)
+        # A rank's sum of squares is the product of a row with itself, which has the same bits in any batch.
+        every = torch.arange(len(made), device=made.device).unsqueeze(1)
+        squares = torch.cat([self.ops.exact_logits(x, x, every) for _, x in both], 1)  # [M, 1 or 2]
+        sums = self.ops.sum_parts(self._ranks.gather(squares), None, None)
+        normed = []
+        for (norm, x), total in zip(both, sums.split(1, 1), strict=True):
+            # Heads that several ranks have count as often in the sum as in what it is divided by.
+            mean = total / (self._ranks.size * x.shape[1])
+            normed.append((x.float() / (mean + norm.eps).sqrt()).to(x.dtype) * norm.weight.to(x.dtype))
+        return self.ops.concat_columns(*normed, v)
+
     def head_norms(self) -> HeadNorms | None:
-        """The norms of queries and keys, where they have any."""
-        if self.q_norm is None or self.k_norm is None:
+        """The norms of heads of queries and keys, where they have any."""
+        if self.q_norm is None or self.k_norm is None or self.whole_norms:
             return None
         assert self.q_norm.eps == self.k_norm.eps
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -230,7 +269,7 @@ class Attention(Mixer):
         if out is not None:
             return out
         qk = qkv[:, : self.heads + self.kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.whole_norms:
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
         qk = rotate(qk, cos, sin)
         v = qkv[:, self.heads + self.kv_heads :]

@@ -12,6 +12,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.mixer import MixerConfig
+from draftwing.ops.contracts import Routing
 from draftwing.parallel.ranks import ALONE, Ranks
 
 
@@ -39,20 +40,37 @@ NORM = NormConfig()  # of Llama
 class ExpertConfig:
     """The experts of a layer whose MLP is a mixture of them.
 
-    count: experts that there are.  top_k: of them that a row goes to.  ffn: width of one, of this rank.  renormalise:
-    whether the probabilities of those chosen are made to sum to 1.  router_bias, bias: of the router, and of the
-    experts' GEMMs.  limit: of a clamped gate (`ExpertOps.gate`), 0: the gate is SiLU.  shared: width, of this rank, of
-    one more that every row goes to, by a gate of its own; 0: there is none.
+    count: experts that there are.  routing: how a row chooses some of them.  ffn: width of one, of this rank.
+    router_bias, bias: of the router, and of the experts' GEMMs.  limit: of a clamped gate (`ExpertOps.clamped_swiglu`),
+    0: the gate is SiLU.  shared: width, of this rank, of one more that every row goes to; 0: there is none.
+    shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
+    float32.
     """
 
     count: int
-    top_k: int
+    routing: Routing
     ffn: int
-    renormalise: bool = True
     router_bias: bool = False
     bias: bool = False
     limit: float = 0.0
     shared: int = 0
+    shared_gate: bool = False
+    wide_router: bool = False
+
+    def check(self) -> None:
+        """Raises CheckpointError for groups of experts that cannot be."""
+        routing = self.routing
+        size = self.count // routing.groups
+        if self.count % routing.groups or not 1 <= routing.top_groups <= routing.groups:
+            raise CheckpointError(
+                f"expected groups of one size, found {self.count} experts in {routing.groups} groups, of which "
+                f"{routing.top_groups} are chosen"
+            )
+        if routing.top_k > size * routing.top_groups:
+            raise CheckpointError(
+                f"expected at most the {size * routing.top_groups} experts of {routing.top_groups} groups for a row, "
+                f"found {routing.top_k}"
+            )
 
 
 @dataclass(frozen=True)
@@ -81,13 +99,15 @@ class LayerConfig:
         mlp = 3 * self.hidden * self.ffn
         if self.experts is not None:
             mlp = self.experts.count * self.hidden * (3 * self.experts.ffn + 1)
-            mlp += self.hidden * (3 * self.experts.shared + (self.experts.shared > 0))
+            mlp += self.hidden * (3 * self.experts.shared + self.experts.shared_gate)
         return self.mixer.weights(self.hidden) + mlp
 
     def check(self) -> None:
         """Raises CheckpointError for sizes that cannot be."""
         if self.ffn < 1:
             raise CheckpointError(f"ffn must be at least 1, found {self.ffn}")
+        if self.experts is not None:
+            self.experts.check()
         self.mixer.check()
 
     def spread(self, ranks: Ranks) -> LayerConfig:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 class ExpertMLP(nn.Module):
     """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum. There
-    may be one more that all rows go to, by a gate of their own.
+    may be one more that all rows go to, perhaps by a gate of their own.
 
     Gate and up are one GEMM. Spread over ranks, each of these has a share of every expert.
     """
@@ -37,12 +37,18 @@ class ExpertMLP(nn.Module):
         experts, hidden, form = config.experts, config.hidden, config.weight_format
         assert experts is not None and config.activation == "silu"
         self.experts, self._ranks = experts, config.ranks
-        self.router = Linear(hidden, experts.count, experts.router_bias, dtype, device)
+        self.router = Router(hidden, experts.count, experts.router_bias, dtype, device, experts.wide_router)
+        self.correction: nn.Parameter | None = None
+        if experts.routing.sigmoid:
+            wide = torch.promote_types(dtype, torch.float32)
+            self.correction = nn.Parameter(torch.zeros(experts.count, dtype=wide, device=device), False)
         self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)
         self.down = ExpertLinear(experts.ffn, hidden, experts.count, experts.bias, dtype, device, form)
         self.shared: GatedMLP | None = None
         if experts.shared:
             self.shared = GatedMLP(replace(config, experts=None, ffn=experts.shared), dtype, device)
+        self.shared_gate: nn.Parameter | None = None
+        if experts.shared_gate:
             self.shared_gate = nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
         self._ops: LayerOps = PLAIN
         self._exact = False
@@ -54,9 +60,9 @@ class ExpertMLP(nn.Module):
         self._ops, self._exact = ops, mode.deterministic
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
         if gate_up and down and self._ranks.size == 1:
-            experts, router, biases = self.experts, self.router.dense_weight(), (self.gate_up.bias, self.down.bias)
-            more = experts.top_k, experts.renormalise, experts.limit
-            self._whole = ops.whole_mixture(MixtureWeights(router, self.router.bias, gate_up, down, biases, *more))
+            router = self.router.dense_weight(), self.router.bias, self.correction
+            more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
+            self._whole = ops.whole_mixture(MixtureWeights(*router, gate_up, down, *more))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
@@ -84,6 +90,8 @@ class ExpertMLP(nn.Module):
         """The residual stream and what the expert of all rows adds to it."""
         if self.shared is None:
             return residual
+        if self.shared_gate is None:
+            return self.shared(x, residual)
         # Sum and sigmoid have the same bits in any batch; torch's sigmoid has other ones at a tensor's end.
         gate = self._ops.exact_logits(x, self.shared_gate, torch.zeros_like(x[:, :1], dtype=torch.int64))
         made = self._ops.gate(gate, torch.ones_like(gate)).to(x.dtype) * self.shared(x)
@@ -91,11 +99,48 @@ class ExpertMLP(nn.Module):
 
     def _inner(self, x: Tensor) -> tuple[Tensor, Routed]:
         """-> what the gates let through, [pairs, ffn]"""
-        top_k, renormalise = self.experts.top_k, self.experts.renormalise
-        routed = self._ops.route(self.router(x), top_k, renormalise, self._exact, self.scatter)
+        routed = self._ops.route(self.router(x), self.experts.routing, self.correction, self._exact, self.scatter)
         return self.gate_up.gated(x, routed, self.experts.limit), routed
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+
+class Router(Linear):
+    """Logits of experts. A wide one has its weight and logits in float32, whatever comes in."""
+
+    def __init__(
+        self, in_features: int, count: int, bias: bool, dtype: torch.dtype, device: torch.device, wide: bool
+    ) -> None:
+        dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
+        super().__init__(in_features, count, bias, dtype, device)
+        self._dtype = dtype
+
+    def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
+        alike = ops.small_m_gemm(self.weight) is not None or ops.gemm_keeps_bits(self.weight)
+        if self._dtype == torch.float32 and mode is not None and mode.deterministic and not alike:
+            self._ops, self._packed, self.op = ops, True, EachLogit(self, ops)
+        super().pack(ops, mode)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """x [M, in_features] -> [M, count]"""
+        return super().forward(x.to(self._dtype))
+
+    __call__ = forward
+
+
+class EachLogit(InferenceDense):
+    """A product in float32 of which each number is summed by itself: a row has the same bits in any batch."""
+
+    def __init__(self, layer: Linear, ops: LayerOps) -> None:
+        super().__init__(layer)
+        self._ops = ops
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        every = torch.arange(self.layer.out_features, device=x.device).expand(len(x), -1)
+        out = self._ops.exact_logits(x, self.layer.weight, every)
+        return out if bias is None else out + bias
 
 
 class ExpertLinear(Linear):

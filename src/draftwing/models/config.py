@@ -19,13 +19,13 @@ from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
-from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, max_experts
+from draftwing.models import expert_fields
+from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen3_next_layers
 from draftwing.models.language_model import language_model
 from draftwing.models.positions import WindowSwitch, context, ropes, rotary_dims, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.unserved import NEUTRAL_VALUES, unserved_part
-from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.parallel.ranks import Ranks
 from draftwing.plugins import import_installed
 from draftwing.requests.refusals import show
@@ -126,7 +126,7 @@ class Family(NamedTuple):
     model_type: str
     qkv_bias: bool | Literal["key"] = "key"
     o_bias: bool | Literal["key"] = "key"
-    qk_norm: bool = False
+    qk_norm: bool | Literal["key", "whole"] = False  # "key": `use_qk_norm`, "whole": of whole projections
     head_dim: int | None = None  # when the config has none; None: hidden_size / heads
     sliding_window: int | None = None  # when the config has no such key, 0: none; None: the key is a leftover
     window_switch: WindowSwitch = ""
@@ -144,14 +144,19 @@ class Family(NamedTuple):
     scaled_embeddings: bool = False  # whether they are multiplied with the root of the hidden size
     attention_scalar: int = 0  # `query_pre_attn_scalar` when the config has none, 0: there is no such key
     tied: bool = False  # `tie_word_embeddings` when the config has none
-    experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""  # whose keys speak of experts
+    experts: expert_fields.Kind = ""
     # Where layers differ in more than windows: makes so many of the config and of what all have in common.
     layers: Callable[[Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
     reads: tuple[str, ...] = ()  # keys among `NEUTRAL_VALUES` whose values it knows
     keys: Callable[[Fields], dict[str, Any]] | None = None  # what its config says in keys of others
     gated: bool = False  # whether attention has gates
     rotary: float = 1.0  # share of a head that is turned, `partial_rotary_factor` when the config has none
-    shared: bool = False  # whether experts have one more, for all rows
+    shared: bool = False  # whether experts have one more, for all rows, with a gate of its own
+
+    @property
+    def turns_parts(self) -> bool:
+        """Whether a part of each head may be turned."""
+        return "partial_rotary_factor" in self.reads
 
 
 # The group in which installed packages name the module that adds to `FAMILIES` or `FORMATS`: an entry point's name is
@@ -203,6 +208,26 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", experts="qwen", shared=True, **QWEN_HYBRID | {"layers": qwen3_next_layers}
     ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        o_bias=False,
+        qk_norm="key",
+        eps=1e-5,
+        rotary=0.5,
+        experts="deepseek",
+        reads=("partial_rotary_factor", "use_qk_norm"),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2",
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm="whole",
+        head_dim=128,
+        theta=5e6,
+        experts="minimax",
+        keys=expert_fields.minimax_keys,
+        reads=("partial_rotary_factor", "use_qk_norm"),
+    ),
     "Lfm2ForCausalLM": Family(
         "lfm2",
         qkv_bias=False,
@@ -238,12 +263,12 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
-    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.rotary != 1)
+    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts)
     max_positions = context(rope, trained)
     norm = NormConfig(fields.number("rms_norm_eps", 0, 1, family.eps), family.wide_norms, family.norm_offset)
     scalar = family.attention_scalar
     head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
-    rotary = rotary_dims(fields, head_dim, family.rotary) if family.rotary != 1 else 0
+    rotary = rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0
     rope = replace(rope, dims=rotary)
     attention = AttentionConfig(
         heads,
@@ -253,7 +278,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
         qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
         o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
+        whole_norms=family.qk_norm == "whole",
         gated=family.gated,
         rotary=rotary,
     )
@@ -263,11 +289,11 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         ffn=fields.whole("intermediate_size", high=WIDEST),
         norm=norm,
         mlp_bias=fields.flag("mlp_bias"),
-        experts=_experts(fields, family, layers),
+        experts=expert_fields.experts(fields, family.experts, family.shared, layers),
         activation=family.activation,
         out_norms=family.out_norms,
     )
-    dense = _dense_layers(fields, layers) if family.experts == "qwen" else frozenset()
+    dense = expert_fields.dense_layers(fields, family.experts, layers)
     if family.layers is not None:
         made = family.layers(fields, layer, layers)
         made = tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
@@ -334,7 +360,6 @@ def _refused(key: str, value: object, architecture: str) -> CheckpointError:
     return CheckpointError(f"config of {architecture}: {key} = {show(value)} is not supported")
 
 
-_COUNTS = ("num_experts", "num_local_experts")
 # The key that names an MLP's activation, and its names.
 _ACTIVATIONS = {
     "silu": ("hidden_act", ("silu", "swish")),
@@ -344,36 +369,7 @@ _ACTIVATIONS = {
 
 def _reads(family: Family, key: str) -> bool:
     """Whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
-    return key in family.reads or (bool(family.experts) and key in _COUNTS)
-
-
-def _experts(fields: Fields, family: Family, layers: int) -> ExpertConfig | None:
-    if not family.experts:
-        return None
-    # One key in files of old, the other in those of newer libraries.
-    key = next((key for key in _COUNTS if fields.get(key) is not None), _COUNTS[family.experts != "qwen"])
-    count = fields.whole(key, high=max_experts(layers))
-    qwen, clamped = family.experts == "qwen", family.experts == "gpt_oss"
-    if clamped and fields.number("swiglu_alpha", 0, 1e3, SWIGLU_ALPHA) != SWIGLU_ALPHA:
-        raise fields.unlike("swiglu_alpha", str(SWIGLU_ALPHA))
-    return ExpertConfig(
-        count,
-        top_k=fields.whole("num_experts_per_tok", high=count),
-        ffn=fields.whole("moe_intermediate_size" if qwen else "intermediate_size", high=WIDEST),
-        renormalise=fields.flag("norm_topk_prob", family.shared) if qwen else True,
-        router_bias=clamped,
-        bias=clamped,
-        limit=fields.number("swiglu_limit", 1e-3, 1e6, 7.0) if clamped else 0.0,
-        shared=fields.whole("shared_expert_intermediate_size", high=WIDEST) if family.shared else 0,
-    )
-
-
-def _dense_layers(fields: Fields, layers: int) -> frozenset[int]:
-    """Layers with an MLP of their own, by `mlp_only_layers` and `decoder_sparse_step`."""
-    step, named = fields.whole("decoder_sparse_step", default=1), fields.get("mlp_only_layers") or []
-    if not isinstance(named, list) or not all(type(one) is int for one in named):
-        raise fields.unlike("mlp_only_layers", "a list of layer numbers")
-    return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
+    return key in family.reads or key in expert_fields.counts(family.experts)
 
 
 def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantization | None]:

@@ -77,11 +77,12 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
-        wide norms or four of them, or a mixer that is no attention with keys and values of its own and no gate."""
+        wide norms or four of them, or a mixer that is no attention with keys and values of its own, no gate and no
+        norms but those of heads."""
         attention, mlp = self.mixer, self.mlp
         if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
             return None
-        if not isinstance(attention, Attention) or attention.reads_others or attention.gated:
+        if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
         linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
@@ -267,7 +268,9 @@ class DecoderModel(nn.Module):
             values = part.out_features * part.in_features
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
             if isinstance(part, ExpertLinear) and self.config.experts is not None:
-                found = Counter({k: size * self.config.experts.top_k // part.count for k, size in found.items()})
+                found = Counter(
+                    {k: size * self.config.experts.routing.top_k // part.count for k, size in found.items()}
+                )
             sizes += found
         return dict(sizes)
 

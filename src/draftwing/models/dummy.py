@@ -18,7 +18,7 @@ from draftwing.layers.linear_ops.groups import Groups
 from draftwing.models.config import ModelConfig
 from draftwing.models.language_model import language_model
 from draftwing.models.quantised.config import Scheme
-from draftwing.models.weight_map import MTP_PREFIX, QWEN_MTP_PREFIX
+from draftwing.models.weight_map import MTP_PREFIX, NEXTN_MODELS, QWEN_MTP_PREFIX
 from draftwing.ops.types import MX_BLOCK, MXRows, QuantizedRows
 
 SEED = 0
@@ -189,7 +189,8 @@ def _block_weights(
 def mtp_weights(raw: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Names of as many multi-token prediction layers as the config says, by which they are told."""
     own = language_model(raw)
-    if own.get("mtp_num_hidden_layers") or "Qwen3NextForCausalLM" in (own.get("architectures") or ()):
+    names = {*(own.get("architectures") or ())}
+    if own.get("mtp_num_hidden_layers") or names & {"Qwen3NextForCausalLM", *NEXTN_MODELS}:
         return {f"{QWEN_MTP_PREFIX}fc.weight": torch.empty(1, device="meta")}
     layers = _positive(raw, "num_nextn_predict_layers", path)
     return {f"{MTP_PREFIX}{i}.input_proj.weight": torch.empty(1, device="meta") for i in range(layers)}

@@ -15,12 +15,12 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.config import LayerConfig, NormConfig
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.rope import RopeConfig, yarn_attention_factor
-from draftwing.models import gguf_hybrids
+from draftwing.models import gguf_experts, gguf_hybrids
 from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
-from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, max_experts
+from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
 from draftwing.models.weight_map import QWEN_MTP_PREFIX, expert_names
@@ -37,6 +37,8 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     OSS: "GptOssForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
     **gguf_hybrids.ARCHITECTURES,
 }
 WITH_EXPERTS = {"llama": "MixtralForCausalLM"}  # where the metadata speak of experts
@@ -68,6 +70,13 @@ GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
 OTHER_NAMES = {
     "Gemma3ForCausalLM": GEMMA_NAMES,
     "GptOssForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+    "Glm4MoeForCausalLM": BLOCK_NAMES
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
     "Lfm2ForCausalLM": gguf_hybrids.LFM2_NAMES,
     **{
         gguf_hybrids.ARCHITECTURES[arch]: BLOCK_NAMES | gguf_hybrids.DELTA_NAMES
@@ -80,8 +89,6 @@ EXPERT_TENSORS = {
     "ffn_gate_exps": ("gate",), "ffn_up_exps": ("up",), "ffn_down_exps": ("down",), "ffn_gate_up_exps": ("gate", "up"),
 }  # fmt: skip
 MXFP4 = "MXFP4"  # GGML's name of the type
-OSS_LIMIT = 7.0  # of the activation of gpt-oss, which files do not say
-SOFTMAX_OF_CHOSEN = 3  # `expert_gating_func`: the same as a softmax of all, renormalised
 
 # Metadata below `<architecture>.` that changes the arithmetic, with the values at which it does not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -89,11 +96,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
-    "expert_gating_func": (0, 1),  # 1: softmax
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_shared_count": (0,),
-    "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -121,15 +123,16 @@ def model_config(file: GGUFFile) -> ModelConfig:
     fields = Fields(meta, str(file.path), f"{arch}.")
     size = fields.whole
     _refuse_unsupported(file, fields, arch)
-    experts = _experts(file, fields, arch)
-    architecture = WITH_EXPERTS.get(arch, ARCHITECTURES[arch]) if experts is not None else ARCHITECTURES[arch]
+    named = WITH_EXPERTS.get(arch, ARCHITECTURES[arch])
+    experts = gguf_experts.experts(file, fields, FAMILIES[named], arch in WITH_EXPERTS)
+    architecture = ARCHITECTURES[arch] if experts is None else named
     hidden, heads = size("embedding_length", high=WIDEST), size("attention.head_count", high=WIDEST)
     layers, family = own_layers(fields), FAMILIES[architecture]
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
     head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
     size("attention.value_length", head_dim, head_dim, head_dim)
-    least, usual = (2, int(head_dim * family.rotary)) if family.rotary != 1 else (head_dim, head_dim)
+    least, usual = (2, int(head_dim * family.rotary)) if family.turns_parts else (head_dim, head_dim)
     turned = size("rope.dimension_count", least, head_dim, usual)
     rotary = turned if turned < head_dim else 0
     if "token_embd.weight" not in file.tensors:
@@ -146,7 +149,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
         scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.attention_scalar else 0,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm=family.qk_norm,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors if family.qk_norm == "key" else bool(family.qk_norm),
+        whole_norms=family.qk_norm == "whole",
         gated=family.gated,
         rotary=rotary,
     )
@@ -206,7 +210,8 @@ def tensors(
     total, done = file.size, 0
     for name in file.tensors:
         block = BLOCK.match(name)
-        if name == "rope_freqs.weight" or (block is not None and int(block[1]) >= own) != predicting:
+        copied = name.endswith(gguf_hybrids.NEXTN_COPIES)  # of the model's embedding and head
+        if name == "rope_freqs.weight" or copied or (block is not None and int(block[1]) >= own) != predicting:
             continue  # part of the config, or nobody asks for it
         match = EXPERT_PARTS.fullmatch(name)
         if match:
@@ -297,6 +302,8 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
     names = OTHER_NAMES.get(config.architecture, BLOCK_NAMES)
     if part == "ffn_gate_inp":
         return f"{layer}.{expert_names(config).router}{suffix}"
+    if part == "exp_probs_b":
+        return f"{layer}.{expert_names(config).correction}"
     if part in ("attn_sinks", "ssm_a", "ssm_dt"):
         return f"{layer}.{WHOLE_NAMES[part]}"
     if part in gguf_hybrids.NEXTN_NAMES:
@@ -315,8 +322,6 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for key, neutral in NEUTRAL_VALUES.items():
         value = fields.get(key)
-        if key == "expert_gating_func" and arch == OSS:
-            neutral = (*neutral, SOFTMAX_OF_CHOSEN)
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
     for name in file.tensors:
@@ -328,26 +333,6 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
 WHOLE_NAMES = {
     "attn_sinks": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
 }  # fmt: skip
-
-
-def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
-    layers = fields.whole("block_count", high=MAX_LAYERS)
-    count = fields.whole("expert_count", 0, max_experts(layers), 0)
-    if not count:
-        return None
-    if arch not in WITH_EXPERTS and not FAMILIES[ARCHITECTURES[arch]].experts:
-        raise CheckpointError(f"{file.path}: {arch}.expert_count = {count} is not supported")
-    ffn = fields.whole("feed_forward_length", high=WIDEST, default=0) if arch in WITH_EXPERTS else 0
-    oss = arch == OSS
-    return ExpertConfig(
-        count,
-        top_k=fields.whole("expert_used_count", high=count),
-        ffn=fields.whole("expert_feed_forward_length", high=WIDEST, default=ffn or None),
-        router_bias=oss,
-        bias=oss,
-        limit=OSS_LIMIT if oss else 0.0,
-        shared=gguf_hybrids.shared_width(file, fields) if FAMILIES[ARCHITECTURES[arch]].shared else 0,
-    )
 
 
 def _windows(fields: Fields, layers: int, family: Family, positions: int) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ NEXTN_NAMES = {
     "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
 }
+NEXTN_COPIES = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
 _JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of Qwen3-Next, by key head
 
 
@@ -128,13 +129,6 @@ def _net(fields: Fields, arch: str) -> DeltaNetConfig:
 
 def _conv(fields: Fields, layer: LayerConfig) -> MixerConfig:
     return ShortConvConfig(layer.hidden, fields.whole("shortconv.l_cache", high=MOST_TAPS))
-
-
-def shared_width(file: GGUFFile, fields: Fields) -> int:
-    """Returns the width of the expert that all rows go to, 0 where there is none."""
-    info = next((info for name, info in file.tensors.items() if name.endswith(".ffn_gate_shexp.weight")), None)
-    stored = 0 if info is None else info.shape[0]
-    return fields.whole("expert_shared_feed_forward_length", stored, stored, stored)
 
 
 def made(theirs: str, values: Tensor) -> Tensor:

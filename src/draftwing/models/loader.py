@@ -34,7 +34,7 @@ from draftwing.models.language_model import VISION_PREFIX
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
-from draftwing.models.weight_map import MTP_PREFIXES, canonical, checkpoint_names
+from draftwing.models.weight_map import MTP_PREFIXES, canonical, checkpoint_names, nextn_layer
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
@@ -177,7 +177,7 @@ def open_checkpoint(
     cuts, quantization = _cuts(config, ranks), config.quantization
     whole = {name: cut for name, cut in cuts.items() if _is_quantised(quantization, name)}  # when it is read
     stored = folder_tensors(path, progress, {name: cut for name, cut in cuts.items() if name not in whole})
-    own = _of_language((canonical(name), value) for name, value in stored)
+    own = _of_language(((canonical(name), value) for name, value in stored), config)
     others = own if kv_scales is None else kv_scales.taken(own)
     put_together = assembled(quantization, others, weight_format.reads_on)
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
@@ -187,13 +187,13 @@ def open_checkpoint(
     return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on, halves)  # type: ignore[arg-type]
 
 
-def _of_language(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Those of the language model itself: without prediction layers, which the drafter loads, and what reads images."""
     aside = size = 0
     for name, value in tensors:
         if name.startswith(VISION_PREFIX):
             aside, size = aside + 1, size + value.nbytes
-        elif not name.startswith(MTP_PREFIXES):
+        elif not name.startswith(MTP_PREFIXES) and nextn_layer(name, config) is None:
             yield name, value
     if aside:
         logger.info("%d tensors that read images are left aside, %.2f GB: images are not served", aside, size / 1e9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -20,6 +21,14 @@ from draftwing.parallel.ranks import ALONE, Ranks, Share
 MTP_PREFIX = "model.mtp_layers."  # of MiMo
 QWEN_MTP_PREFIX = "model.mtp."
 MTP_PREFIXES = MTP_PREFIX, QWEN_MTP_PREFIX
+# Of models that number a prediction layer behind their own: what it has below `model.layers.N` besides a layer, and
+# below `model.mtp`, as Qwen names it and this package does.
+NEXTN_MODELS = frozenset({"Glm4MoeForCausalLM"})
+_NEXTN_NAMES = {
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm",
+}  # fmt: skip
+_NEXTN_COPIES = "embed_tokens", "shared_head.head"  # of the model's
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(\w+)")
 
 
 def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, ParamSlice]:
@@ -110,7 +119,10 @@ def _expert_names(
         ):
             matrix = f"{theirs}.{names.shared}.{stored}"
             table |= named(config.weight_format, matrix, f"{ours}.mlp.shared.{linear}", first, rows, Cut(axis, share))
+    if experts.shared_gate:
         table[f"{theirs}.{names.shared}_gate.weight"] = ParamSlice(f"{ours}.mlp.shared_gate", 0, 1)
+    if experts.routing.sigmoid:
+        table[f"{theirs}.{names.correction}"] = ParamSlice(f"{ours}.mlp.correction", 0, experts.count)
     if experts.router_bias:
         table[f"{theirs}.{names.router}.bias"] = ParamSlice(f"{ours}.mlp.router.bias", 0, experts.count)
     return table
@@ -125,11 +137,21 @@ class ExpertNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "mlp.shared_expert"
+    correction: str = "mlp.gate.e_score_correction_bias"
 
 
 OTHER_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames("mlp.router"),
+    "Glm4MoeForCausalLM": ExpertNames(shared="mlp.shared_experts"),
+    "MiniMaxM2ForCausalLM": ExpertNames(
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts",
+        "w1",
+        "w3",
+        "w2",
+        correction="block_sparse_moe.e_score_correction_bias",
+    ),
 }
 
 # What is called otherwise than Llama calls it, below the layer.
@@ -166,6 +188,25 @@ def named(
     some = cut if order is None and cut is not None and cut.share.size < cut.share.whole else None
     slices = form.slices(ours, start, rows).items()
     return {f"{theirs}.{suffix}": part._replace(cut=some, order=order) for suffix, part in slices}
+
+
+def nextn_layer(name: str, config: ModelConfig) -> int | None:
+    """Which prediction layer a canonical name is of, that is numbered behind the model's own; None: it is of none."""
+    match = _LAYER.fullmatch(name) if config.architecture in NEXTN_MODELS else None
+    layer = -1 if match is None else int(match[1]) - config.num_layers
+    return layer if layer >= 0 else None
+
+
+def nextn_name(name: str, config: ModelConfig) -> str | None:
+    """What such a tensor is called in Qwen's names, others as they are; None: it is a copy of one of the model's."""
+    layer, match = nextn_layer(name, config), _LAYER.fullmatch(name)
+    if layer is None or match is None:
+        return name
+    part, suffix = match[2], match[3]
+    if part in _NEXTN_COPIES:
+        return None
+    below = _NEXTN_NAMES.get(part, f"layers.{layer}.{part}")
+    return f"{QWEN_MTP_PREFIX}{below}.{suffix}"
 
 
 def canonical(name: str) -> str:

@@ -287,11 +287,15 @@ class Batch(NamedTuple):
         return self.table[self.rows, : self.bound or self.table.shape[1]]
 
 
+SCALE_BYTES = 4  # of a float32 behind each key, and each value, of a pool in int8
+
+
 class Pool(Protocol):
     """Keys and values of all layers (`kv.pool.KVPool`)."""
 
     slots: int  # that requests may have
-    # Of each layer [slots + 1, kv_heads, 2, head_dim], keys and values, or [slots + 1, ...]; slot 0 is a dummy.
+    # Of each layer [slots + 1, kv_heads, 2, head_dim], keys and values, or [slots + 1, ...]; slot 0 is a dummy. In int8
+    # [slots + 1, kv_heads, 2, head_dim + SCALE_BYTES].
     kv: list[Tensor]
     scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
     dtype: torch.dtype

@@ -148,16 +148,34 @@ class HeadTopK(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How rows choose experts, and what weights these get.
+
+    top_k: experts of a row.  renormalise: whether their weights are made to sum to 1, before `scale`.  sigmoid: whether
+    scores are sigmoids of logits in place of their softmax; the choice is by scores and a correction of each expert
+    then, weights are scores alone.  groups: of one size that experts lie in.  top_groups: those that a row chooses
+    among, which have the largest sums of their two best.  scale: of weights.
+    """
+
+    top_k: int
+    renormalise: bool = True
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
 class MixtureWeights(NamedTuple):
     """What a mixture of experts multiplies with, each expert by itself, in the order of experts."""
 
-    router: Tensor  # [count, hidden]
+    router: Tensor  # [count, hidden], in float32 where logits are not rounded
     router_bias: Tensor | None  # [count]
+    correction: Tensor | None  # [count] float32, as `ExpertOps.route` has it
     gate_up: Sequence[FewRowsGemm | None]  # [2 * ffn, hidden] each, gates and then ups; None: it has no such GEMM
     down: Sequence[FewRowsGemm | None]  # [hidden, ffn] each
     biases: tuple[Tensor | None, Tensor | None]  # of all: [count * 2 * ffn], [count * hidden]
-    top_k: int
-    renormalise: bool
+    routing: Routing
     limit: float  # as `ExpertGemm.gated` has it
 
 

@@ -29,8 +29,7 @@ class DeltaSpec(NamedTuple):
         """Channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    @property
-    def shape(self) -> tuple[int, ...]:
+    def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
         return (0,)
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:

@@ -42,12 +42,13 @@ def make_plan(
         special = dict(
             edited=where(lambda r: r.edited),
             guided=where(lambda r: r.guided),
-            limited=where(lambda r: r.limited),
+            limited=where(lambda r: r.limited and shape.depth > 0),  # nothing is limited where nothing is drafted
             predicted=where(lambda r: bool(r.request.prediction)),
             thinking=where(lambda r: r.request.thinking is not None),
             logprobs=tuple((i, params) for i in asking if (params := reqs[i].request.logprobs) is not None),
-            penalised=kind == "tree" and all(reqs[i].penalised for i in asking),
         )
+        wanted = [name for name, rows in special.items() if len(rows)]
+        special["penalised"] = wanted == ["edited"] and all(reqs[i].penalised for i in special["edited"])
     return Plan(
         step=step,
         kind=kind,

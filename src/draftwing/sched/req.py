@@ -106,10 +106,8 @@ class Req:
         self._array, self._digest = np.empty(0, np.int64), b""
         self.limited = request.limits is not None
         self.may_draft = request.limits is None or request.limits.depth > 0
-        rare = self.guided or self.limited or bool(request.prediction) or bool(self.params.allowed_token_ids)
-        rare |= bool(self.params.bad_words) or request.logprobs is not None or request.thinking is not None
-        self.special = rare or self.params.penalised
-        self.penalised = self.special and not rare  # penalties and biases are all that makes it special
+        self.special = self.edited or self.limited or bool(request.prediction)
+        self.special |= request.logprobs is not None or request.thinking is not None
         if request.logprobs is not None and request.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 
@@ -165,6 +163,12 @@ class Req:
     def edited(self) -> bool:
         """Whether its logits are, by the device or by the host."""
         return self.params.edited or self.guided
+
+    @property
+    def penalised(self) -> bool:
+        """Whether penalties and biases are all that edits its logits."""
+        params = self.params
+        return params.penalised and not (self.guided or params.allowed_token_ids or params.bad_words)
 
     @property
     def draws_specially(self) -> bool:

@@ -148,7 +148,7 @@ def forward_weights(target: ModelConfig) -> int:
     """Returns the values in the layers' matrices that one token goes through: of experts those it is sent to."""
     total = 0
     for layer in target.layers:
-        unused = 0 if layer.experts is None else layer.experts.count - layer.experts.top_k
+        unused = 0 if layer.experts is None else layer.experts.count - layer.experts.routing.top_k
         total += layer.weights - (unused * 3 * layer.hidden * layer.experts.ffn if layer.experts is not None else 0)
     return total
 

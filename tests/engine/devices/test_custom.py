@@ -52,6 +52,7 @@ def example() -> Iterator[Any]:
     del sys.modules["custom_device"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"speculative_algorithm": "none"}, TREES], ids=["plain", "trees"])
 def test_it_serves_the_text_of_the_cpu(model: str, example: Any, how: dict[str, Any]) -> None:
     with LLM(model, **SIZES, **how, device="cpu") as llm:

@@ -81,6 +81,7 @@ def test_what_is_exact_is_accepted(model: str, monkeypatch: pytest.MonkeyPatch, 
         assert len(llm.generate([[1, 2, 3]], {"max_new_tokens": 5, "ignore_eos": True})[0].token_ids) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", [NormByRows, GateByRows, AttentionInTrees])
 def test_what_is_not_is_refused(model: str, monkeypatch: pytest.MonkeyPatch, ops: type[CpuOps]) -> None:
     with_ops(monkeypatch, ops)

@@ -62,6 +62,7 @@ def answers(rig: Any, case: Any) -> dict[str, list[int]]:
     return rig.answer(prompts, params).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph_size", [1, 5])
 def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, graph_size: int) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)

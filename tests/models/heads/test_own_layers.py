@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import moe_models
 import pytest
 from hybrid_gguf import write
 from hybrid_models import layer_weights, reference, saved, with_layer
@@ -33,6 +34,17 @@ def test_the_layers_of_a_folder(tmp_path: Path, kind: str) -> None:
     assert chosen(folder) == ("NEXTN", None)
     assert describe("x", folder)["drafter"] == "NEXTN"
     assert chosen(saved(tmp_path / "without", theirs)) == ("none", None)
+
+
+def test_the_layer_that_is_numbered_behind_the_models_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = moe_models.reference("glm4-moe")
+    weights = moe_models.published(theirs, moe_models.predicting(theirs))
+    assert chosen(moe_models.with_layer(tmp_path / "with", theirs, weights)) == ("NEXTN", None)
+    tensors = {**theirs.state_dict(), **weights}
+    assert chosen(moe_models.write_gguf(tmp_path / "m.gguf", theirs.config, tensors)) == ("NEXTN", None)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(moe_models.with_layer(tmp_path / "without", theirs, {})) == ("none", None)
+    assert "num_nextn_predict_layers is 1, but there are no such layers" in caplog.text
 
 
 def test_what_is_asked_for_wins(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def check(head: MTPHead, model: DecoderModel, theirs: Any, weights: Mapping[str,
         torch.testing.assert_close(logits[0].double(), z, atol=near, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = reference(kind)
@@ -141,6 +142,7 @@ def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
             torch.testing.assert_close(value, weights[name.removeprefix("model.")], rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
 @pytest.mark.parametrize("beside", [False, True])
 def test_of_a_gguf_file(tmp_path: Path, kind: str, beside: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from draftwing.models.loader import load_model
 
-FAMILIES = ["llama-biases", "mistral-window", "qwen2.5", "gemma3", "qwen3", "qwen3-moe", "mixtral"]
+FAMILIES = [
+    "llama-biases",
+    "mistral-window",
+    "qwen2.5",
+    "gemma3",
+    "qwen3",
+    "qwen3-moe",
+    "mixtral",
+    "glm4-moe",
+    "minimax-m2",
+]
 
 
 @torch.inference_mode()
@@ -35,7 +45,7 @@ def test_logits(tmp_path: Path, family: str, name: str) -> None:
     save_file(tiny.quantise(tmp_path / "quantised", config, lambda _: write), tmp_path / "wide/model.safetensors")
     stored = {key.rpartition(".")[0] for key in load_file(tmp_path / "quantised/model.safetensors")}
     experts = [module for module in stored if ".experts." in module]
-    assert (len(experts) > 9) == (family in ("qwen3-moe", "mixtral"))
+    assert (len(experts) > 9) == (family in ("qwen3-moe", "mixtral", "glm4-moe", "minimax-m2"))
     found, expected, plain = (logits(tmp_path / part) for part in ("quantised", "wide", "plain"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert (found - plain).norm() > 0.01 * plain.norm()

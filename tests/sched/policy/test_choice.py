@@ -102,6 +102,20 @@ def test_which_steps_are_a_price() -> None:
     assert 3 <= sum(found) <= 7, "where all steps are behind prefills some are taken"
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_step_with_penalties_is_a_price_where_they_cost_nothing(by_row: bool) -> None:
+    policy, reqs = Watched(), requests(2)
+    choice = ShapeChoice(policy, PrefillBudget(), draws_alike=False, edits_by_row=by_row)
+    empty, edited = np.zeros((2, 1), np.int64), np.arange(1)
+    result = StepResult(empty, empty[:, 0] + 1, empty, empty, empty[:, 0], 0.01)
+    for number, penalised in enumerate((True, False)):
+        choice.planned(number, reqs, False)
+        plan = replace(tree_step(number), edited=edited, penalised=penalised)
+        assert plan.special
+        choice.record(plan, reqs, result)
+    assert policy.is_cost == [by_row, False]
+
+
 @pytest.mark.parametrize("sees", [False, True])
 def test_rows_that_say_nothing_of_their_shape_are_not_learnt_from(sees: bool) -> None:
     """Nor are those that are released when the result comes; the others by what they promised when it was planned."""

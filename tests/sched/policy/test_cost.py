@@ -53,11 +53,29 @@ def test_nothing_is_known_of_nothing() -> None:
     assert cost.seconds(PLAIN, 1, 0) is None and not cost.complete and not cost.known(PLAIN, 1)
 
 
-def test_a_shape_without_contexts_has_the_slope_of_plain_steps() -> None:
-    cost = measured(False, menu=(PLAIN,))
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_a_shape_without_contexts_has_the_slope_of_plain_steps(stepwise: bool) -> None:
+    """And on a CPU more, for more queries: at most as if each read the keys itself."""
+    cost = measured(stepwise, menu=(PLAIN,))
     cost.measured(TREE, 4, 0, 5e-3)
-    expected = 5e-3 + true_seconds(PLAIN, 4, 8000) - true_seconds(PLAIN, 4, 0)
-    assert cost.seconds(TREE, 4, 8000) == pytest.approx(expected)
+    slope = true_seconds(PLAIN, 4, 8000) - true_seconds(PLAIN, 4, 0)
+    found = cost.seconds(TREE, 4, 8000) - 5e-3
+    assert found == pytest.approx(slope) if stepwise else slope < found < TREE.nodes * slope
+
+
+@pytest.mark.parametrize("first", [PLAIN, SHORT])
+def test_steps_of_a_longer_context_are_measurements(first: TreeShape) -> None:
+    """Where the start measured none: the first steps tell what a key costs, whatever shape they have."""
+    cost = measured(False, contexts=(0,))
+    for shape in (first, PLAIN if first != PLAIN else SHORT):
+        for context in (7000, 7001, 7002):
+            cost.record(shape, 1, context, true_seconds(shape, 1, context))
+        for context in (0, 3500, 7000):
+            assert cost.seconds(shape, 1, context) == pytest.approx(true_seconds(shape, 1, context), rel=0.01)
+    for context in (30_000, 30_001, 30_002):  # of a size that was not measured
+        cost.record(PLAIN, 3, context, true_seconds(PLAIN, 3, context))
+    for batch, context in ((3, 30_000), (3, 0), (4, 0), (1, 7000)):
+        assert cost.seconds(PLAIN, batch, context) == pytest.approx(true_seconds(PLAIN, batch, context), rel=0.02)
 
 
 def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> None:
@@ -306,3 +324,22 @@ def test_looks_that_lack_a_shape_do_not_agree() -> None:
         assert not kept.look_again(fresh) and not fresh.look_again(kept)
         assert kept.complete and fresh.complete, "what the other has is taken"
         assert kept.look_again(fresh)
+
+
+def test_fewer_threads_have_costs_of_their_own() -> None:
+    """A machine that has something else to do: of two threads one runs, and a step takes 1.6 times as long."""
+    cost = measured(False)
+    for _ in range(100):
+        cost.record(CHAIN, 1, 0, 1.1 * true_seconds(CHAIN, 1, 0))
+    kept, usual = cost.to_json(), cost.seconds(TREE, 1, 0)
+    assert usual is not None
+    cost.threads = 0.5
+    assert cost.seconds(TREE, 1, 0) == pytest.approx(2 * usual)  # as long as nothing is known
+    for _ in range(40):
+        cost.record(CHAIN, 1, 0, 1.6 * true_seconds(CHAIN, 1, 0))
+    assert cost.seconds(CHAIN, 1, 0) == pytest.approx(1.6 * true_seconds(CHAIN, 1, 0), rel=0.02)
+    assert cost.seconds(TREE, 1, 0) < 1.8 * true_seconds(TREE, 1, 0)  # which did not run
+    for _ in range(DOUBT + 1):  # nothing here says that what was measured is wrong
+        cost.record(CHAIN, 1, 0, 0.1 * true_seconds(CHAIN, 1, 0))
+    cost.threads = 1.0
+    assert cost.seconds(TREE, 1, 0) == usual and cost.to_json() == kept

@@ -135,6 +135,7 @@ def test_what_no_drafts_cost_is_found_out() -> None:
     assert chosen.count(PLAIN) > 190
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("machine", "hit", "by"), [("small machine", 0.05, 1.8), ("gpu", 0.8, 1.4)])
 def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, by: float) -> None:
     """The best option, to draft nothing or something, looks dearer than it is, so that it would never run."""
@@ -220,6 +221,49 @@ def test_it_goes_on_drafting_within_50_steps_after_a_long_rest(batch: int, lag: 
     best = max(world.rate(shape, [0.99] * batch) for shape in menu)
     good = [world.rate(shape, [0.99] * batch) > 0.95 * best for shape in chosen]
     assert sum(good[50:]) > 40
+
+
+@pytest.mark.parametrize("hit", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("reading", [5.6, 20.0])  # ms, of 2,000 and 7,000 keys
+def test_a_context_that_was_not_measured(hit: float, reading: float) -> None:
+    """Each query more costs 0.7 of what the first reads: drafts that pay with short contexts do not with long ones."""
+    menu, hits = chain_menu(TreeShape(4, 2, 8)), [hit]
+    world, longer = World(menu, 3.2, 1.0, 0.3), World(menu, 3.2 + 0.3 * reading, 1.0 + 0.7 * reading, 0.3)
+    policy, load, rates = (
+        TreePolicy(menu, world.cost()),
+        StepContext([MAX_CONFIDENCE], round(350 * reading)),
+        list[float](),
+    )
+    world.run(policy, hits, 100)
+    for _ in range(3):
+        tokens = seconds = 0.0
+        for _ in range(64):
+            shape = policy.choose(load)
+            policy.record(shape, load, longer.step(shape, hits))
+            tokens, seconds = tokens + longer.tokens(shape, hits), seconds + longer.seconds(shape, 1)
+        rates.append(tokens / seconds / longer.rate(PLAIN, hits))
+    assert rates[0] > 0.9 and min(rates[1:]) > 0.98
+
+
+@pytest.mark.parametrize("hit", [0.6, 0.75])
+def test_plain_steps_behind_prefills_hide_no_wrong_price(hit: float) -> None:
+    """One request after the other, each of 30 steps. Drafts become slower, as those that are sampled are, and with them
+    alone to go by the machine seems to: plain steps run behind each prefill, where what they take is no price."""
+    menu, load = chain_menu(TreeShape(4, 2, 8)), StepContext([MAX_CONFIDENCE])
+    world, slow = World(menu, 3.4, 0.8, 0.2), World(menu, 3.4, 0.8, 0.2)
+    slow.seconds = lambda shape, batch: world.seconds(shape, batch) * (1.4 if shape.depth else 1.0)  # type: ignore[method-assign]
+    policy, rates = TreePolicy(menu, world.cost()), list[float]()
+    for machine, steps in ((world, 600), (slow, 300), (slow, 300)):
+        tokens = seconds = 0.0
+        for number in range(steps):
+            behind = number % 30 == 0
+            context = load._replace(latency_slack=0.0) if behind else load
+            shape = policy.choose(context)
+            step = machine.step(shape, [hit])
+            policy.record(shape, context, replace(step, seconds=1.12 * step.seconds) if behind else step, not behind)
+            tokens, seconds = tokens + machine.tokens(shape, [hit]), seconds + machine.seconds(shape, 1)
+        rates.append(tokens / seconds / machine.rate(PLAIN, [hit]))
+    assert rates[0] > 1.1 and rates[1] > 0.95 and rates[2] > 0.98
 
 
 def test_a_promise_of_more_ends_a_rest() -> None:

@@ -309,6 +309,7 @@ EDITS: list[tuple[list[dict[str, Any]], bool]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edits", "named"), EDITS)
 def test_edits_of_the_context_are_never_applied(
     client: anthropic.Anthropic, url: str, scripted: ScriptedEngine, edits: list[Any], named: bool

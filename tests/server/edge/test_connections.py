@@ -30,6 +30,7 @@ def test_the_time_outs_of_a_server_are_those_of_the_docs() -> None:
     assert limits == (10, 60, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["on_body", "data_received", "connection_lost", "send_400_response", "pause_writing"])
 def test_a_uvicorn_without_what_is_overridden_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a release could switch limits off unnoticed."""

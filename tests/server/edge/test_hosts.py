@@ -86,6 +86,7 @@ def preflight(client: TestClient, path: str, origin: str = ORIGIN, **more: str) 
     return client.options(path, headers=headers | {name.replace("_", "-"): value for name, value in more.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"api_key": "right"}, {"host": "0.0.0.0"}], ids=["own", "a key", "open"])
 @pytest.mark.parametrize("allowed", ["*", "page.example, other.example"])
 def test_pages_of_the_allowed_sites_may_ask_and_read(allowed: str, options: dict[str, str]) -> None:
@@ -131,6 +132,7 @@ def test_pages_of_this_machines_programs_may_where_the_server_is_its_own() -> No
 BROWSER = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)", "host": HOST}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), CHANGES)
 @pytest.mark.parametrize("options", [{}, {"host": "0.0.0.0"}], ids=["own", "open"])
 def test_what_changes_something_refuses_other_sites(method: str, path: str, options: dict[str, str]) -> None:

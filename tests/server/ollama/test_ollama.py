@@ -204,6 +204,7 @@ def test_a_prompt_is_put_into_the_template_unless_it_is_raw(scripted: ScriptedEn
     assert "context" in refused(url, "/api/generate", {"prompt": "hi", "context": [1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "named", "refused_field"),
     [

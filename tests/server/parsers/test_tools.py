@@ -222,6 +222,7 @@ def parts_of(parser: str, texts: list[str], **more: Any) -> list[str | Call]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]!r}"[:40])
 def test_any_split_gives_the_same(case: tuple[str, str, list[str | Call]]) -> None:
     parser, text, expected = case

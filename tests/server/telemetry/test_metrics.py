@@ -213,6 +213,7 @@ def test_without_speculation() -> None:
     assert not any(name.startswith("vllm:spec") for name in page.families)
 
 
+@pytest.mark.slow
 def test_a_real_engine(tmp_path: Path) -> None:
     """Its totals are what its requests say of themselves, and are plain enough to pass to another process."""
     from tiny_checkpoint import write_checkpoint

@@ -6,7 +6,7 @@ What is computed there is asked of `Device.ops`. Both know the device; whoever h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -166,5 +166,11 @@ class Device(ABC):
         """Returns how many threads compute, where the host does."""
         return torch.get_num_threads()
 
-    def set_threads(self, count: int | None) -> None:  # noqa: B027
-        """Sets how many threads compute, where the host does. None: as many as are best here."""
+    @property
+    def active_threads(self) -> float:
+        """Returns the share of the threads that compute now, above 0; see `StepResult`."""
+        return 1.0
+
+    def set_threads(self, count: int | None, pinned: Sequence[int] = ()) -> None:  # noqa: B027
+        """Sets how many threads compute, where the host does. None: as many as are best here, or as there are
+        processors in `pinned`, on each of which one stays. Raises ConfigError for processors that cannot be had."""

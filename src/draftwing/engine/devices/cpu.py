@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from draftwing import machine
 from draftwing.config.devices import Defaults
 from draftwing.core import IntArray
 from draftwing.engine.devices.base import Device, Download
+from draftwing.errors import ConfigError
 from draftwing.ops.torch.ops import TorchOps
 
 log = logging.getLogger("draftwing")
@@ -75,11 +77,28 @@ class CpuDevice(Device):
     def links(self, count: int) -> str:
         return "this machine's memory, by its loopback interface"
 
-    def set_threads(self, count: int | None) -> None:
-        """None: as many as can compute at the same time, or as torch has, where these are fewer."""
+    @property
+    def active_threads(self) -> float:
+        return self.ops.active_threads
+
+    def set_threads(self, count: int | None, pinned: Sequence[int] = ()) -> None:
+        """count None, none pinned: as many as can compute at the same time, or as torch has, where these are fewer."""
         found = machine.processors()
-        torch.set_num_threads(count or min(found.threads, torch.get_num_threads()))
-        log.info("threads: %d; this process may use %s", torch.get_num_threads(), found)
+        torch.set_num_threads(count or len(pinned) or min(found.threads, torch.get_num_threads()))
+        if pinned:
+            self._pin(pinned)
+        where = ", ".join(map(str, pinned))
+        on = f", on processors {where}" if pinned else ""
+        log.info("threads: %d%s; this process may use %s", torch.get_num_threads(), on, found)
+
+    def _pin(self, processors: Sequence[int]) -> None:
+        allowed, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+        if not set(processors) <= set(allowed):
+            raise ConfigError(f"--cpu-affinity: expected some of the processors {allowed}, found {list(processors)}")
+        if len(processors) != threads:
+            raise ConfigError(f"--cpu-affinity: expected a processor for each of {threads} threads, found {processors}")
+        if not self.ops.pin_threads(processors):
+            raise ConfigError("--cpu-affinity: expected the C extension, which is not here; start it with taskset")
 
 
 def has_native_bfloat16() -> bool:

@@ -106,8 +106,8 @@ def cost_file(
         {
             "build": [draftwing.__version__, _build(), torch.__version__],
             "device": [device.name, device.ops.title, torch.get_num_threads()],
-            "model": [str(path.absolute()), _bytes(path)],
-            "draft": draft and [str(draft.absolute()), _bytes(draft)],
+            "model": [str(path.absolute()), bytes_of(path)],
+            "draft": draft and [str(draft.absolute()), bytes_of(draft)],
             "types": [str(precision.dtype), str(precision.kv_dtype)],
             "drafter": options.drafter,
             "menu": [list(shape) for shape in menu],
@@ -116,7 +116,7 @@ def cost_file(
     )
 
 
-def _bytes(path: Path) -> int:
+def bytes_of(path: Path) -> int:
     """Returns the size of a model's file, or of the files of its folder."""
     files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -138,7 +138,7 @@ def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float
     plan = Plan(0, "tree", rows, rows, shape, context or 1)
     before = delays()
     result = executor.commit(executor.launch(plan)).wait()
-    return own(result.seconds, before)
+    return own(result.seconds, before) * result.threads  # of all threads, about
 
 
 # ---- rows with a context ---------------------------------------------------------------------------------------------

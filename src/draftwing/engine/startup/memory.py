@@ -20,6 +20,8 @@ from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, SlotSpec
 from draftwing.kv.row_states import RowStates, delta_specs, record_bytes, state_bytes
+from draftwing.machine import resident_memory
+from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.requests.request import MAX_PREDICTED, GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -134,15 +136,36 @@ def pool_budget(options: Options, rig: Rig, length: int, graph_size: int, slot_b
         budget = cuda_budget(options, rig, length, graph_size)
     else:
         free = rig.device.free_memory()
-        fraction = options.mem_fraction_static
-        budget = int(free * fraction) if fraction else min(CPU_POOL_BYTES, free // 4)
-        budget //= rig.model.ranks.size  # who share the memory
+        budget = host_pool_bytes(options, free) // rig.model.ranks.size  # who share the memory
         if budget < slot_bytes:
             raise ConfigError(
                 f"no memory is left for the KV pool ({free / 1e9:.2f} GB free): lower the model's size or dtype, "
                 "raise --mem-fraction-static, or set --max-total-tokens"
             )
     return budget
+
+
+def host_pool_bytes(options: Options, free: int) -> int:
+    """Bytes of the KV pool and of states of all ranks, where the host computes and so much is free."""
+    fraction = options.mem_fraction_static
+    return int(free * fraction) if fraction else min(CPU_POOL_BYTES, free // 4)
+
+
+def log_forecast(options: Options, device: Device, config: ModelConfig, kv_dtype: torch.dtype, files: int) -> None:
+    """Logs what a start will take of the host's memory, where the host computes. files: bytes of the weights' files,
+    a draft model's included."""
+    if device.has_own_memory:
+        return
+    free = device.free_memory()
+    kept = [spec for layer in config.layers if (spec := layer.mixer.keeps()) is not None]
+    pool = host_pool_bytes(options, max(free - files, 0))
+    if options.max_total_tokens:
+        pool = options.max_total_tokens * KVPool.bytes_per_slot(kept, kv_dtype)
+    log.info(
+        "memory: files of weights %.2f GB, KV pool %.2f GB as it is used, this process so far (PyTorch) %.2f GB; "
+        "%.2f GB free",
+        files / 1e9, pool / 1e9, resident_memory() / 1e9, free / 1e9,
+    )  # fmt: skip
 
 
 def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int:

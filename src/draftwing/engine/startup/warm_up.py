@@ -68,7 +68,7 @@ def _run(executor: Executor, plan: Plan) -> float:
     result = executor.commit(executor.launch(plan)).wait()
     if (result.tokens >= NOT_FINITE).any():
         raise CheckpointError(f"found in the first steps: {NOT_FINITE_MESSAGE}")
-    return own(result.seconds, before)
+    return own(result.seconds, before) * result.threads
 
 
 def try_prompt(executor: Executor) -> None:

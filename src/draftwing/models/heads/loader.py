@@ -48,11 +48,19 @@ from draftwing.models.heads.config import (
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import QWENS, MTPHead
-from draftwing.models.heads.own_layers import named_layers, prefixes
+from draftwing.models.heads.own_layers import named_layers, predicts
 from draftwing.models.language_model import language_model
 from draftwing.models.loader import Stored, Tensors, fill_parameters, load_config
 from draftwing.models.quantised.read import assembled, is_quantised
-from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, QWEN_MTP_PREFIX, canonical
+from draftwing.models.weight_map import (
+    MTP_PREFIX,
+    MTP_PREFIXES,
+    NEXTN_MODELS,
+    QWEN_MTP_PREFIX,
+    canonical,
+    nextn_layer,
+    nextn_name,
+)
 from draftwing.ops.types import QuantizedRows
 from draftwing.requests.refusals import show
 
@@ -109,8 +117,8 @@ def load_draft_head(
         flat = flatten_config(read_json(path / "config.json"))
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
-        weights = _multiplied_out(_draft_weights(path), path, dtype)
-    kind = head_kind(weights, path)
+        weights = _multiplied_out(_draft_weights(path, target.config), path, dtype, target.config)
+    kind = head_kind(weights, path, target.config)
     if kind not in drafter.heads:
         expected = head_drafter(kind).name
         raise CheckpointError(
@@ -175,7 +183,10 @@ def load_mtp_head(
 
 def _prefix(target: DecoderModel) -> str:
     """Of the names of prediction layers that the target's checkpoint might have."""
-    return QWEN_MTP_PREFIX.removeprefix("model.") if target.config.architecture in QWENS else MTP_PREFIX
+    config = target.config
+    if config.architecture in NEXTN_MODELS:
+        return f"model.layers.{config.num_layers}."
+    return QWEN_MTP_PREFIX.removeprefix("model.") if config.architecture in QWENS else MTP_PREFIX
 
 
 def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Stored]:
@@ -183,11 +194,10 @@ def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, S
     CheckpointError for those of another model."""
     raw = read_json(path / "config.json")
     stored = mtp_weights(raw, path).items() if dummy else folder_tensors(path)
-    known = prefixes(target.config.architecture)
     own: dict[str, Tensor] = {}
     unserved = None
     for name, tensor in stored:
-        if canonical(name).startswith(known):
+        if predicts(canonical(name), target.config):
             own[canonical(name)] = tensor
         elif _UNSERVED_MTP.search(name):
             unserved = unserved or name
@@ -200,7 +210,9 @@ def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, S
         same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
     values = assembled(config.quantization, own.items())
     experts = target.config.experts
-    return dict(values if dummy or experts is None else taken_apart(values, experts.count, {}, halves=True))
+    each = values if dummy or experts is None else taken_apart(values, experts.count, {}, halves=True)
+    renamed = ((nextn_name(name, target.config), value) for name, value in each)
+    return {name: value for name, value in renamed if name is not None}
 
 
 def _mtp_of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
@@ -229,11 +241,11 @@ def _dropped(path: Path) -> str:
     return f", though {named[0]} is {show(named[1])}: whoever quantised it left them out; take them from the original"
 
 
-def head_kind(weights: Weights, path: Path) -> Kind:
+def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
     """What the tensors are, without the `model.` of their names; raises CheckpointError for what is no head served
     here."""
     for name in weights:
-        if name.startswith(MTP_PREFIXES):
+        if _predicts(name, target):
             return "mtp"
         if _UNSERVED_MTP.search(name):
             raise _unserved_mtp(path, name)
@@ -329,14 +341,14 @@ def _target_ids(offsets: Tensor | None, kept: Tensor | None, vocab: int, target_
 # ---- names and checks ------------------------------------------------------------------------------------------------
 
 
-def _draft_weights(path: Path) -> dict[str, Tensor]:
+def _draft_weights(path: Path, target: ModelConfig) -> dict[str, Tensor]:
     """Name without the `model.` prefix, but for multi-token prediction layers -> tensor, mapped from its file."""
     if not path.is_dir():
         raise CheckpointError(f"draft model: expected a folder, found none at {path}")
     weights: dict[str, Tensor] = {}
     for stored, tensor in folder_tensors(path):
         name = canonical(stored)
-        if not name.startswith(MTP_PREFIXES):
+        if not _predicts(name, target):
             name = stored.removeprefix("model.")
             name = _BLOCK_ALIASES.get(name, name)
             name = _AUX_NORMS.get(name.removesuffix(".weight"), name)
@@ -346,10 +358,12 @@ def _draft_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _multiplied_out(weights: dict[str, Tensor], path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+def _multiplied_out(
+    weights: dict[str, Tensor], path: Path, dtype: torch.dtype, target: ModelConfig
+) -> dict[str, Tensor]:
     """The weights of a head, of which none is quantised any more: how the device holds them is said by their format."""
     some = next((name for name, tensor in weights.items() if is_quantised(name, tensor)), None)
-    if some is None or any(name.startswith(MTP_PREFIXES) for name in weights):
+    if some is None or any(_predicts(name, target) for name in weights):
         return weights
     try:
         quantization = head_quantization(flatten_config(read_json(path / "config.json")))
@@ -361,6 +375,11 @@ def _multiplied_out(weights: dict[str, Tensor], path: Path, dtype: torch.dtype) 
         return {name: value.dense(dtype) if isinstance(value, QuantizedRows) else value for name, value in values}
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
+
+
+def _predicts(name: str, target: ModelConfig) -> bool:
+    """Whether it is of a prediction layer of some model that is served."""
+    return name.startswith(MTP_PREFIXES) or nextn_layer(name, target) is not None
 
 
 def _unserved_mtp(path: Path, name: str) -> CheckpointError:

@@ -1,4 +1,5 @@
-"""Multi-token prediction layers that are stored with their model, as MiMo-7B (arXiv 2505.07608) and Qwen3.5 have them.
+"""Multi-token prediction layers that are stored with their model, as MiMo-7B (arXiv 2505.07608), Qwen3.5
+and GLM-4.5 have them.
 
 Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise,
 with attention also in models whose own layers mostly have none; embedding and head are the model's. One layer is run
@@ -24,12 +25,12 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import MTP_PREFIX, QWEN_MTP_PREFIX, layer_names, named
+from draftwing.models.weight_map import MTP_PREFIX, NEXTN_MODELS, QWEN_MTP_PREFIX, layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import LayerOps
 
-# Models whose prediction layers have Qwen's names.
-QWENS = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"})
+# Models with one prediction layer, which reads the embedding first. Its names here are Qwen's (`nextn_name`).
+QWENS = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", *NEXTN_MODELS})
 
 
 class MTPLayer(nn.Module):

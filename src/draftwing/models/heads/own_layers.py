@@ -17,7 +17,7 @@ from draftwing.models.fields import Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.heads.mtp import QWENS
 from draftwing.models.language_model import language_model
-from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, canonical
+from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, canonical, nextn_layer
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,10 @@ def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Option
     return replace(options, speculative_algorithm=drafter.name, speculative_draft_model_path=draft).resolve()
 
 
-def prefixes(architecture: str) -> tuple[str, ...]:
-    """Returns how canonical names of prediction layers begin that are served with such a model."""
-    return MTP_PREFIXES if architecture in QWENS else (MTP_PREFIX,)
+def predicts(name: str, config: ModelConfig) -> bool:
+    """Whether a canonical name is of a prediction layer that is served with such a model."""
+    prefixes = MTP_PREFIXES if config.architecture in QWENS else (MTP_PREFIX,)
+    return name.startswith(prefixes) or nextn_layer(name, config) is not None
 
 
 def named_layers(path: Path) -> tuple[str, int] | None:
@@ -53,7 +54,7 @@ def _in_folder(path: Path, config: ModelConfig) -> bool:
     named = named_layers(path)
     if named is None and config.architecture not in QWENS:  # of which Qwen3-Next says nothing in its config
         return False
-    found = any(canonical(name).startswith(prefixes(config.architecture)) for name, _ in folder_tensors(path))
+    found = any(predicts(canonical(name), config) for name, _ in folder_tensors(path))
     if named is not None and not found:
         _warn(path / "config.json", *named)
     return found

@@ -136,7 +136,7 @@ def _gptq_scheme(own: Fields, common: Fields, zero_offset: int) -> Scheme:
 
 
 def _fp8(fields: Fields) -> Quantization:
-    _expect(fields, "fmt", fields.text("fmt", "e4m3"), ("e4m3",))
+    _expect(fields, "fmt", fields.text("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     _expect(fields, "activation_scheme", fields.text("activation_scheme", "dynamic"), ("dynamic", "static"))
     tall, wide, scale = WHOLE, WHOLE, "weight_scale"
     if fields.get("weight_block_size") is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.attention import (
+    SCALE_BYTES,
     Attend,
     AttentionKind,
     Batch,
@@ -28,6 +29,7 @@ from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
 from draftwing.ops.cpu.workers import Workers
 
+POOL_TYPES = (torch.float32, torch.bfloat16, torch.int8)  # as cpu.h numbers them
 _MOST_TAPS = 8  # of a short convolution
 
 
@@ -38,7 +40,7 @@ class NativeAttention:
 
     def __init__(self, pool: Pool, raw: Any, workers: Workers) -> None:
         """raw: the extension module."""
-        assert pool.dtype in DTYPES
+        assert pool.dtype in POOL_TYPES
         self.pool, self.raw, self.workers = pool, raw, workers
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._spare = torch.empty(0, dtype=torch.uint8)
@@ -57,7 +59,8 @@ class NativeAttention:
 
     def pools(self, first: int, count: int, shape: HeadShape) -> int:
         """Where the addresses of so many layers' keys and values stand, which are all of this shape."""
-        expected = (self.pool.slots + 1, shape.kv_heads, 2, shape.head_dim)
+        row = shape.head_dim + (SCALE_BYTES if self.pool.dtype == torch.int8 else 0)
+        expected = (self.pool.slots + 1, shape.kv_heads, 2, row)
         assert all(kv.shape == expected for kv in self.pool.kv[first : first + count])
         return self._pools.data_ptr() + first * self._pools.itemsize
 
@@ -88,7 +91,7 @@ class CpuAttend(KernelAttend):
         self._raw = backend.raw
         self._workers = backend.workers
         self._kv = backend.pool.kv
-        self._kv_half = backend.pool.dtype == torch.bfloat16
+        self._kv_type = POOL_TYPES.index(backend.pool.dtype)
         trees = batch.ragged or batch
         rows, table = trees.rows.contiguous(), batch.table
         assert table.stride(1) == 1
@@ -130,7 +133,7 @@ class CpuAttend(KernelAttend):
         assert not wide or norms is None or norms.q.dtype == torch.float32
         self._raw.rope_write(
             qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
-            kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_half, *heads_at,
+            kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_type, *heads_at,
             self._workers.address, wide, eps,
         )  # fmt: skip
         return True
@@ -153,7 +156,7 @@ class CpuAttend(KernelAttend):
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
             self._backend.pools(first, layers.count, layers.shape), layers.places, spare.data_ptr(), layers.width,
             self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
-            heads, kv_heads, dim, self._half(x), self._kv_half, *self._how, 0, 0, 0, layers.eps,
+            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, layers.eps,
         )  # fmt: skip
         return outs
 
@@ -189,20 +192,19 @@ class CpuAttend(KernelAttend):
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""
         kv = self._kv[self._first_layer + layer]
-        _, kv_heads, _, dim = kv.shape
-        assert q.shape[2] == dim
+        kv_heads, dim = kv.shape[1], q.shape[2]
         self._prepare(heads, kv_heads, dim)
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
-            self._kv_half, *self._how, *numbers_of_kind(kind),
+            self._kv_type, *self._how, *numbers_of_kind(kind),
         )  # fmt: skip
         return out
 
     def _half(self, x: Tensor) -> bool:
         """Whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""
         half = x.dtype == torch.bfloat16
-        assert self._kv_half if half else x.dtype == torch.float32, f"{x.dtype} over a pool in {self._kv[0].dtype}"
+        assert self._kv_type if half else x.dtype == torch.float32, f"{x.dtype} over a pool in {self._kv[0].dtype}"
         return half
 
     def _prepare(self, heads: int, kv_heads: int, dim: int) -> None:

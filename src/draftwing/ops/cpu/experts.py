@@ -62,8 +62,7 @@ class NativeMixture:
         assert can_mix(weights)
         self._spare, self._workers = spare, workers
         self.raw: Any = load_extension()
-        self.count, self.top_k = len(weights.gate_up), weights.top_k
-        self.renormalise, self.limit = weights.renormalise, weights.limit
+        self.count, self.routing, self.limit = len(weights.gate_up), weights.routing, weights.limit
         ups = [gemm for gemm in weights.gate_up if isinstance(gemm, BlockedGemm)]
         downs = [gemm for gemm in weights.down if isinstance(gemm, BlockedGemm)]
         self.hidden, self.ffn, self.dtype = ups[0].inputs, downs[0].inputs, ups[0].dtype
@@ -71,14 +70,18 @@ class NativeMixture:
         assert all(gemm.inputs == self.ffn and gemm.outputs == self.hidden for gemm in downs)
         assert weights.router.shape == (self.count, self.hidden)
         # Addresses go stale where a module's weights are moved, so what holds their memory is not the module's tensors.
-        tensors = (weights.router, weights.router_bias, *weights.biases)
+        tensors = (weights.router, weights.router_bias, weights.correction, *weights.biases)
         own = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
-        assert all(tensor is None or tensor.dtype == self.dtype for tensor in own)
+        assert all(tensor is None or tensor.dtype == self.dtype for tensor in own[3:])
+        assert weights.router.dtype in (self.dtype, torch.float32)
+        assert weights.correction is None or weights.correction.dtype == torch.float32
+        assert self.routing.sigmoid == (weights.correction is not None)
         self._held = own, ups, downs
-        self._router = tuple(0 if tensor is None else tensor.data_ptr() for tensor in own[:2])
+        router, bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in own[:3])
+        self._router = router, bias, weights.router.dtype == torch.bfloat16, correction
         numbers = []
         for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
-            for gemm, bias in zip((up, down), own[2:], strict=True):
+            for gemm, bias in zip((up, down), own[3:], strict=True):
                 numbers += [gemm.parts, 0 if bias is None else bias[expert * gemm.outputs :].data_ptr()]
         self._weights = torch.tensor(numbers)
 
@@ -89,15 +92,16 @@ class NativeMixture:
         if residual is not None:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
-        half, (count, top_k) = x.dtype == torch.bfloat16, (self.count, self.top_k)
-        size = self.raw.experts_spare(min(rows, _SLICE), half, count, top_k, self.hidden, self.ffn, workers.most)
+        half, count, routing = x.dtype == torch.bfloat16, self.count, self.routing
+        sizes = count, routing.top_k, self.hidden, self.ffn
+        size = self.raw.experts_spare(min(rows, _SLICE), half, *sizes, workers.most)
         with self._spare.of(size) as spare:
             for start in range(0, rows, _SLICE):
                 at = start * self.hidden * x.element_size()
                 self.raw.experts(
                     out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
                     min(rows - start, _SLICE), half, 0 if scatter is None else scatter.data_ptr(), *self._router,
-                    count, top_k, self.renormalise, self.hidden, self.ffn, self._weights.data_ptr(), spare.data_ptr(),
-                    workers.address, self.limit,
+                    count, routing.top_k, routing.renormalise, routing.groups, routing.top_groups, self.hidden,
+                    self.ffn, self._weights.data_ptr(), spare.data_ptr(), workers.address, self.limit, routing.scale,
                 )  # fmt: skip
         return out

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
 from draftwing.ops.cpu.assign import CpuAssignOps
-from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.attention import POOL_TYPES, NativeAttention
 from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.cpu.expansion import CpuExpansionOps
 from draftwing.ops.cpu.experts import Spare
-from draftwing.ops.cpu.extension import DTYPES, chosen_isa, load_extension
+from draftwing.ops.cpu.extension import chosen_isa, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
 from draftwing.ops.cpu.merge import CpuMergeOps
 from draftwing.ops.cpu.ngram import CpuNGramIndex
@@ -38,6 +39,7 @@ class CpuOps(
     name = "cpu"
     records_calls = True
     exact_by_design = True
+    reads_int8_pool = True
     ngram_index, suffix_index = CpuNGramIndex, CpuSuffixIndex
     raw: Any  # the extension module; its functions are described in the C files
 
@@ -48,12 +50,20 @@ class CpuOps(
         self.spare, self.workers = Spare(), Workers()
 
     @property
+    def active_threads(self) -> float:  # type: ignore[override]
+        return self.workers.active / self.workers.most
+
+    def pin_threads(self, processors: Sequence[int]) -> bool:
+        self.workers.pin(processors)
+        return True
+
+    @property
     def title(self) -> str:
         isa = chosen_isa()
         assert isa is not None
         return f"{self.name}, C for {isa.name}"
 
     def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
-        if pool.dtype not in DTYPES:
+        if pool.dtype not in POOL_TYPES:
             return super().attention(pool, exact)
         return NativeAttention(pool, self.raw, self.workers)

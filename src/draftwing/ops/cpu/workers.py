@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -10,9 +11,7 @@ import torch
 class _Fields(ctypes.Structure):
     """C's `Workers`."""
 
-    _fields_ = [
-        (name, ctypes.c_int64) for name in ("most", "active", "fixed", "since", "pause", "credit", "lost", "tries")
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in ("most", "active", "fixed", "since", "pause", "credit", "pinned")]
 
 
 class Workers:
@@ -22,6 +21,8 @@ class Workers:
 
     def __init__(self) -> None:
         self._fields: dict[int, _Fields] = {}  # by `most`
+        self._held: int | None = None
+        self._pinned: ctypes.Array[ctypes.c_int64] | None = None  # processors
 
     @property
     def most(self) -> int:
@@ -29,10 +30,39 @@ class Workers:
         return torch.get_num_threads()
 
     @property
+    def active(self) -> int:
+        """Returns in how many of them kernels run now."""
+        return int(self._now.active)
+
+    @property
     def address(self) -> int:
         """Returns what a kernel takes, which lives as long as this object."""
+        return ctypes.addressof(self._now)
+
+    def hold(self, threads: int | None) -> None:
+        """Has kernels run in so many threads, whatever else the machine does; None: in those that can run."""
+        self._held = threads
+        for fields in self._fields.values():
+            self._begin(fields)
+
+    def pin(self, processors: Sequence[int]) -> None:
+        """Has each of torch's threads stay on the processor of its number, and all of them run."""
+        assert len(processors) == self.most
+        self._pinned = (ctypes.c_int64 * len(processors))(*processors)
+        self.hold(self.most)
+
+    @property
+    def _now(self) -> _Fields:
         most = torch.get_num_threads()
         fields = self._fields.get(most)
         if fields is None:
-            fields = self._fields[most] = _Fields(most, most)
-        return ctypes.addressof(fields)
+            fields = self._fields[most] = _Fields(most)
+            self._begin(fields)
+        return fields
+
+    def _begin(self, fields: _Fields) -> None:
+        fields.fixed = self._held is not None
+        fields.active = min(self._held or fields.most, fields.most)
+        fields.since = fields.pause = fields.credit = 0
+        pinned = self._pinned is not None and len(self._pinned) == fields.most
+        fields.pinned = ctypes.addressof(self._pinned) if pinned else 0

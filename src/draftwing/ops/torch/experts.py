@@ -10,15 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.contracts import DeviceExpertGemm, Routed
+from draftwing.ops.contracts import DeviceExpertGemm, Routed, Routing
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import MXRows
 
 SWIGLU_ALPHA = 1.702  # of the clamped gate
-
+TINY = 1e-20  # joins the sum of sigmoids, which may be 0
 
 _PRIME, _SPREAD = 1_000_003, 618_033  # of numbers that look random
 _GROUPED = (torch.bfloat16, torch.float32)  # types that torch's GEMM of groups takes
+
+
+def _without_other_groups(scores: Tensor, routing: Routing) -> Tensor:
+    """scores [M, count] -> the same, -inf in groups that a row does not choose among."""
+    by_group = scores.unflatten(-1, (routing.groups, -1))
+    pairs = by_group.topk(min(2, by_group.shape[-1]), -1).values
+    chosen = _sum_in_order(pairs).squeeze(-1).topk(routing.top_groups, -1).indices  # [M, top_groups]
+    kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, chosen, True)
+    return by_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _sum_in_order(x: Tensor) -> Tensor:
+    """x [.., n] -> [.., 1], in an order that does not depend on how many rows there are."""
+    first, *others = x.split(1, -1)
+    for other in others:
+        first = first + other
+    return first
 
 
 def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
@@ -39,20 +56,35 @@ class ExpertOps:
     reads_routes = False  # whether the host may read which experts were chosen, for it shares the device's memory
 
     def route(
-        self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False, scatter: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: Routing,
+        correction: Tensor | None = None,
+        exact: bool = False,
+        scatter: Tensor | None = None,
     ) -> Routed:
-        """logits [M, count] -> the best experts of each row, with their probabilities under the softmax of all, in
-        float32 or wider. renormalise: so that they sum to 1, which makes it the softmax of those chosen. exact: GEMMs
-        are to give a row the same bits in any batch. scatter [1] int32: where it is not 0, rows choose at random,
-        whatever their logits are."""
+        """logits [M, count], correction [count] of sigmoids -> the best experts of each row with their weights, in
+        float32 or wider. A row chooses the same in any batch. exact: GEMMs are to give a row the same bits in any
+        batch, too. scatter [1] int32: where it is not 0, rows choose at random, whatever their logits are."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if scatter is not None and (not self.reads_routes or bool(scatter)):
             places = torch.arange(wide.numel(), device=wide.device)
             anything = (places * places % _PRIME * _SPREAD % _PRIME).view_as(wide) / _PRIME  # the same on all ranks
             wide = torch.where(scatter != 0, anything.to(wide.dtype), wide)
-        best, experts = wide.topk(top_k, -1)
-        weights = best.softmax(-1) if renormalise else wide.softmax(-1).gather(-1, experts)
-        return Routed(experts, weights, logits.shape[1])
+            correction = None if correction is None else torch.where(scatter != 0, 0, correction)
+        scores, by = wide, wide
+        if correction is not None:
+            # By a softmax, which goes by row: of a tensor's end, which fills no vector, torch's sigmoid has other bits.
+            scores = torch.stack((wide, torch.zeros_like(wide)), -1).softmax(-1)[..., 0]
+            by = scores.detach() + correction
+        assert routing.sigmoid == (correction is not None)
+        experts = (_without_other_groups(by, routing) if routing.groups > 1 else by).topk(routing.top_k, -1).indices
+        if correction is not None:
+            weights = scores.gather(-1, experts)
+            weights = weights / (_sum_in_order(weights) + TINY) if routing.renormalise else weights
+        else:
+            weights = by.gather(-1, experts).softmax(-1) if routing.renormalise else by.softmax(-1).gather(-1, experts)
+        return Routed(experts, weights * routing.scale if routing.scale != 1 else weights, logits.shape[1])
 
     def clamped_swiglu(self, gate_up: Tensor, limit: float) -> Tensor:
         """gate_up [M, 2 * ffn], gates and then ups -> gate * sigmoid(1.702 * gate) * (up + 1), [M, ffn], in float32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,18 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     records_calls = False  # whether all that a small step does may be recorded and made again (`ops.cpu.tape`)
     exact_by_design = False  # whether a row has the same bits in any batch, else it has to be tried
     widens_pool = True  # whether attention in float32 reads a pool of a half type
-    narrows_pool = False  # whether attention in 16 bits reads a pool in 8
+    narrows_pool = False  # whether attention in 16 bits reads a pool in fp8
+    reads_int8_pool = False
     attention_bytes = 0  # of partial results that attention makes over long contexts
+
+    active_threads = 1.0  # share of the host's threads that kernels run in now
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def pin_threads(self, processors: Sequence[int]) -> bool:
+        """Has each of the host's threads stay on a processor; returns whether there is a way to."""
+        return False
 
     @property
     def reads_routes(self) -> bool:  # type: ignore[override]

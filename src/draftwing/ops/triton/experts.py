@@ -11,15 +11,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.contracts import ExpertTiles, Routed
-from draftwing.ops.torch.experts import SWIGLU_ALPHA
+from draftwing.ops.contracts import ExpertTiles, Routed, Routing
+from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch
 FEW_TOKENS = 128  # up to so many tiles have few rows: experts are chosen by few tokens each
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
+SMALL = tl.constexpr(TINY)
 _BLOCK, _CHUNK = 128, 32  # pairs that a program places, and those that they are compared with at a time
+
+
+@triton.jit
+def _in_best_groups(
+    value, lane, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LANES: tl.constexpr
+):
+    """value [LANES], of which those of a group of SIZE lie beside each other -> whether each is in one of TOP_GROUPS
+    groups with the largest sums of their two best."""
+    sums = tl.full([LANES], float("-inf"), tl.float32)  # of each lane's group
+    for group in tl.static_range(GROUPS):
+        of = lane // SIZE == group
+        first = tl.max(tl.where(of, value, float("-inf")), 0)
+        at = tl.min(tl.where(of & (value == first), lane, LANES), 0)
+        second = tl.max(tl.where(of & (lane != at), value, float("-inf")), 0) if SIZE > 1 else 0.0
+        sums = tl.where(of, first + second, sums)
+    other = lane < SIZE * GROUPS
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(tl.where(other, sums, float("-inf")), 0)
+        at = tl.min(tl.where(other & (sums == best), lane, LANES), 0)
+        other &= lane // SIZE != at // SIZE
+    return (lane < SIZE * GROUPS) & ~other
 
 
 @triton.jit
@@ -28,44 +50,61 @@ def _route_kernel(
     weights,
     logits,
     stride,
+    correction,
     scatter,
     tiles,
+    scale,
     COUNT: tl.constexpr,
     TOP: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     LANES: tl.constexpr,
     TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row. Of equal logits the first counts; the experts are different ones whatever the logits are. tiles: to be
-    filled, where there is but one row."""
+    """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. correction:
+    makes scores sigmoids. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
     start(PDL)
     value = tl.load(logits + row * stride + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
+    if correction is not None:
+        shift = tl.load(correction + lane, mask=lane < COUNT, other=0.0)
     if scatter is not None:  # noqa: SIM102 (where there is none, none is loaded)
         if tl.load(scatter) != 0:
             value = tl.where(lane < COUNT, tl.rand(0, tl.program_id(0) * COUNT + lane), float("-inf"))
+            if correction is not None:
+                shift = shift * 0.0
+    broken = tl.max((value != value).to(tl.int32), 0)
+    value = tl.where(value == value, value, float("-inf"))  # what is no number equals nothing, and would not be found
     largest = tl.max(value, 0)
-    total = tl.sum(tl.exp(value - largest), 0)
+    score = value
+    if correction is not None:
+        score = 1.0 / (1.0 + tl.exp(-value))
+        value = score + shift
     chosen = tl.zeros([TOP_LANES], tl.int32)
     found = tl.full([TOP_LANES], float("-inf"), tl.float32)
     free = lane < COUNT
-    broken = tl.max((value != value).to(tl.int32), 0)
-    value = tl.where(value == value, value, float("-inf"))  # what is no number equals nothing, and would not be found
+    if GROUPS > 1:
+        free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, LANES)
     for choice in tl.static_range(TOP):
         best = tl.max(tl.where(free, value, float("-inf")), 0)
         expert = tl.min(tl.where(free & (value == best), lane, LANES), 0)
         chosen = tl.where(place == choice, expert, chosen)
-        found = tl.where(place == choice, best, found)
+        found = tl.where(place == choice, tl.max(tl.where(lane == expert, score, float("-inf")), 0), found)
         free &= lane != expert
-    weight = tl.where(broken == 0, tl.exp(found - largest), float("nan"))  # so that the request fails
-    if RENORMALISE:
-        total = tl.sum(weight, 0)
     there = place < TOP
+    if correction is not None:
+        weight = tl.where(there, found, 0.0)
+        total = tl.sum(weight, 0) + SMALL if RENORMALISE else 1.0
+    else:
+        weight = tl.exp(found - largest)
+        total = tl.sum(weight if RENORMALISE else tl.exp(score - largest), 0)
+    weight = tl.where(broken == 0, weight / total * scale, float("nan"))  # so that the request fails
     tl.store(experts + row * TOP + place, chosen.to(tl.int64), mask=there)
-    tl.store(weights + row * TOP + place, weight / total, mask=there)
+    tl.store(weights + row * TOP + place, weight, mask=there)
     if tiles is not None:
         tl.store(tiles + place, chosen, mask=there)
         tl.store(tiles + TOP + place, place, mask=there)
@@ -193,17 +232,24 @@ def _clamped_swiglu_kernel(
     tl.store(out + row * FFN + col, clamped_swiglu_of(gate, up, limit, ALPHA).to(out.dtype.element_ty), mask=mask)
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool, scatter: Tensor | None = None) -> Routed:
+def route(
+    logits: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    exact: bool = False,
+    scatter: Tensor | None = None,
+) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
-    rows, count = logits.shape
-    assert logits.stride(1) == 1 and top_k <= count
+    (rows, count), top_k = logits.shape, routing.top_k
+    assert logits.stride(1) == 1 and top_k <= count and routing.sigmoid == (correction is not None)
     experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     tiles = torch.empty(3, top_k, dtype=torch.int32, device=logits.device) if rows == 1 else None  # a pair each
     if rows:
         _route_kernel[(rows,)](
-            experts, weights, logits, logits.stride(0), scatter, tiles, COUNT=count, TOP=top_k,
-            RENORMALISE=renormalise, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
+            experts, weights, logits, logits.stride(0), correction, scatter, tiles, routing.scale, COUNT=count,
+            TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
+            LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
     tile = tile_rows(rows, exact)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops import groups
-from draftwing.ops.contracts import DeviceExpertGemm, GroupGemm, PeerSums, Routed, SideWork, SmallMGemm, TallGemm
+from draftwing.ops.contracts import DeviceExpertGemm, GroupGemm, PeerSums, SideWork, SmallMGemm, TallGemm
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
@@ -41,10 +41,7 @@ class TritonLayerOps(LayerOps):
         except NoPeers as error:
             return str(error)
 
-    def route(
-        self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False, scatter: Tensor | None = None
-    ) -> Routed:
-        return experts.route(logits, top_k, renormalise, exact, scatter)
+    route = staticmethod(experts.route)
 
     @property
     def reads_routes(self) -> bool:  # type: ignore[override]

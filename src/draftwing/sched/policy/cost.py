@@ -5,12 +5,15 @@ a machine has other things to do, and its clock changes. The shape's *own* facto
 sample moves a shape's own factor by `idle / (idle + RECENT)` of its error, where `idle` counts the steps since the
 shape ran before, and the speed by `RATE` of the rest. So while one shape runs for long the speed follows it, and a
 shape that runs rarely is corrected at once.
+
+Steps that run in fewer threads than usual have factors of their own, and teach nothing else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftwing.core import TreeShape
@@ -25,6 +28,15 @@ AGREE = 1.25  # factor: two measurements of a step that differ by less say the s
 DOUBT = 3  # so many steps in a row that take less than one part in so many disprove a measurement; as many make one
 
 
+@dataclass
+class _Factors:
+    """What steps have taught. Keys are `batch.bit_length()`."""
+
+    steps: dict[int, int] = field(default_factory=dict)  # corrections of about so many rows
+    speed: dict[int, float] = field(default_factory=dict)  # logarithms
+    own: dict[tuple[TreeShape, int], tuple[float, int]] = field(default_factory=dict)  # and when the shape last ran
+
+
 class StepCost:
     """Seconds of a step of each shape of a menu, of what precedes drafts, and how they change."""
 
@@ -33,9 +45,9 @@ class StepCost:
         self.menu = tuple(menu)
         self._table = CostTable(stepwise)
         self._samples: dict[tuple[TreeShape, int], int] = {}  # steps in operation that a measurement was made of
-        self._steps: dict[int, int] = {}  # corrections of about so many rows; keys here are `batch.bit_length()`
-        self._speed: dict[int, float] = {}  # logarithms
-        self._own: dict[tuple[TreeShape, int], tuple[float, int]] = {}  # the same, and when the shape last ran
+        self.threads = 1.0  # in which share of the threads steps run now, see `StepResult`
+        self._factors = {1.0: _Factors()}  # by that share
+        self._sampled_at: dict[tuple[TreeShape, int], int] = {}  # their context, where it is longer than any measured
         self._doubts = 0  # steps in a row
         self._doubts_of: dict[TreeShape, int] = {}  # the same of a shape's own steps, which may be far between
         # Of the drafter's passes over its backlog: least seconds of a pass, and of a position. Short passes cost their
@@ -57,7 +69,20 @@ class StepCost:
     def factor(self, shape: TreeShape, batch: int) -> float:
         """Returns what measurements are multiplied with."""
         bucket = batch.bit_length()
-        return math.exp(self._speed.get(bucket, 0.0) + self._own.get((shape, bucket), (0.0, 0))[0])
+        return math.exp(self._speed(bucket) + self._own(shape, bucket))
+
+    def _speed(self, bucket: int) -> float:
+        """Of fewer threads, as long as nothing is known, as if they shared all work alike."""
+        usual = self._factors[1.0].speed.get(bucket, 0.0)
+        return self._factors_now.speed.get(bucket, usual - math.log(self.threads))
+
+    def _own(self, shape: TreeShape, bucket: int) -> float:
+        usual = self._factors[1.0].own.get((shape, bucket), (0.0, 0))
+        return self._factors_now.own.get((shape, bucket), usual)[0]
+
+    @property
+    def _factors_now(self) -> _Factors:
+        return self._factors.setdefault(self.threads, _Factors())
 
     def known(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether the shape was measured at a size that is near."""
@@ -93,6 +118,10 @@ class StepCost:
         if seconds <= 0:
             return
         expected = self.seconds(shape, batch, context)
+        if self.threads < 1:
+            if expected is not None:
+                self._correct(shape, batch.bit_length(), math.log(seconds / expected))
+            return
         if expected is not None and DOUBT * seconds < expected and self._believed(shape, batch):
             self._doubts += 1
             self._doubts_of[shape] = self._doubts_of.get(shape, 0) + 1
@@ -123,42 +152,56 @@ class StepCost:
         """Forgets all of a shape, None: of all. What other shapes' steps agree with stays."""
         if shape is None or not self._table.shapes() - {shape}:
             self._table.forget(None)
-            for known in (self._samples, self._steps, self._speed, self._own, self._doubts_of):
+            for known in (self._samples, self._sampled_at, self._doubts_of):
                 known.clear()
+            self._factors = {1.0: _Factors()}
             return
         self._table.forget(shape)
         self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
-        self._own = {step: factor for step, factor in self._own.items() if step[0] != shape}
+        self._sampled_at = {step: context for step, context in self._sampled_at.items() if step[0] != shape}
+        for factors in self._factors.values():
+            factors.own = {step: factor for step, factor in factors.own.items() if step[0] != shape}
 
     def _sampled(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
-        """Takes a step in operation for a measurement where there is none; returns whether it did. Of the first steps
-        the least counts, for they pay for caches and allocations."""
+        """Takes a step in operation for a measurement where there is none, or none of a context like its own; returns
+        whether it did. Of the first steps the least counts, for they pay for caches and allocations."""
         samples = self._samples.get((shape, batch), 0)
-        if samples == DOUBT or (not samples and self.known(shape, batch)):
-            return False
+        if samples in (0, DOUBT):
+            longer = self._table.is_longer(shape, batch, context)
+            if not longer and (samples or self.known(shape, batch)):
+                return False
+            samples = 0
+            if longer:
+                self._sampled_at[shape, batch] = context
         seconds /= self.factor(shape, batch)  # by which it will be multiplied
-        minimum = min([seconds, *self._table.at(shape, batch).values()])
-        self._table.measure(shape, batch, context, minimum, alone=True)
+        at = self._sampled_at.get((shape, batch))
+        if at is not None:
+            self._table.extend(shape, batch, at, seconds)
+        else:
+            minimum = min([seconds, *self._table.at(shape, batch).values()])
+            self._table.measure(shape, batch, context, minimum, alone=True)
         self._samples[shape, batch] = samples + 1
         return True
 
     def _correct(self, shape: TreeShape, bucket: int, error: float) -> None:
         """error: logarithm of a step's seconds divided by those expected. What stalls one step says little."""
-        now = self._steps[bucket] = self._steps.get(bucket, 0) + 1
-        own, ran = self._own.get((shape, bucket), (0.0, now - RECENT))
+        factors, speed, own = self._factors_now, self._speed(bucket), self._own(shape, bucket)
+        now = factors.steps[bucket] = factors.steps.get(bucket, 0) + 1
+        _, ran = factors.own.get((shape, bucket), (0.0, now - RECENT))
         error = min(max(error, -math.log(DOUBT)), math.log(AGREE))
         share = (now - ran) / (now - ran + RECENT)
         limit = math.log(DOUBT)  # what is further off was measured wrong
-        self._own[shape, bucket] = min(max(own + share * error, -limit), limit), now
+        factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
         rate = (1 - share) * max(RATE, 1 / now)
-        self._speed[bucket] = self._speed.get(bucket, 0.0) + rate * error
+        factors.speed[bucket] = speed + rate * error
 
     # -- keeping it for the next start --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """Returns all that is known of steps, for `from_json`."""
-        factors: list[tuple[list[int] | None, int, float]] = [(None, *speed) for speed in self._speed.items()]
-        factors += [(list(shape), bucket, own) for (shape, bucket), (own, _) in self._own.items()]
+        usual = self._factors[1.0]
+        factors: list[tuple[list[int] | None, int, float]] = [(None, *speed) for speed in usual.speed.items()]
+        factors += [(list(shape), bucket, own) for (shape, bucket), (own, _) in usual.own.items()]
         return {
             "version": VERSION,
             "stepwise": self.stepwise,
@@ -179,11 +222,12 @@ class StepCost:
             for numbers, batch, context, seconds in content["measured"]:
                 if (shape := TreeShape(*map(_count, numbers))) in cost.menu:
                     cost.measured(shape, _count(batch, 1), _count(context), _positive(seconds))
+            usual = cost._factors[1.0]
             for numbers, bucket, factor in content["corrections"]:
                 if numbers is None:
-                    cost._speed[_count(bucket)] = math.log(_positive(factor))
+                    usual.speed[_count(bucket)] = math.log(_positive(factor))
                 elif (shape := TreeShape(*map(_count, numbers))) in cost.menu:
-                    cost._own[shape, _count(bucket)] = math.log(_positive(factor)), -RECENT
+                    usual.own[shape, _count(bucket)] = math.log(_positive(factor)), -RECENT
         except (KeyError, TypeError) as error:
             raise ValueError(f"not what `to_json` gives: {error!r}") from None
         return cost
@@ -199,8 +243,7 @@ class StepCost:
             if known is not None:
                 pairs.append((shape, known / seconds))
         if any(ratio > AGREE or (instead and ratio < 1 / AGREE) for _, ratio in pairs):
-            for learnt in (self._steps, self._speed, self._own):
-                learnt.clear()
+            self._factors = {1.0: _Factors()}
         alike = all(1 / AGREE < ratio < AGREE for _, ratio in pairs)
         return alike and {shape for shape, _ in pairs} >= set(self.menu)
 

@@ -7,6 +7,7 @@ and rather too high than too low.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from draftwing.core import PLAIN, TreeShape
 
 ROW_COST = 0.2  # of a plain step, for each row more that the target runs: a guess for shapes that never ran
+CONTEXT = 250.0  # tokens: contexts have to differ by more before they show what a key costs
 
 
 class Line(NamedTuple):
@@ -46,6 +48,18 @@ class CostTable:
         found[context] = seconds
         self._lines.clear()
 
+    def is_longer(self, shape: TreeShape, batch: int, context: int) -> bool:
+        """Returns whether such steps were measured, and none with half as long a context. Only where batches are not
+        padded: what is measured at the start with padded ones includes long contexts."""
+        found = [known for size, known in self._measured.get(shape, {}).items() if _near(size, batch)]
+        return bool(found) and not self.stepwise and context > CONTEXT + 2 * max(map(max, found))
+
+    def extend(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
+        """Takes a measurement of a longer context; of several the least."""
+        if not self.at(shape, batch):
+            self.measure(shape, batch, 0, self._empty(shape, batch))
+        self.measure(shape, batch, context, min(seconds, self.at(shape, batch).get(context, math.inf)))
+
     def forget(self, shape: TreeShape | None) -> None:
         """Forgets what was measured of a shape; None: of all."""
         if shape is None:
@@ -68,11 +82,11 @@ class CostTable:
     def near(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether the shape was measured at a size that is less than twice or half as large."""
         sizes = self._measured.get(shape)
-        return sizes is not None and any(batch <= 2 * size and size <= 2 * batch for size in sizes)
+        return sizes is not None and any(_near(size, batch) for size in sizes)
 
     def by_rows(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain steps
-        of as many rows as it has queries: these tell what the target takes for more of them."""
+        """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain
+        steps of as many rows as it has queries: these tell what the target takes for more of them."""
         sizes = self._measured.get(shape, {})
         return shape.depth > 0 and len(sizes) == 1 and batch > max(sizes) and len(self._measured.get(PLAIN, ())) > 1
 
@@ -117,7 +131,8 @@ class CostTable:
         return seconds + steepness * (batch - last)
 
     def _slope(self, shape: TreeShape, batch: int) -> float:
-        """Returns seconds for each token of the context: the shape's own, else that of plain steps, else another's."""
+        """Returns seconds for each token of the context: the shape's own, else that of plain steps and more for more
+        queries, else another's. Plain steps get the least that it says: then they run, and are measured."""
         for one in (shape, PLAIN, *self._measured):
             slopes = [(size, _steepness(found)) for size, found in sorted(self._measured.get(one, {}).items())
                       if len(found) > 1]  # fmt: skip
@@ -125,11 +140,19 @@ class CostTable:
                 break
         else:
             return 0.0
+        times = self._times(shape, one)
         at = bisect_left([size for size, _ in slopes], batch)
         if at == 0 or at == len(slopes):
-            return slopes[min(at, len(slopes) - 1)][1]
+            return times * slopes[min(at, len(slopes) - 1)][1]
         (below, less), (size, more) = slopes[at - 1], slopes[at]
-        return less + (more - less) * (batch - below) / (size - below)
+        return times * (less + (more - less) * (batch - below) / (size - below))
+
+    def _times(self, shape: TreeShape, other: TreeShape) -> float:
+        """Guesses what a key costs a shape, by what it costs another. A GPU reads keys once for all queries."""
+        more = shape.queries - other.queries
+        if self.stepwise or shape == other:
+            return 1.0
+        return 1 + ROW_COST * more if more > 0 else 1.0 if shape.depth else 1 / other.queries
 
     def _guess(self, shape: TreeShape, batch: int) -> float:
         """Guesses a never measured shape's seconds by what its rows may cost relative to plain steps: not cheaper than
@@ -143,6 +166,10 @@ class CostTable:
         lower = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
         upper = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
         return min([max([guess, *lower]), *upper])
+
+
+def _near(size: int, batch: int) -> bool:
+    return batch <= 2 * size and size <= 2 * batch
 
 
 def _relative(shape: TreeShape, batch: int) -> float:

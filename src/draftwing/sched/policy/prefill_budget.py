@@ -17,6 +17,7 @@ import numpy as np
 
 from draftwing.core import Chunk
 from draftwing.sched.policy.cost import DOUBT, OUTDATED, RECENT
+from draftwing.sched.policy.cost_table import CONTEXT
 
 PART = 3.0  # times what it takes to read all weights: as long may a prefill take while requests decode
 UNNOTICED_GAP = 0.012  # seconds: as long may it take in any case, which no reader notices
@@ -24,7 +25,6 @@ LONG = 16.0  # times what it takes to read all weights: prompts that take longer
 CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
-CONTEXT = 250.0  # tokens: contexts have to differ by more before they show what a key costs
 PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
 
 

@@ -85,6 +85,7 @@ class FixedShape(ShapePolicy):
         return self.menu[0] if any(context.confidences) else PLAIN
 
     def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
+        self._cost.threads = result.threads
         if is_cost:
             self._cost.record(shape, len(context.confidences), context.kv_tokens, result.seconds)
 

@@ -104,7 +104,9 @@ class TreePolicy(ShapePolicy):
         bucket = len(context.confidences).bit_length()
         for index in decision.options:
             self._ran.setdefault((index, bucket), self._step)
-        self._ran[decision.chosen, bucket] = self._step
+        # Right behind a prefill plain steps run for want of time, and show nothing of what they cost elsewhere.
+        if context.latency_slack == math.inf or decision.chosen != self._plain:
+            self._ran[decision.chosen, bucket] = self._step
         return decision.chosen
 
     def _holding(self, context: StepContext) -> int | None:
@@ -213,6 +215,7 @@ class TreePolicy(ShapePolicy):
         if result.catching_up and self._uses_model(index):  # others are of rows that are released, or far behind
             self.cost.record_backlog(batch, context.backlog_passes, context.backlog_positions, result.catching_up)
         seconds = result.seconds - result.catching_up
+        self.cost.threads = result.threads
         self._saved = min(self._saved + 0.75 * EXPLORE * seconds, max(2 * HOLD * seconds, self._wanted))
         tried = index != self._best and any(context.confidences)
         before, tokens = self._rate(index, context) if tried else (0.0, 0.0)

@@ -163,6 +163,7 @@ HOSTED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", HOSTED, ids=lambda tool: tool["type"])
 def test_hosted_tools(url: str, scripted: ScriptedEngine, tool: dict[str, Any]) -> None:
     scripted.script, kind = "Fine.", tool["type"]
@@ -290,6 +291,7 @@ HINTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body, name", HINTS)
 def test_hints_are_accepted_and_named(url: str, scripted: ScriptedEngine, body: dict[str, Any], name: str) -> None:
     scripted.script = "Fine."

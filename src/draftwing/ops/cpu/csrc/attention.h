@@ -49,15 +49,17 @@ typedef struct {
     Parts whole, part;
 } Tile;
 
-/* Shuffles of two vectors, in each 128 bits: their words one by one, and two by two; of the first half or the second. */
+/* Shuffles of two vectors, in each 128 bits: words one by one, or two by two; of the first half or the second. */
 #if PART == 16
-#define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, 8 + l, 12 + i, 12 + j, 12 + k, 12 + l
+#define EACH_128(i, j, k, l) \
+    i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, 8 + l, 12 + i, 12 + j, 12 + k, 12 + l
 #elif PART == 8
 #define EACH_128(i, j, k, l) i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l
 #else
 #define EACH_128(i, j, k, l) i, j, k, l
 #endif
-#define ZIP(a, b, half) __builtin_shufflevector(a, b, EACH_128(2 * half, PART + 2 * half, 2 * half + 1, PART + 2 * half + 1))
+#define ZIP(a, b, half) \
+    __builtin_shufflevector(a, b, EACH_128(2 * half, PART + 2 * half, 2 * half + 1, PART + 2 * half + 1))
 #define PAIRS(a, b, half) \
     __builtin_shufflevector(a, b, EACH_128(2 * half, 2 * half + 1, PART + 2 * half, PART + 2 * half + 1))
 /* Two of the 128 bits of each. */
@@ -110,30 +112,72 @@ INLINE const char *key_at(const Tile *t, int64_t entry) {
 }
 INLINE const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
 
-/* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. */
+/* 2^x of x <= 0, as `exp2_16` but with fused products. */
+INLINE pf exp2_part(pf x) {
+    const pf magic = 12582912.0f - (pf){0};
+    const pi normal = (pi)(x >= -126.0f);
+    const pf y = (pf)((pi)x & normal), r = y + magic, f = y - (r - magic);
+    const pi n = (pi)r - (pi)magic;
+    pf p = fused(f, 1.525273380e-5f - (pf){0}, 1.540353039e-4f - (pf){0});
+    p = fused(p, f, 1.333355815e-3f - (pf){0});
+    p = fused(p, f, 9.618129108e-3f - (pf){0});
+    p = fused(p, f, 5.550410866e-2f - (pf){0});
+    p = fused(p, f, 2.402265070e-1f - (pf){0});
+    p = fused(p, f, 6.931471806e-1f - (pf){0});
+    p = fused(p, f, 1.0f - (pf){0});
+    return (pf)(((pi)p + (n << 23)) & normal);
+}
+/* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. Returns their sum,
+   which 16 lanes have in the order of positions. */
 INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
-    const int64_t from = low / LANES * LANES, last = (count - 1) / LANES * LANES;
+    const int64_t from = low / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
     for (int64_t j = from; j < low; j++) s[j] = NONE;
-    for (int64_t j = count; j < last + LANES; j++) s[j] = NONE;
-    vf greatest = loadf(s + from), sum = {0};
-    for (int64_t j = from + LANES; j <= last; j += LANES) greatest = larger(loadf(s + j), greatest);
-    float max = greatest[0];
-    for (int l = 1; l < LANES; l++) max = greatest[l] > max ? greatest[l] : max;
-    for (int64_t j = from; j <= last; j += LANES) {
-        const vf x = exp2_16(loadf(s + j) - splat(max));
-        sum += x;
-        storef(s + j, x);
+    for (int64_t j = count; j < end; j++) s[j] = NONE;
+    Parted greatest = {.f = loadf(s + from)}, sum = {0};
+    pf parts[REGISTERS];
+    EACH_REGISTER parts[c] = greatest.floats[c];
+    for (int64_t j = from + LANES; j < end; j += LANES) {
+        EACH_REGISTER {
+            const pf x = part_at(s + j + c * PART);
+            const pi above = (pi)(x > parts[c]);
+            parts[c] = (pf)((above & (pi)x) | (~above & (pi)parts[c]));
+        }
     }
-    *top = max;
-    return sum_lanes(sum);
+    EACH_REGISTER greatest.floats[c] = parts[c];
+    float lanes[LANES];
+    storef(lanes, greatest.f);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] = lanes[l] > lanes[l + half] ? lanes[l] : lanes[l + half];
+    const pf max = lanes[0] - (pf){0};
+    EACH_REGISTER parts[c] = (pf){0};
+    for (int64_t j = from; j < end; j += LANES) {
+        EACH_REGISTER {
+            const pf x = exp2_part(part_at(s + j + c * PART) - max);
+            parts[c] += x;
+            memcpy(s + j + c * PART, &x, sizeof x);
+        }
+    }
+    EACH_REGISTER sum.floats[c] = parts[c];
+    *top = lanes[0];
+    return sum_lanes(sum.f);
 }
 
-/* In attention_int8.c, where their comments are. */
-HIDDEN void round_queries(const Tile *t);
+/* By types of the pool: attention_float.c, attention_int8.c. */
+
+/* Turns PART keys, the block's from `first` on, to t->keys. */
+HIDDEN void stage_keys_float(const Tile *t, int64_t first, const char *const *at);
 HIDDEN void stage_keys_8(const Tile *t, int64_t first, const char *const *at);
+/* Scores of rows [from, end) with the block's keys: scores + row * ld, of `count` or more, up to BLOCK. */
+HIDDEN void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
 HIDDEN void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
-HIDDEN void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t count, int64_t alike);
-HIDDEN void value_scales(const Tile *t, int64_t count);
+/* Adds the values of positions [from, end), weighted, to the sums of rows [r, last). at: addresses of their keys, of
+   position `chunk` the first; after: of keys that are read next, or NULL. */
+HIDDEN void add_values_float(const Tile *t, const char *const *at, const char *const *after, int64_t chunk,
+                             int64_t from, int64_t end, int64_t r, int64_t last);
 HIDDEN void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                          int64_t end, int64_t r, int64_t last);
+/* In 8 bits alone; see there. */
+HIDDEN void round_queries(const Tile *t);
+HIDDEN void value_scales(const Tile *t, int64_t count);
+HIDDEN void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t count, int64_t alike);
 HIDDEN void values_to_floats(const Tile *t);

@@ -39,15 +39,16 @@ INLINE vf to_float(vi v) {
 
 /* The greatest size of x[0, count), a multiple of 16; no number where one is none. */
 static float greatest(const float *x, int64_t count) {
-    vi most = {0};
-    for (int64_t c = 0; c < count; c += LANES) {
-        const vi size = (vi)loadf(x + c) & 0x7fffffff, larger = more(size, most);
-        most = (larger & size) | (~larger & most);
+    pi most = {0};
+    for (int64_t c = 0; c < count; c += PART) {
+        const pi size = (pi)part_at(x + c) & 0x7fffffff, above = (pi)(size > most);
+        most = (above & size) | (~above & most);
     }
-    int32_t bits = 0;
-    for (int l = 0; l < LANES; l++) bits = most[l] > bits ? most[l] : bits;
+    int32_t lanes[PART];
+    memcpy(lanes, &most, sizeof most);
+    for (int l = 1; l < PART; l++) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
     float value;
-    memcpy(&value, &bits, 4);
+    memcpy(&value, lanes, 4);
     return value;
 }
 /* What x is multiplied with to lie within -codes and codes, and what the codes are multiplied with to be x again: no
@@ -93,7 +94,6 @@ void round_queries(const Tile *t) {
     }
 }
 
-/* Turns PART keys, the block's from `first` on. */
 void stage_keys_8(const Tile *t, int64_t first, const char *const *at) {
     const int64_t words = t->a->padded / 4, dim = t->a->dim;
     int32_t *to = (int32_t *)t->keys + first;
@@ -111,7 +111,8 @@ void stage_keys_8(const Tile *t, int64_t first, const char *const *at) {
     for (int64_t j = 0; j < PART; j++) memcpy(t->key_scales + first + j, at[j] + dim, SCALE_BYTES);
 }
 
-INLINE void score_part(const Tile *t, int64_t r, int64_t j, float *scores, int64_t ld, const int rows, const int parts) {
+INLINE void score_part(const Tile *t, int64_t r, int64_t j, float *scores, int64_t ld, const int rows,
+                       const int parts) {
     const int64_t padded = t->a->padded;
     const int32_t *q = (const int32_t *)t->q + r * padded, *keys = (const int32_t *)t->keys + j;
     pi sum[TALL][8];
@@ -141,7 +142,8 @@ INLINE void score_part(const Tile *t, int64_t r, int64_t j, float *scores, int64
 }
 INLINE void score_rows(const Tile *t, int64_t r, float *scores, int64_t ld, int64_t count, const int rows) {
     int64_t j = 0;
-    for (; count - j > LANES; j += SCORE_PARTS(rows) * PART) score_part(t, r, j, scores, ld, rows, SCORE_PARTS(rows));
+    for (; count - j > LANES; j += SCORE_PARTS(rows) * PART)
+        score_part(t, r, j, scores, ld, rows, SCORE_PARTS(rows));
     for (; j < count; j += LANES) score_part(t, r, j, scores, ld, rows, REGISTERS);
 }
 void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
@@ -171,6 +173,23 @@ void value_scales(const Tile *t, int64_t count) {
     for (int64_t j = 0; j < count; j++) t->value_scales[j] = value_scale(t, t->at[j]);
 }
 
+/* 16 products with step to 16 bits. */
+INLINE void to_codes(int16_t *to, const float *x, float step) {
+    const vi codes = nearest(loadf(x) * splat(step));
+#if PART == 16
+    const __m256i some = _mm512_cvtepi32_epi16((__m512i)codes);
+    memcpy(to, &some, sizeof some);
+#elif PART == 8 && defined(__AVX2__)
+    const Parted x8 = {.i = codes};
+    const __m256i some = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)x8.ints[0], (__m256i)x8.ints[1]), 0xd8);
+    memcpy(to, &some, sizeof some);
+#else
+    int16_t some[LANES];
+    for (int i = 0; i < LANES; i++) some[i] = (int16_t)codes[i];
+    memcpy(to, some, sizeof some);
+#endif
+}
+
 /* Weights [low, count) of row r, times the scales of their values, to 16 bits where they lie, and zeros around them.
    Positions before `alike` are all queries'. */
 void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t count, int64_t alike) {
@@ -190,12 +209,7 @@ void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t
     for (int64_t j = from; j < low - chunk; j++) weights[j] = 0; /* whatever their scales are */
     for (int64_t j = count - chunk; j < end; j++) weights[j] = 0;
     const float step = steps(greatest(weights + from, end - from), CODES, t->factors + r);
-    for (int64_t j = from; j < end; j += LANES) {
-        const vi rounded = nearest(loadf(weights + j) * splat(step));
-        int16_t some[LANES];
-        for (int i = 0; i < LANES; i++) some[i] = (int16_t)rounded[i];
-        memcpy(codes + j, some, sizeof some);
-    }
+    for (int64_t j = from; j < end; j += LANES) to_codes(codes + j, weights + j, step);
     memset(codes, 0, (size_t)(low - chunk) * sizeof *codes);
     memset(codes + (count - chunk), 0, (size_t)(LD - (count - chunk)) * sizeof *codes);
 }
@@ -251,7 +265,7 @@ INLINE void value_rows(int32_t *to, int64_t padded, const int16_t *codes, const 
         value_part(to + c, padded, codes, values + c, pairs, rows, VALUE_PARTS(rows));
     for (; c < padded; c += PART) value_part(to + c, padded, codes, values + c, pairs, rows, 1);
 }
-/* As `add_values`, to the integers that `part` has of these rows meanwhile. */
+/* To the integers that `part` has of these rows meanwhile. */
 void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                   int64_t end, int64_t r, int64_t last) {
     const int64_t bytes = row_bytes(t->a), padded = t->a->padded, turns = (last - r + TALL - 1) / TALL;

@@ -244,12 +244,21 @@ INLINE vf exp2_16(vf x) {
     return select_f(normal, (vf)((vi)p + (n << 23)), splat(0.0f));
 }
 
+/* What is no number does not stay so. */
+INLINE vf sigmoid(vf x) {
+    const vf power = x * splat(-1.44269504f);
+    return 1.0f / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
+}
+
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
 /* The threads that calls run in, as `ops/cpu/workers.py` has them in memory. most: as many as torch uses, since OpenMP
-   makes and ends threads when the number changes; active: in which calls run now. */
+   makes and ends threads when the number changes; active: in which calls run now; fixed: whether that stays so; since:
+   ns of the clock, when more were tried or fewer were taken; pause: ns until more are tried; credit: ns that may be lost
+   before fewer are taken. No result depends on any of it. */
 typedef struct {
-    int64_t most, active, fixed, since, pause, credit, lost, tries;
+    int64_t most, active, fixed, since, pause, credit;
+    const int64_t *pinned; /* the processor of each thread, or NULL */
 } Workers;
 HIDDEN void find_threads(void); /* once, before anything runs */
 /* Calls work(data) in each of the threads, or in one (workers: NULL, or little work); cost: about the microseconds that

@@ -211,10 +211,6 @@ INLINE vf silu(vf x) {
     const vf power = x * splat(-1.44269504f);
     return x / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
 }
-INLINE vf sigmoid(vf x) {
-    const vf power = x * splat(-1.44269504f);
-    return 1.0f / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
-}
 /* ln(1 + exp(x)) = max(x, 0) + ln(1 + y), y = exp(-|x|); ln(1 + y) = 2 atanh(y / (2 + y)) by its series. */
 INLINE vf softplus(vf x) {
     const vf positive = select_f(above(x, splat(0.0f)), x, splat(0.0f)), size = positive + (positive - x);

@@ -14,6 +14,7 @@
 #define PRIME 1000003
 #define SPREAD 618033 /* both as in ops/torch/experts.py, and this: */
 #define ALPHA 1.702f
+#define TINY 1e-20f /* joins the sum of shares, which may be 0 */
 
 typedef struct {
     int64_t expert, first, rows; /* pairs [first, first + rows) */
@@ -24,11 +25,12 @@ typedef struct {
     Team team;
     const void *x, *residual, *router, *router_bias;
     void *out;
-    int64_t rows, half;
-    const int32_t *scatter; /* not 0: rows choose anything */
-    int64_t count, top_k, renormalise, hidden, ffn;
+    int64_t rows, half, router_half; /* router_half: of the router and its logits; it is in float32 else */
+    const int32_t *scatter;          /* not 0: rows choose anything */
+    const float *correction;         /* of each expert: joins its sigmoid in the choice; 0: scores are a softmax */
+    int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn;
     const int64_t *weights; /* of each expert: blocks and bias of gates and ups, blocks and bias of down */
-    float limit;            /* of gates and ups; 0: none, and silu */
+    float limit, scale;     /* of gates and ups, 0: none, and silu; of shares */
     /* On the way; pairs by row and choice: */
     int64_t *chosen, *place; /* the expert; where the pair lies */
     float *share;
@@ -44,7 +46,7 @@ typedef struct {
 /* -- router -------------------------------------------------------------------------------------------------------- */
 
 /* Logits of row i for experts [from, to), rounded to the storage. */
-INLINE void logits_of(const Mixture *j, int64_t i, int64_t from, int64_t to, const int half) {
+INLINE void logits_of(const Mixture *j, int64_t i, int64_t from, int64_t to, const int half, const int router_half) {
     const int64_t n = j->hidden;
     for (int64_t e = from; e < to; e += AT_ONCE) {
         const int64_t count = to - e < AT_ONCE ? to - e : AT_ONCE;
@@ -52,55 +54,100 @@ INLINE void logits_of(const Mixture *j, int64_t i, int64_t from, int64_t to, con
         for (int64_t c = 0; c < n; c += LANES) {
             const vf x = load(j->x, i * n + c, LANES, half);
             for (int l = 0; l < AT_ONCE; l++)
-                sums[l] += x * load(j->router, (e + (l < count ? l : 0)) * n + c, LANES, half);
+                sums[l] += x * load(j->router, (e + (l < count ? l : 0)) * n + c, LANES, router_half);
         }
         for (int64_t l = 0; l < count; l++) {
-            const float bias = j->router_bias ? load(j->router_bias, e + l, 1, half)[0] : 0;
-            j->logits[i * j->count + e + l] = rounded(splat(sum_lanes(sums[l]) + bias), half)[0];
+            const float bias = j->router_bias ? load(j->router_bias, e + l, 1, router_half)[0] : 0;
+            j->logits[i * j->count + e + l] = rounded(splat(sum_lanes(sums[l]) + bias), router_half)[0];
         }
     }
 }
 static void make_logits(const Mixture *j, int64_t i, int64_t from, int64_t to) {
-    if (j->half) logits_of(j, i, from, to, 1);
-    else logits_of(j, i, from, to, 0);
+    if (j->router_half) logits_of(j, i, from, to, 1, 1);
+    else if (j->half) logits_of(j, i, from, to, 1, 0);
+    else logits_of(j, i, from, to, 0, 0);
 }
 
 INLINE int64_t lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-INLINE int64_t scores_size(int64_t count) { return 3 * lanes(count); }
+INLINE int64_t scores_size(int64_t count) { return 4 * lanes(count); }
 
 /* Whether a is chosen before b: the larger one, what is no number first. */
 INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
 
-/* Of row i the experts with the largest logits, the lower one of equals, and their shares of the softmax of all, or of
-   those chosen. Experts are different ones whatever the logits are. */
+/* The first of the best of `n` that are not taken; -1: all are. */
+INLINE int64_t best_of(const float *scores, const char *taken, int64_t n) {
+    int64_t most = -1;
+    for (int64_t e = 0; e < n; e++)
+        if (!taken[e] && (most < 0 || before(scores[e], scores[most]))) most = e;
+    return most;
+}
+
+/* Makes sigmoids of logits, and of the logits, in their place, what experts are chosen by. */
+static void make_sigmoids(float *logits, float *sigmoids, const float *correction, int64_t n) {
+    for (int64_t c = 0; c < n; c += LANES) {
+        const vf x = loadf(logits + c);
+        storef(sigmoids + c, select_f(at_least(x, x), sigmoid(x), x));
+    }
+    for (int64_t e = 0; e < n; e++) logits[e] = sigmoids[e] + (correction ? correction[e] : 0);
+}
+
+/* Takes out the experts of all groups but those with the largest sums of their two best. sums: of each group. */
+static void leave_groups(const Mixture *j, const float *scores, float *sums, char *taken) {
+    const int64_t size = j->count / j->expert_groups;
+    for (int64_t g = 0; g < j->expert_groups; g++) {
+        char *const of = taken + g * size;
+        const int64_t first = best_of(scores + g * size, of, size);
+        of[first] = 1;
+        const int64_t second = best_of(scores + g * size, of, size);
+        sums[g] = scores[g * size + first] + (second < 0 ? 0 : scores[g * size + second]);
+    }
+    memset(taken, 1, (size_t)j->count);
+    for (int64_t c = 0; c < j->top_groups; c++) {
+        int64_t most = -1;
+        for (int64_t g = 0; g < j->expert_groups; g++)
+            if (taken[g * size] && (most < 0 || before(sums[g], sums[most]))) most = g;
+        memset(taken + most * size, 0, (size_t)size);
+    }
+}
+
+/* Of row i the experts with the largest scores, the lower one of equals, and their shares. Scores are logits, and shares
+   those of the softmax of all, or of those chosen; or sigmoids, which the corrections join in the choice alone. Experts
+   are different ones whatever the logits are. */
 static void route(const Mixture *j, int64_t i, float *scores) {
     const int64_t count = j->count, k = j->top_k;
     int64_t *chosen = j->chosen + i * k;
-    float *share = j->share + i * k, *best = scores + lanes(count);
-    char *taken = memset(best + lanes(count), 0, (size_t)count);
+    float *share = j->share + i * k, *best = scores + lanes(count), *of = best + lanes(count);
+    char *taken = memset(of + lanes(count), 0, (size_t)count);
     const int scattered = j->scatter && *j->scatter;
     memcpy(scores, j->logits + i * count, (size_t)count * 4);
     for (int64_t e = 0; scattered && e < count; e++) {
         const int64_t at = i * count + e;
         scores[e] = (float)(at * at % PRIME * SPREAD % PRIME) / PRIME;
     }
+    if (j->correction) make_sigmoids(scores, of, scattered ? NULL : j->correction, count);
+    if (j->expert_groups > 1) leave_groups(j, scores, best, taken);
     for (int64_t c = 0; c < k; c++) {
-        int64_t most = -1;
-        for (int64_t e = 0; e < count; e++)
-            if (!taken[e] && (most < 0 || before(scores[e], scores[most]))) most = e;
+        const int64_t most = best_of(scores, taken, count);
         taken[most] = 1;
         chosen[c] = most;
         best[c] = scores[most];
     }
+    float sum = 0;
+    if (j->correction) {
+        for (int64_t c = 0; c < k; c++) sum += best[c] = of[chosen[c]];
+        sum = j->renormalise ? sum + TINY : 1;
+        for (int64_t c = 0; c < k; c++) share[c] = best[c] / sum * j->scale;
+        return;
+    }
     const float top = best[0];
-    float *of = j->renormalise ? best : scores, sum = 0;
     const int64_t size = j->renormalise ? k : count;
+    const float *from = j->renormalise ? best : scores;
     for (int64_t c = 0; c < size; c += LANES) {
-        storef(of + c, exp2_16((loadf(of + c) - splat(top)) * splat(1.44269504f)));
+        storef(of + c, exp2_16((loadf(from + c) - splat(top)) * splat(1.44269504f)));
         for (int64_t l = c; l < c + LANES && l < size; l++) sum += of[l];
     }
     if (!(fabsf(top) < INFINITY)) sum = NAN;
-    for (int64_t c = 0; c < k; c++) share[c] = of[j->renormalise ? c : chosen[c]] / sum;
+    for (int64_t c = 0; c < k; c++) share[c] = of[j->renormalise ? c : chosen[c]] / sum * j->scale;
 }
 
 /* Puts pairs in the order of their experts, and of rows. */
@@ -272,12 +319,12 @@ PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t giv
     return PyLong_FromLongLong(place_at(&j, NULL, n[6]));
 }
 
-/* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all, and of router and biases), scatter or 0,
-   router [count, hidden], its bias [count] or 0, count, top_k, renormalise, hidden, ffn, weights, spare, workers; limit.
-   hidden and ffn are multiples of 32. */
+/* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all), scatter or 0, router [count, hidden], its
+   bias [count] or 0, router_half (of both), correction [count] float32 or 0, count, top_k, renormalise, groups,
+   top_groups, hidden, ffn, weights, spare, workers; limit, scale. hidden and ffn are multiples of 32. */
 PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16];
-    if (!numbers(args, given - 1, 16, n)) return NULL;
+    int64_t n[20];
+    if (!numbers(args, given - 2, 20, n)) return NULL;
     Mixture job = {.out = POINTER(n[0]),
                    .x = POINTER(n[1]),
                    .residual = POINTER(n[2]),
@@ -286,16 +333,21 @@ PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .scatter = POINTER(n[5]),
                    .router = POINTER(n[6]),
                    .router_bias = POINTER(n[7]),
-                   .count = n[8],
-                   .top_k = n[9],
-                   .renormalise = n[10],
-                   .hidden = n[11],
-                   .ffn = n[12],
-                   .weights = POINTER(n[13]),
-                   .limit = (float)PyFloat_AsDouble(args[16])};
+                   .router_half = n[8],
+                   .correction = POINTER(n[9]),
+                   .count = n[10],
+                   .top_k = n[11],
+                   .renormalise = n[12],
+                   .expert_groups = n[13],
+                   .top_groups = n[14],
+                   .hidden = n[15],
+                   .ffn = n[16],
+                   .weights = POINTER(n[17]),
+                   .limit = (float)PyFloat_AsDouble(args[20]),
+                   .scale = (float)PyFloat_AsDouble(args[21])};
     if (PyErr_Occurred()) return NULL;
-    Workers *workers = POINTER(n[15]);
-    place_at(&job, POINTER(n[14]), workers->most);
+    Workers *workers = POINTER(n[19]);
+    place_at(&job, POINTER(n[18]), workers->most);
     Py_BEGIN_ALLOW_THREADS
     run_team(some_of_mixture, &job, &job.team, workers);
     Py_END_ALLOW_THREADS

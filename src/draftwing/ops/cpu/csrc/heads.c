@@ -4,10 +4,6 @@
 
 #include "cpu.h"
 
-INLINE vf sigmoid(vf x) {
-    const vf power = x * splat(-1.44269504f);
-    return 1.0f / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
-}
 INLINE vf tangent(vf x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
 
 /* out, rows; address, stride and size in bytes of up to three parts, zeros for none */

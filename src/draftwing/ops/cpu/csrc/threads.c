@@ -24,21 +24,22 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #endif
 
 #define MAX_THREADS 256
-#define SECOND 1000000000LL /* ns */
-#define GRACE 100000        /* ns that a thread of a call may be late, or away */
-#define WATCHED 40          /* us: shorter calls are not watched */
-#define CREDIT 5000000      /* ns */
-#define PRICE 20            /* one part in so many of the time is what tries of more threads may lose */
-#define LONGEST (5 * SECOND)
 #define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
+#define SECOND 1000000000LL /* ns */
+#define GRACE 100000        /* ns that a thread of a call may be late: to wake it takes some 50 us */
+#define WATCHED 40          /* us: calls that take less are not watched, which takes one */
+#define CREDIT 5000000      /* ns that may be lost after a long time without a loss: a slice of some other program */
+#define PRICE 40            /* one part in so many of the time is what tries of more threads may lose */
+#define LONGEST (5 * SECOND) /* without a try */
 
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
-static int (*gomp_threads)(void); /* of the team that the caller is in */
+static int (*gomp_threads)(void), (*gomp_number)(void); /* of the team that the caller is in, and of the caller */
 
 void find_threads(void) {
     void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
     if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
-    if (gomp_threads) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
+    if (gomp_threads) *(void **)&gomp_number = dlsym(gomp, "omp_get_thread_num");
+    if (gomp_number) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
 }
 
 static void *enter(void *job) {
@@ -57,6 +58,7 @@ static void run_threads(void (*work)(void *), void *data, int64_t threads, int64
     work(data);
     while (count) pthread_join(made[--count], NULL);
 }
+
 /* -- how many ------------------------------------------------------------------------------------------------------ */
 
 static int64_t clock_ns(clockid_t clock) {
@@ -65,14 +67,27 @@ static int64_t clock_ns(clockid_t clock) {
     return at.tv_sec * SECOND + at.tv_nsec;
 }
 
-/* A call that is watched: how long its threads could not run. */
+/* A call that is watched. A thread of it never sleeps, so its own time falls behind the clock's only while it has no
+   processor: others have that, or a quota is spent. All the others wait for it where they meet. */
 typedef struct {
     void (*work)(void *);
     void *data;
-    int64_t begin, left, away, missing; /* away: ns, of the thread that was longest; missing: threads that were away */
+    const int64_t *pinned;
+    int64_t begin, away, missing; /* away: ns, of the thread that was longest; missing: threads that were away */
 } Watched;
+
+/* Moves the thread to a processor, whoever made it or has moved it since. */
+static void stay_on(int processor) {
+    if (sched_getcpu() == processor) return;
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(processor, &only);
+    sched_setaffinity(0, sizeof only, &only); /* where it fails, it runs elsewhere */
+}
+
 static void watch(void *data) {
     Watched *w = data;
+    if (w->pinned) stay_on((int)w->pinned[gomp_number()]);
     const int64_t ran = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     w->work(w->data);
     const int64_t now = clock_ns(CLOCK_MONOTONIC);
@@ -85,24 +100,23 @@ static void watch(void *data) {
     }
 }
 
-/* How many threads the next call has. */
+/* How many threads the next call has: fewer than there are as long as a pause lasts. */
 static int64_t threads_now(Workers *w) {
     if (!w) return 1;
-    if (w->active < w->most && clock_ns(CLOCK_MONOTONIC) - w->since >= w->pause) {
+    if (!w->fixed && w->active < w->most && clock_ns(CLOCK_MONOTONIC) - w->since >= w->pause) {
         w->active = w->most;
         w->since = clock_ns(CLOCK_MONOTONIC);
         w->credit = 0;
-        w->tries++;
     }
     return w->active;
 }
 
-/* Learns from a call. Of n threads each ms pays for 1 / n ms that all of them wait for one, for in n ms they do what one
-   less does in n / (n - 1) as many. */
+/* Learns from a call. What n threads do more than one less pays for time in which all wait for one: 1 / n of the time
+   that they run. Once more is lost the next calls run without those that were away, for so long that tries with all of
+   them lose one part in `PRICE` of the time. */
 static void learn(Workers *w, const Watched *call, int64_t threads) {
     if (w->fixed) return;
     const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin;
-    w->lost += call->away;
     w->credit += (took - call->away) / threads - call->away;
     if (w->credit > CREDIT) w->credit = CREDIT;
     if (w->credit >= 0) return;
@@ -112,7 +126,7 @@ static void learn(Workers *w, const Watched *call, int64_t threads) {
     w->credit = 0;
 }
 static void run_gomp(void (*work)(void *), void *data, Workers *w, int64_t threads) {
-    Watched call = {.work = work, .data = data, .begin = clock_ns(CLOCK_MONOTONIC)};
+    Watched call = {.work = work, .data = data, .pinned = w->pinned, .begin = clock_ns(CLOCK_MONOTONIC)};
     gomp_parallel(watch, &call, (unsigned)threads, 0);
     learn(w, &call, threads);
 }

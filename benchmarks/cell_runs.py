@@ -1,0 +1,101 @@
+"""Runs of one combination of load, text and drafter: its prompts, and the speed that comes of them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from load_runs import Answered, Step, drive, jobs_of, name_of, watched
+from load_texts import Texts
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.engine import Engine
+from draftwing.engine.startup.quiet import delays, since
+
+WAVES = 4  # requests for each that runs
+# Prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to it.
+SETTLING = 32_000
+OWN = 100  # tokens of a prompt behind what all have in common
+
+
+class Cell(NamedTuple):
+    requests: int
+    prompt: int
+    temperature: float
+    text: str
+    drafter: str
+
+
+class Run(NamedTuple):
+    """Of so many requests at a time."""
+
+    rate: float  # tokens per second
+    answers: list[Answered]
+    report: dict[str, Any]
+    steps: list[Step]
+
+
+class Prompts(NamedTuple):
+    """Of cells. cached: they begin alike, there are as many as run at once, and all are computed before the rounds."""
+
+    texts: Texts
+    cached: bool
+
+    def of(self, cell: Cell, length: int, count: int, start: int) -> list[list[int]]:
+        """`count` of about `length` tokens; others for another `start`, or the same ones in another order."""
+        if not self.cached:
+            return self.texts.prompts(cell.text, length, count, start)
+        different = max(cell.requests, WAVES)
+        prompts = self.texts.prompts(cell.text, min(length, OWN), different, 5000)
+        if length > OWN:
+            (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
+            prompts = [begin[: length - len(end)] + end for end in prompts]
+        return [prompts[(start + index) % different] for index in range(count)]
+
+    def settle(self, cell: Cell, each: Engine, tokens: int) -> float:
+        """A run that is not timed for the cell, of prompts like its own; tokens per second all the same."""
+        if not self.cached:
+            length = min(cell.prompt, max(100, SETTLING // cell.requests))
+            prompts = self.of(cell, length, cell.requests, 5000)
+            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
+        prompts = self.of(cell, cell.prompt, max(cell.requests, WAVES), 0)
+        for some in (prompts[:1], prompts):  # who comes with the first does not find its prompt cached
+            drive(each, jobs_of(some, 0.0, 1), len(some))
+        return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
+
+    def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> Run:
+        """Tokens per second while all requests ran, after a flush where nothing is to be cached, the answers, and how
+        often each shape ran, with the tokens of a row and step, and the share of the time in which a thread waited for
+        a processor. Requests end one by one and are replaced, as on a server: where all end together their prompts are
+        prefilled together, and where nobody comes after them the slowest decides."""
+        assert self.cached or engine.flush_cache()
+        before = delays()
+        with watched(engine) as steps:
+            answers, whole, (seconds, written) = drive(engine, jobs, requests)
+        waited = max(since(before)) / whole
+        trees = [step for step in steps if step.kind == "tree"]
+        shapes = Counter(name_of(step.shape) for step in trees)
+        rows = sum(step.rows for step in trees)
+        length = sum(step.tokens for step in trees) / rows if rows else 1.0
+        found = {"shapes": dict(shapes.most_common()), "accept_length": length, "waited": waited}
+        return Run(written / seconds, answers, found, steps)
+
+
+class Typical(NamedTuple):
+    rate: float  # tokens per second
+    plain: float | None  # seconds of a plain step
+
+
+def typical(runs: Sequence[Sequence[Step]], requests: int) -> Typical:
+    """Of steps of all requests that no prefill is between, each counted with the median time of its shape: what stops a
+    busy machine for a while does not count."""
+    times, tokens = defaultdict[TreeShape, list[float]](list), 0
+    for before, step in itertools.chain.from_iterable(itertools.pairwise(steps) for steps in runs):
+        if before.kind == step.kind == "tree" and before.rows == step.rows == requests:
+            times[step.shape].append(step.at - before.at)
+            tokens += step.tokens
+    middle = {shape: statistics.median(each) for shape, each in times.items()}
+    return Typical(tokens / sum(len(each) * middle[shape] for shape, each in times.items()), middle.get(PLAIN))

@@ -1,0 +1,27 @@
+"""The text of models whose experts are chosen by sigmoids is the same with drafts as without: trees of lookups, of
+their own prediction layer, and of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine.test_hybrid_models import texts
+from moe_models import predicting, published, reference, with_layer
+from tiny_checkpoint import VOCAB, write_tokenizer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.further(kind="glm4-moe", dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-groups", "minimax-m2"])
+def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
+    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
+    predicts = kind != "minimax-m2"
+    with_layer(tmp_path, theirs, published(theirs, predicting(theirs)) if predicts else {})
+    write_tokenizer(tmp_path)
+    plain = texts(tmp_path, "none", dtype)
+    assert all(len(set(ids)) > 10 for ids in plain)
+    for algorithm in ("NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())):
+        assert texts(tmp_path, algorithm, dtype) == plain, algorithm

@@ -1,0 +1,118 @@
+"""The prediction layer of GLM-4.5 as a draft head, against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_cache import DenseCache
+from hybrid_models import tokens
+from moe_models import predicting, published, reference, with_layer, write_gguf
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import MtpCache
+
+from draftwing.engine.devices import pick_device
+from draftwing.errors import CheckpointError
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.loader import load_model
+from draftwing.parallel.ranks import Absent
+from draftwing.train.capture import FeatureModel
+
+KINDS = ["glm4-moe", "glm4-moe-groups"]
+COMMITTED, GROWN = 12, 3
+
+
+def features(model: DecoderModel, ids: Tensor) -> Tensor:
+    return FeatureModel(model, (model.final_aux_layer,), pick_device("cpu")).batch([ids])[0][0]
+
+
+@torch.inference_mode()
+def check(head: MTPHead, model: DecoderModel, theirs: Any, layer: Any) -> None:
+    """A text's rows, and a chain behind them."""
+    ids = tokens(COMMITTED + 1)
+    fed, known = features(model, ids[:COMMITTED]), MtpCache(config=theirs.config.get_mtp_config())
+    torch.testing.assert_close(fed, theirs.model(ids[None, :COMMITTED]).last_hidden_state[0], atol=1e-4, rtol=1e-4)
+    head.set_max_positions(64)
+    assert head.aux_layers == (model.final_aux_layer,) and not any(param.is_meta for param in head.parameters())
+    cache = DenseCache()
+    hidden = head.run(ids[1:], torch.arange(COMMITTED), head.features(fed), 0, cache)
+    expected = layer.forward_layer(0, fed[None], torch.arange(1, COMMITTED + 1)[None], known, input_ids=ids[None, 1:])
+    for level in range(1, GROWN + 1):
+        torch.testing.assert_close(hidden, expected[0], atol=1e-4, rtol=1e-4)
+        logits = head.logits(hidden)
+        torch.testing.assert_close(logits, theirs.lm_head(expected[0]), atol=1e-4, rtol=1e-4)
+        token, position = logits[-1:].argmax(-1), torch.tensor([COMMITTED - 1 + level])
+        hidden = head.run(token, position, hidden[-1:], level, cache)
+        expected = layer.forward_layer(0, expected[:, -1:], position[None] + 1, known, input_ids=token[None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = reference(kind)
+    layer = predicting(theirs)
+    folder = with_layer(tmp_path / "model", theirs, published(theirs, layer))
+    model = load_model(folder, torch.float32, "cpu")
+    head = load_mtp_head(folder, model, torch.float32, "cpu")
+    assert "not used" not in caplog.text
+    check(head, model, theirs, layer)
+    # The layer alone, in a folder of its own.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(published(theirs, layer), alone / "model.safetensors")
+    again = load_draft_head(alone, model, "NEXTN", torch.float32, "cpu")
+    assert all(torch.equal(one, other) for one, other in zip(head.parameters(), again.parameters(), strict=True))
+
+
+def test_of_a_gguf_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = reference("glm4-moe-groups")
+    layer = predicting(theirs)
+    tensors = {**theirs.state_dict(), **published(theirs, layer)}
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, tensors)
+    model = load_model(path, torch.float32, "cpu")
+    head = load_mtp_head(path, model, torch.float32, "cpu")
+    assert "not used" not in caplog.text
+    check(head, model, theirs, layer)
+
+
+def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.models.heads.base.SPREAD", 0)
+    theirs = reference("glm4-moe")
+    folder = with_layer(tmp_path, theirs, published(theirs, predicting(theirs)))
+    whole = load_mtp_head(folder, load_model(folder, torch.float32, "cpu"), torch.float32, "cpu")
+    shares = []
+    for rank in range(2):
+        model = load_model(folder, torch.float32, "cpu", ranks=Absent(2, rank))
+        shares.append(load_mtp_head(folder, model, torch.float32, "cpu"))
+    for name in ("layers.0.layer.mlp.down.weight", "layers.0.layer.mlp.shared.down.weight"):
+        joined = torch.cat([share.get_parameter(name) for share in shares], 1)
+        assert torch.equal(joined, whole.get_parameter(name))
+    name = "layers.0.layer.mlp.correction"
+    assert all(torch.equal(share.get_parameter(name), whole.get_parameter(name)) for share in shares)
+
+
+def test_from_the_config_alone(tmp_path: Path) -> None:
+    theirs = reference("glm4-moe")
+    folder = with_layer(tmp_path, theirs, {})
+    model = load_model(folder, torch.float32, "cpu", dummy=True)
+    head = load_mtp_head(folder, model, torch.float32, "cpu", dummy=True)
+    head.set_max_positions(16)
+    hidden = head.run(tokens(5), torch.arange(5), torch.randn(5, 64), 0, DenseCache())
+    assert head.logits(hidden).isfinite().all()
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    theirs = reference("glm4-moe")
+    weights = published(theirs, predicting(theirs))
+    folder = with_layer(tmp_path / "a", theirs, weights)
+    model = load_model(folder, torch.float32, "cpu")
+    two = {name.replace("layers.3.", "layers.4."): value.clone() for name, value in weights.items()}
+    with pytest.raises(CheckpointError, match="expected one prediction layer, found 2"):
+        load_mtp_head(with_layer(tmp_path / "b", theirs, {**weights, **two}), model, torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match=r"has no multi-token prediction layers \(model.layers.3.\*\)"):
+        load_mtp_head(with_layer(tmp_path / "c", theirs, {}), model, torch.float32, "cpu")

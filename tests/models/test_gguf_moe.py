@@ -1,0 +1,87 @@
+"""GGUF files of models whose experts are chosen by sigmoids, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from block_ops import BlockTorchOps
+from gguf import GGMLQuantizationType as Type
+from hybrid_models import on_two_ranks, tokens, whole_logits
+from moe_models import KINDS, reference, write_gguf
+
+from draftwing.errors import CheckpointError
+from draftwing.gguf_file import open_gguf
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models import gguf
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_transformers(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    theirs, ids = reference(kind), tokens(40)
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
+    theirs.save_pretrained(tmp_path / "folder")
+    model, folder = load_model(path, torch.float32, "cpu"), load_model(tmp_path / "folder", torch.float32, "cpu")
+    assert "not used" not in caplog.text
+    told, said = ([(one.mixer, one.experts, one.ffn) for one in each.config.layers] for each in (model, folder))
+    assert told == said and model.config.ropes == folder.config.ropes
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(whole_logits(model, ids), expected, atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), folder.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["glm4-moe", "minimax-m2"])
+def test_blocks_stay_as_they_are(tmp_path: Path, kind: str) -> None:
+    theirs, ops = reference(kind), BlockTorchOps(CPU)
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict(), Type.Q8_0)
+    dense = load_model(path, torch.float32, "cpu")
+    model = load_model(path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
+    for one, other in zip(model.layers, dense.layers, strict=True):
+        for mine, whole in zip(one.linears(), other.linears(), strict=True):
+            torch.testing.assert_close(mine.dense_weight(), whole.dense_weight(), rtol=0, atol=0)
+    assert model.layers[1].mlp.router.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["glm4-moe", "minimax-m2"])
+def test_routers_of_models_in_bfloat16_are_in_float32(tmp_path: Path, kind: str) -> None:
+    theirs = reference(kind)
+    model = load_model(write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict()), torch.bfloat16, "cpu")
+    mlp, block = model.layers[1].mlp, theirs.model.layers[1].mlp
+    correction = block.e_score_correction_bias if kind == "minimax-m2" else block.gate.e_score_correction_bias
+    assert torch.equal(mlp.router.weight, block.gate.weight) and torch.equal(mlp.correction, correction)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for ops in (None, make_ops(CPU)):
+        if ops is not None:
+            model.pack(ops)
+        torch.testing.assert_close(mlp.router(x), x.float() @ block.gate.weight.T, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_spread(tmp_path: Path, kind: str) -> None:
+    """Norms of whole projections are those of all ranks; of these two have a key/value head each, or the same one."""
+    for kv_heads in (2, 1):
+        theirs, ids = reference(kind, num_key_value_heads=kv_heads), tokens(9)
+        path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
+        whole, ops = load_model(path, torch.float32, "cpu"), BlockTorchOps(CPU)
+        found = on_two_ranks(path, ops, ids)
+        torch.testing.assert_close(found, whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    theirs = reference("glm4-moe")
+    for key, value, message in (
+        ("expert_gating_func", 1, "expert_gating_func = 1 is not supported"),
+        ("expert_group_count", 3, "expected groups of one size, found 8 experts in 3 groups"),
+        ("expert_used_count", 9, "expert_used_count: expected an integer from 1 to 8, found 9"),
+        ("expert_group_used_count", 2, "expert_group_used_count: expected an integer from 0 to 1, found 2"),
+    ):
+        file = open_gguf(write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict()))
+        file.metadata[f"glm4moe.{key}"] = value
+        with pytest.raises(CheckpointError, match=message):
+            gguf.model_config(file)

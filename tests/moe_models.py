@@ -1,0 +1,189 @@
+"""Small random models of transformers whose experts are chosen by sigmoids, with prediction layers, and their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf as gguf_package
+import torch
+import transformers
+from gguf import ExpertGatingFuncType
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import quantize
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.modeling_layers import MtpModel
+
+VOCAB, LAYERS = 101, 3
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCAB, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": None, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GLM = {
+    "n_routed_experts": 8, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5, "attention_bias": True,
+    "rope_parameters": PARTIAL,
+}  # fmt: skip
+# Prefix of transformers' classes, and what is not in `SIZES`.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4-moe": ("Glm4Moe", GLM),
+    "glm4-moe-groups": ("Glm4Moe", {**GLM, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 16, "rope_parameters": {**PARTIAL}},
+    ),
+}
+
+
+def reference(kind: str, **overrides: Any) -> Any:
+    """Of transformers, in float32, with random weights, and corrections that change who is chosen."""
+    prefix, settings = KINDS[kind]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings, **overrides})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    return filled(model)
+
+
+def filled(model: Any) -> Any:
+    with torch.no_grad():
+        for name, values in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("inv_freq"):
+                continue
+            if "norm" in name:
+                values.uniform_(0.5, 1.5)
+            else:
+                values.normal_(0, 0.3 if name.endswith("bias") else 0.15)
+    return model
+
+
+def predicting(theirs: Any) -> Any:
+    """Transformers' prediction layer of a model: it shares embedding and head."""
+    kept = {name: value.clone() for name, value in theirs.state_dict().items()}
+    torch.manual_seed(7)
+    layer = filled(MtpModel(theirs, 1).float().eval())
+    theirs.load_state_dict(kept)
+    return layer
+
+
+def published(theirs: Any, layer: Any) -> dict[str, Tensor]:
+    """The tensors of a prediction layer in a checkpoint, with its copies of embedding and head, which nobody reads."""
+    own = f"model.layers.{theirs.config.num_hidden_layers}"
+    found = {f"{own}.embed_tokens.weight": torch.zeros(3), f"{own}.shared_head.head.weight": torch.zeros(3)}
+    for name, value in layer.state_dict().items():
+        if not name.startswith("layers.0."):
+            continue
+        part = name.removeprefix("layers.0.").removeprefix("mtp_block.")
+        part = part.replace("post_norm", "shared_head.norm")
+        if part.endswith("experts.gate_up_proj"):
+            for i, both in enumerate(value):
+                for one, rows in zip(("gate", "up"), both.chunk(2), strict=True):
+                    found[f"{own}.mlp.experts.{i}.{one}_proj.weight"] = rows.clone()
+        elif part.endswith("mlp.experts.down_proj"):
+            found |= {f"{own}.mlp.experts.{i}.down_proj.weight": rows.clone() for i, rows in enumerate(value)}
+        else:
+            found[f"{own}.{part}"] = value.clone()
+    return found
+
+
+def with_layer(folder: Path, theirs: Any, weights: Mapping[str, Tensor], **more: Any) -> Path:
+    """A checkpoint with its prediction layer."""
+    theirs.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, **weights}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+    return folder
+
+
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm", "shared_head.head": "nextn.shared_head_head",
+    "embed_tokens": "nextn.embed_tokens",
+}  # fmt: skip
+TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def write_gguf(path: Path, config: Any, tensors: Mapping[str, Tensor], kind: Type = Type.F32) -> Path:
+    """A file as llama.cpp's converter lays it out. tensors: of a model of transformers and, with other names, of a
+    prediction layer.  kind: of matrices."""
+    glm = config.model_type == "glm4_moe"
+    writer = gguf_package.GGUFWriter(path, "glm4moe" if glm else "minimax-m2")
+    predicts = any(name.endswith("eh_proj.weight") for name in tensors)
+    _metadata(writer, config, glm, predicts)
+    experts: dict[str, list[Tensor]] = {}
+    for name, value in tensors.items():
+        for theirs, made in _converted(name, value.detach().float(), "post_attention_norm" if glm else "ffn_norm"):
+            if theirs.endswith("_exps.weight") and made.dim() == 2:
+                experts.setdefault(theirs, []).append(made)
+                continue
+            _add(writer, theirs, made, kind)
+    for theirs, each in experts.items():
+        _add(writer, theirs, torch.stack(each), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf_package.GGUFWriter, name: str, value: Tensor, kind: Type) -> None:
+    own = Type.F32 if value.dim() == 1 or any(part in name for part in ("gate_inp", "_embd")) else kind
+    writer.add_tensor(name, quantize(value.contiguous().numpy(), own), raw_dtype=own)
+
+
+def _metadata(writer: gguf_package.GGUFWriter, config: Any, glm: bool, predicts: bool) -> None:
+    writer.add_block_count(config.num_hidden_layers + predicts)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
+    writer.add_eos_token_id(1)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if not glm:
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    if predicts:
+        writer.add_nextn_predict_layers(1)
+
+
+def _converted(name: str, value: Tensor, mlp_norm: str) -> list[tuple[str, Tensor]]:
+    parts = name.split(".")
+    if "layers" not in parts:
+        return [(f"{TOP[parts[-2]]}.weight", value)]
+    block, suffix = f"blk.{parts[2]}", parts[-1]
+    part = ".".join(parts[3:] if "experts" in parts and suffix != "weight" else parts[3:-1])
+    if name.endswith("e_score_correction_bias"):
+        return [(f"{block}.exp_probs_b.bias", value)]
+    if part.endswith("experts.gate_up_proj"):
+        gate, up = value.chunk(2, 1)
+        return [(f"{block}.ffn_gate_exps.weight", gate), (f"{block}.ffn_up_exps.weight", up)]
+    if part.endswith("mlp.experts.down_proj"):
+        return [(f"{block}.ffn_down_exps.weight", value)]
+    if ".experts." in name:  # of one, in a prediction layer
+        return [(f"{block}.ffn_{part.rpartition('.')[2].removesuffix('_proj')}_exps.weight", value)]
+    return [(f"{block}.{(NAMES | {'post_attention_layernorm': mlp_norm})[part]}.{suffix}", value)]

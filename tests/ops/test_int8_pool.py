@@ -1,0 +1,107 @@
+"""Attention over a pool in int8: what is written is the nearest code, what is read is exactly that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plain_attention import brute_force
+from pool_batches import CPU, KERNELS, LAYER, chunk_batch, make_batch, make_pool, make_tokens, native, random_paths
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.layers.rope import RopeConfig, rope_table
+from draftwing.ops.attention import ChunkSpan
+
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
+
+
+def held(kv: Tensor) -> Tensor:
+    """[..., n + 4] int8 -> [..., n] float64: what a pool holds."""
+    return kv[..., :-4].double() * kv[..., -4:].contiguous().view(torch.float32).double()
+
+
+def test_written_values_are_the_nearest() -> None:
+    rows = torch.randn(50, 3, 40, generator=torch.Generator().manual_seed(0)).exp()
+    rows[1], rows[2, 0, 3], rows[3, 1, 5], rows[4] = 0.0, torch.nan, -torch.inf, 1e-40
+    pool = KVPool([KVSpec(3, 40)], 60, torch.int8, CPU)
+    assert pool.kv[0].shape == (61, 3, 2, 44)
+    assert KVPool.bytes_per_slot([KVSpec(3, 40)], torch.int8) == 3 * 2 * 44
+    pool.write(0, torch.arange(1, 51), rows, -rows)
+    found = held(pool.kv[0])[1:51]
+    finite = torch.isfinite(rows).all(2)
+    step = rows.abs().amax(2, keepdim=True).double() / 127
+    assert ((found[:, :, 0] - rows).abs() <= step * 0.5001 + 1e-30)[finite].all()
+    assert torch.equal(found[:, :, 0][finite], -found[:, :, 1][finite])
+    assert found[2, 0].isnan().all() and found[3, 1].isnan().all() and (~finite).sum() == 2
+    pool.clear(torch.tensor([7]))
+    assert not pool.kv[0][7].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 40])
+def test_kernels_write_what_the_pool_does(dim: int, dtype: torch.dtype) -> None:
+    """Keys that are turned by no angle, so that nothing but the rounding is left."""
+    heads, kv_heads, count = 4, 2, 30
+    qkv = torch.cat(make_tokens(count, (heads, kv_heads, dim), dtype, 3), 1) * 5
+    qkv[3, heads, 1], qkv[4, -1, 2], qkv[5] = torch.nan, torch.inf, 0.0
+    cos, sin = torch.ones(count, 1, dim, dtype=dtype), torch.zeros(count, 1, dim, dtype=dtype)
+    table = torch.randperm(60, generator=torch.Generator().manual_seed(1))[None, :count] + 1
+    batch = chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0])
+    pools = [KVPool([KVSpec(kv_heads, dim)], 60, torch.int8, CPU) for _ in range(2)]
+    assert native(pools[0]).bind(batch, 0).fused_write(0, qkv.clone(), cos, sin)
+    pools[1].write(0, table[0], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :])
+    found, expected = (held(pool.kv[0]) for pool in pools)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 2, 128), (3, 1, 24), (8, 1, 32)])
+@pytest.mark.parametrize(("nodes", "prefix"), [(1, 700), (12, 237), (7, 255), (64, 500)])
+def test_trees_equal_brute_force(shape: tuple[int, int, int], nodes: int, prefix: int) -> None:
+    pool = make_pool(shape, torch.int8)
+    generator = torch.Generator().manual_seed(nodes)
+    table = (torch.randperm(1000, generator=generator) + 1)[None, : prefix + nodes + 3]
+    old = make_tokens(prefix, shape, torch.int8, 100)
+    pool.write(LAYER, table[0, :prefix], old.k, old.v)
+    paths, new = random_paths(nodes, generator), make_tokens(nodes, shape, torch.int8, 1)
+    batch = make_batch(table, [prefix], table[0, prefix : prefix + nodes], [paths])
+    out = native(pool).bind(batch, LAYER)(0, *new)
+    for i, path in enumerate(paths):
+        slots = table[0, [*range(prefix), *(prefix + node for node in path)]]
+        expected = brute_force(new.q[i], *held(pool.kv[LAYER][slots]).unbind(2))
+        torch.testing.assert_close(out[i].double(), expected.flatten(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_chunk_reads_what_it_wrote() -> None:
+    shape, count = (9, 3, 64), 600
+    pool, tokens = make_pool(shape, torch.int8), make_tokens(count, shape, torch.int8, 2)
+    table = torch.arange(1, count + 1)[None]
+    out = native(pool).bind(chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0]), LAYER)(0, *tokens)
+    for i in (0, 1, 255, 256, 400, 599):
+        expected = brute_force(tokens.q[i], *held(pool.kv[LAYER][1 : i + 2]).unbind(2))
+        torch.testing.assert_close(out[i].double(), expected.flatten(), rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_not_finite_shows() -> None:
+    """A value that is no number makes all that read it none, and nothing else."""
+    shape, count = (9, 3, 64), 40
+    pool, tokens = make_pool(shape, torch.int8), make_tokens(count, shape, torch.int8, 2)
+    tokens.v[20, 1, 5] = torch.nan
+    table = torch.arange(1, count + 1)[None]
+    out = native(pool).bind(chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0]), LAYER)(0, *tokens)
+    bad = out.view(count, 3, -1).isnan()
+    assert bad[20:, 1].all() and bad.sum() == bad[20:, 1].numel()
+
+
+def test_turned_keys() -> None:
+    """The keys are those of a pool in float32, rounded."""
+    shape, count = (4, 2, 64), 20
+    qkv = torch.cat(make_tokens(count, shape, torch.float32, 5), 1)
+    cos, sin = rope_table(RopeConfig(), 64, count, torch.float32, "cpu").unsqueeze(2).unbind(1)
+    table = torch.arange(1, count + 1)[None]
+    batch = chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0])
+    wide, narrow = (KVPool([KVSpec(2, 64)], count, dtype, CPU) for dtype in (torch.float32, torch.int8))
+    for pool in (wide, narrow):
+        native(pool).bind(batch, 0).fused_write(0, qkv.clone(), cos, sin)
+    again = KVPool([KVSpec(2, 64)], count, torch.int8, CPU)
+    again.write(0, table[0], *wide.kv[0][1:].unbind(2))
+    assert torch.equal(narrow.kv[0], again.kv[0])

@@ -1,0 +1,102 @@
+"""The number of threads that kernels run in: what it is, and that bits do not depend on it.
+
+A process with one processor and two threads is one of whose threads one always waits for the other's processor.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.errors import ConfigError
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.workers import Workers
+
+pytestmark = pytest.mark.skipif(
+    load_extension() is None or not hasattr(os, "sched_setaffinity"), reason="the C extension was not built"
+)
+
+STARVED = """
+import os, sys, time, torch
+from draftwing.ops.cpu.ops import CpuOps
+
+processors = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, processors[:1])
+torch.set_num_threads(2)
+ops = CpuOps(torch.device("cpu"))
+weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(size)) for size in (2048, 64))
+gemm, expected = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32), None
+
+
+def until(active):
+    global expected
+    end = time.monotonic() + 20
+    while ops.workers.active != active:
+        assert time.monotonic() < end, (ops.workers.active, active)
+        found = gemm(x, None, None)
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected)
+
+
+until(1)
+assert ops.active_threads == 0.5
+if len(processors) > 1:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), processors)
+    until(2)
+print("done")
+"""
+
+
+def test_a_team_goes_on_with_fewer_and_comes_back() -> None:
+    assert subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=60) == "done\n"
+
+
+def test_there_are_as_many_as_torch_has() -> None:
+    before, workers = torch.get_num_threads(), Workers()
+    try:
+        addresses = []
+        for threads in (1, 3, 1):
+            torch.set_num_threads(threads)
+            assert workers.most == workers.active == threads
+            addresses.append(workers.address)
+    finally:
+        torch.set_num_threads(before)
+    assert addresses[0] == addresses[2] != addresses[1]  # what was noted for three has room for three
+
+
+PINNED = """
+import os, torch
+from draftwing.engine.devices.cpu import CpuDevice
+
+processors = sorted(os.sched_getaffinity(0))
+device = CpuDevice()
+device.set_threads(None, processors[::-1])
+weight, x = torch.ones(4096, 512), torch.ones(64, 512)
+gemm = device.ops.block_gemm([device.ops.quantize(weight, "Q8_0")], torch.float32)
+assert torch.equal(gemm(x, None, None), torch.full((64, 4096), 512.0))
+found = sorted(min(one) for t in os.listdir("/proc/self/task") if len(one := os.sched_getaffinity(int(t))) == 1)
+assert found == processors or len(processors) == 1, (found, processors)
+assert device.threads == len(processors) and device.active_threads == 1
+print("done")
+"""
+
+
+def test_threads_stay_on_their_processors() -> None:
+    assert subprocess.check_output([sys.executable, "-c", PINNED], text=True, timeout=60) == "done\n"
+
+
+def test_processors_that_cannot_be_had_are_refused() -> None:
+    device, before = CpuDevice(), torch.get_num_threads()
+    try:
+        with pytest.raises(ConfigError, match="expected some of the processors"):
+            device.set_threads(None, [10**6])
+        with pytest.raises(ConfigError, match="expected a processor for each of 3 threads"):
+            device.set_threads(3, sorted(os.sched_getaffinity(0))[:1])
+    finally:
+        torch.set_num_threads(before)
