@@ -229,11 +229,8 @@ def test_a_context_that_was_not_measured(hit: float, reading: float) -> None:
     """Each query more costs 0.7 of what the first reads: drafts that pay with short contexts do not with long ones."""
     menu, hits = chain_menu(TreeShape(4, 2, 8)), [hit]
     world, longer = World(menu, 3.2, 1.0, 0.3), World(menu, 3.2 + 0.3 * reading, 1.0 + 0.7 * reading, 0.3)
-    policy, load, rates = (
-        TreePolicy(menu, world.cost()),
-        StepContext([MAX_CONFIDENCE], round(350 * reading)),
-        list[float](),
-    )
+    policy, load = TreePolicy(menu, world.cost()), StepContext([MAX_CONFIDENCE], round(350 * reading))
+    rates = list[float]()
     world.run(policy, hits, 100)
     for _ in range(3):
         tokens = seconds = 0.0
