@@ -167,6 +167,9 @@ class StepCost:
         """Takes a step in operation for a measurement where there is none, or none of a context like its own; returns
         whether it did. Of the first steps the least counts, for they pay for caches and allocations."""
         step, longer = (shape, batch), self._longer.get((shape, batch))
+        if longer is not None and context < longer[0]:  # of other rows
+            del self._longer[step]
+            longer = None
         if longer is None and self._table.is_longer(shape, context):
             longer = context, math.inf, 0
         if longer is not None:
