@@ -87,7 +87,7 @@ def test_a_first_long_step_that_stalls_makes_plain_steps_not_dear() -> None:
     cost.record(PLAIN, 4, 100, true_seconds(PLAIN, 4, 100))  # of other requests
     for _ in range(3):
         cost.record(PLAIN, 4, 9001, true)
-    assert cost.seconds(PLAIN, 4, 9000) == pytest.approx(true)
+    assert cost.seconds(PLAIN, 4, 9000) == pytest.approx(true, rel=0.001)
 
 
 def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> None:
