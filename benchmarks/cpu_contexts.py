@@ -205,14 +205,13 @@ def measure_all(args: Any, file: Path, prompts: Prompts, asks: dict[str, Ask]) -
 
 def row(isa: str, context: int, found: dict[str, Any]) -> list[Any]:
     decode, prompt = found["decode"], found["prompt"]
-    better = max(LLAMAS, key=lambda name: decode[name])
     shown = [whole(decode.get(name)) for name in (*DRAFTERS, *LLAMAS)]
     prompts = [whole(prompt["none"]), whole(max(prompt[name] for name in LLAMAS))]
     share = f"{100 * found['floor_share']['none']:.0f}%"
     return [
         f"{TITLES.get(isa, isa)}, {context:,}",
         *shown,
-        f"{found['ratio']['none'] / found['ratio'][better]:.1f}x",
+        f"{found['ratio']['none']:.1f}x",
         share,
         *prompts,
     ]
