@@ -50,8 +50,8 @@ class CostTable:
     def is_longer(self, shape: TreeShape, context: int) -> bool:
         """Returns whether the shape was measured, and with no context half as long. Only where batches are not padded:
         what is measured at the start with padded ones includes long contexts."""
-        found = self._measured.get(shape)
-        return bool(found) and not self.stepwise and context > CONTEXT + 2 * max(map(max, found.values()))
+        found = self._measured.get(shape, {}).values()
+        return bool(found) and not self.stepwise and context > CONTEXT + 2 * max(map(max, found))
 
     def extend(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
         """Takes a measurement of a longer context."""
