@@ -143,7 +143,10 @@ def running(args: Any, file: Path, logs: Path) -> Iterator[dict[str, Ask]]:
     size = max(args.contexts) + args.tokens + SPARE
     with ExitStack() as stack:
         for name in args.drafters:
-            engine = cpu_engine(str(file), args.threads, 2 * size, **DRAFTERS[name])
+            # By its name: a bundled head, which the default drafts with, is not found by a file's.
+            engine = cpu_engine(
+                str(file) if args.model in SHAPES else args.model, args.threads, 2 * size, **DRAFTERS[name]
+            )
             stack.callback(let_go, engine)
             asks[name] = partial(ask_engine, engine)
         for name, flash in LLAMAS.items():
