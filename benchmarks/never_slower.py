@@ -7,7 +7,8 @@ that every pair of values occurs, as far as it fits into the pool and the time. 
 in turn, now one first and now the other, after one run of prompts like these that is not timed, so that the policy has
 met the load. Times are those of whole runs, prompts included. Each round has other requests, and there are `--repeats`
 of them, an even number: who is first takes turns. Where prompts take a third of the time, how they meet answers counts
-for hundredths in a short run, so there are half as many rounds, twice as long. `error` is the standard error of the
+for hundredths in a short run, so there are half as many rounds, twice as long. A round in which other programs took a
+tenth of the time is asked again, but no more rounds than `--repeats`. `error` is the standard error of the
 mean of their ratios.
 
 `--cached` leaves prompts out: those of a cell begin alike, and are computed once, before its runs, which ask them again
@@ -52,6 +53,8 @@ from load_runs import (
     watched,
 )
 from load_texts import Texts
+
+from draftwing.engine.startup.quiet import BUSY
 
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")
@@ -179,15 +182,20 @@ def run_cell(
             prompts.settle(cell, each, tokens)
     rounds: list[tuple[float, float]] = []
     steps: dict[int, list[list[Step]]] = {id(none): [], id(engine): []}
-    for turn in range(max(args.repeats // 2, 1) if long else args.repeats):
+    repeats = max(args.repeats // 2, 1) if long else args.repeats
+    for turn in range(2 * repeats):
         asked, spread = prompts.of(cell, cell.prompt, count, turn * count), 0.0 if prompts.cached else SPREAD
         jobs = jobs_of(asked, cell.temperature, tokens, spread, turn)
         order = ((none, engine), (engine, none))[turn % 2]
         runs = {id(each): prompts.timed(each, jobs, cell.requests) for each in order}
+        if max(run.report["waited"] for run in runs.values()) > BUSY and turn < repeats:
+            continue  # others ran: one round more
         for key, run in runs.items():
             steps[key].append(run.steps)
         (plain, expected, _, _), (drafted, found, reported, _) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
+        if len(rounds) == repeats:
+            break
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(other / one for one, other in rounds)
     more: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def reference(kind: str, **overrides: Any) -> Any:
     """Of transformers, in float32, with random weights, and corrections that change who is chosen."""
-    prefix, settings = KINDS[kind]
+    prefix, settings = copy.deepcopy(KINDS[kind])  # some configs write into their objects
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings, **overrides})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()

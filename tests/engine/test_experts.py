@@ -51,7 +51,7 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
     if whole is not None:  # routes in the same call as all the rest
 
         def routed(x, residual, scatter):
-            mlp._ops.route(mlp.router(x), Routing(2), scatter=scatter)
+            mlp._ops.route(mlp.router(x), Routing(2), None, False, scatter)
             return whole(x, residual, scatter)
 
         monkeypatch.setattr(mlp, "_whole", routed)

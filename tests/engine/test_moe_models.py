@@ -22,6 +22,8 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     with_layer(tmp_path, theirs, published(theirs, predicting(theirs)) if predicts else {})
     write_tokenizer(tmp_path)
     plain = texts(tmp_path, "none", dtype)
-    assert all(len(set(ids)) > 10 for ids in plain)
+    assert all(len(set(ids)) > (3 if i % 2 else 10) for i, ids in enumerate(plain)), (
+        "greedy ones soon repeat themselves"
+    )
     for algorithm in ("NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())):
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedModel:
-    prefix, settings = FAMILIES[family]
+    prefix, settings = copy.deepcopy(FAMILIES[family])  # some configs write into their objects
     kind = "Gemma3Text" if prefix == "Gemma3" else prefix
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings, **overrides})
     torch.manual_seed(0)

@@ -14,9 +14,12 @@ import torch
 from block_ops import blocks
 from torch import Tensor
 
+from draftwing.ops import make_ops
 from draftwing.ops.cpu import isa
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension, usable_sets
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.types import BlockRows
 
 HERE = Path(__file__).parent
 CSRC = Path(isa.__file__).parent / "csrc"
@@ -43,6 +46,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.PyDLL:
     return found
 
 
+def gemm_of(*parts: BlockRows) -> BlockedGemm:
+    """Of this CPU's set."""
+    ops = make_ops(torch.device("cpu"))
+    assert isinstance(ops, CpuOps)
+    gemm = ops.block_gemm(parts, torch.float32)
+    assert isinstance(gemm, BlockedGemm)
+    return gemm
+
+
 def by_tiles(library: ctypes.PyDLL, gemm: BlockedGemm, x: Tensor) -> tuple[Tensor, int]:
     """x @ weight.T, and how many products of tiles it took."""
     out, spare = torch.empty(x.shape[0], gemm.outputs), torch.empty(x.shape[0] * gemm.rounded, dtype=torch.uint8)
@@ -53,7 +65,7 @@ def by_tiles(library: ctypes.PyDLL, gemm: BlockedGemm, x: Tensor) -> tuple[Tenso
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_compute_the_same_bits(library: ctypes.PyDLL, kind: str) -> None:
-    gemm = BlockedGemm([blocks(kind, 37, 512, seed=3)], torch.float32)
+    gemm = gemm_of(blocks(kind, 37, 512, seed=3))
     x = torch.randn(ROWS, 512, generator=torch.Generator().manual_seed(4)) * torch.logspace(-3, 2, ROWS)[:, None]
     x[5, :64], x[6, 100] = 0, torch.inf
     expected = gemm(x, None, None)
@@ -69,5 +81,5 @@ def test_tiles_compute_the_same_bits(library: ctypes.PyDLL, kind: str) -> None:
 def test_parts_of_other_kinds_set_other_tiles(library: ctypes.PyDLL) -> None:
     """Q6_K has two scales in a block, so tiles that are half as long."""
     parts = [blocks("Q4_1", 48, 256, 1), blocks("Q6_K", 16, 256, 2), blocks("Q8_0", 37, 256, 3)]
-    gemm, x = BlockedGemm(parts, torch.float32), torch.randn(ROWS, 256, generator=torch.Generator().manual_seed(5))
+    gemm, x = gemm_of(*parts), torch.randn(ROWS, 256, generator=torch.Generator().manual_seed(5))
     assert torch.equal(by_tiles(library, gemm, x)[0], gemm(x, None, None))

@@ -116,6 +116,8 @@ class Router(Linear):
         self._dtype = dtype
 
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
+        if self._packed:
+            return
         alike = ops.small_m_gemm(self.weight) is not None or ops.gemm_keeps_bits(self.weight)
         if self._dtype == torch.float32 and mode is not None and mode.deterministic and not alike:
             self._ops, self._packed, self.op = ops, True, EachLogit(self, ops)

@@ -30,13 +30,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def experts(file: GGUFFile, fields: Fields, family: Family, dense_ffn: bool) -> ExpertConfig | None:
     """The experts of layers that have them; None where the file speaks of none. dense_ffn: whether they may be as wide
     as a file says of an MLP."""
+    oss, by_sigmoids = family.experts == "gpt_oss", family.experts in ("deepseek", "minimax")
+    _check(file, fields, (_UNSAID, _SIGMOID) if by_sigmoids else (_UNSAID, _SOFTMAX, *[_SOFTMAX_OF_CHOSEN] * oss))
     count = fields.whole("expert_count", 0, max_experts(fields.whole("block_count", high=MAX_LAYERS)), 0)
     if not count:
         return None
     if not family.experts:
         raise CheckpointError(f"{file.path}: {fields.prefix}expert_count = {count} is not supported")
-    oss, by_sigmoids = family.experts == "gpt_oss", family.experts in ("deepseek", "minimax")
-    _check(file, fields, (_UNSAID, _SIGMOID) if by_sigmoids else (_UNSAID, _SOFTMAX, *[_SOFTMAX_OF_CHOSEN] * oss))
     top_k = fields.whole("expert_used_count", high=count)
     ffn = fields.whole("feed_forward_length", high=WIDEST, default=0) if dense_ffn else 0
     shared = shared_width(file, fields) if family.shared or by_sigmoids else 0

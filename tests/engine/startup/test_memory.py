@@ -1,11 +1,13 @@
 """The KV pool's size: what steps take is measured by running them, and a refusal names the number to change."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from layer_kinds import HYBRIDS, KINDS, config_of
 
+from draftwing import LLM
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
@@ -13,7 +15,7 @@ from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.warm_up import warm_up
-from draftwing.errors import ConfigError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.ops import make_ops
 from draftwing.sched.policy.cost import StepCost
@@ -215,3 +217,22 @@ def test_tables_for_wishes_are_counted_at_their_largest():
 
 def test_rows_of_the_slot_table_have_lengths_that_kernels_are_compiled_for():
     assert [sizing.row_length(n) for n in (1, 16, 17, 4129)] == [16, 16, 32, 4144]
+
+
+def test_a_start_says_what_memory_it_will_take(rig, monkeypatch, caplog):
+    """Three layers, of which two keep a window's tokens, too."""
+    monkeypatch.setattr(type(rig.device), "free_memory", lambda self: 5 * GB)
+    monkeypatch.setattr(sizing, "resident_memory", lambda: 220 * 10**6)
+    caplog.set_level(logging.INFO, "draftwing")
+    config = rig.model.config
+    sizing.log_forecast(options(), rig.device, config, torch.float32, GB)
+    sizing.log_forecast(options(max_total_tokens=10**6), rig.device, config, torch.bfloat16, GB)
+    slot = sizing.KVPool.bytes_per_slot(rig.model.kv_layers, torch.bfloat16)
+    for line, pool in zip(caplog.messages, (GB, 10**6 * slot), strict=True):
+        assert f"weights 1.00 GB, KV pool {pool / 1e9:.2f} GB" in line and "0.22 GB; 5.00 GB free" in line
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(model, monkeypatch):
+    monkeypatch.setattr(type(pick_device("cpu")), "free_memory", lambda self: 10_000)
+    with pytest.raises(CheckpointError, match=r"expected a model that fits into 0.0 GB of memory"):
+        LLM(model, device="cpu", num_threads=1)

@@ -78,6 +78,18 @@ def test_steps_of_a_longer_context_are_measurements(first: TreeShape) -> None:
         assert cost.seconds(PLAIN, batch, context) == pytest.approx(true_seconds(PLAIN, batch, context), rel=0.02)
 
 
+def test_a_first_long_step_that_stalls_makes_plain_steps_not_dear() -> None:
+    """Who looks dear is not run, and never found to be cheap."""
+    cost = measured(False, contexts=(0,))
+    true = true_seconds(PLAIN, 4, 9000)
+    cost.record(PLAIN, 4, 9000, 3 * true)
+    assert cost.seconds(PLAIN, 4, 9000) < true
+    cost.record(PLAIN, 4, 100, true_seconds(PLAIN, 4, 100))  # of other requests
+    for _ in range(3):
+        cost.record(PLAIN, 4, 9001, true)
+    assert cost.seconds(PLAIN, 4, 9000) == pytest.approx(true, rel=0.001)
+
+
 def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> None:
     cost = measured(False, menu=(PLAIN,))
     for batch in (1, 16, 64):

@@ -81,8 +81,8 @@ class NativeMixture:
         self._router = router, bias, weights.router.dtype == torch.bfloat16, correction
         numbers = []
         for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
-            for gemm, bias in zip((up, down), own[3:], strict=True):
-                numbers += [gemm.parts, 0 if bias is None else bias[expert * gemm.outputs :].data_ptr()]
+            for gemm, added in zip((up, down), own[3:], strict=True):
+                numbers += [gemm.parts, 0 if added is None else added[expert * gemm.outputs :].data_ptr()]
         self._weights = torch.tensor(numbers)
 
     def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None) -> Tensor:

@@ -47,7 +47,7 @@ class CpuOps(
         super().__init__(device)
         self.raw = load_extension()
         assert self.raw is not None, "the extension was not built, or is not wanted"
-        self.spare, self.workers = Spare(), Workers()
+        self.spare, self.workers, self.scratches = Spare(), Workers(), {}
 
     @property
     def active_threads(self) -> float:  # type: ignore[override]

@@ -19,6 +19,7 @@ class CpuSamplingOps(SamplingOps):
     """Overrides all of `SamplingOps`."""
 
     raw: Any
+    scratches: dict[tuple[int, int], Tensor]
     workers: Workers
     draws_by_row = True
     edits_by_row = True
@@ -140,13 +141,20 @@ class CpuSamplingOps(SamplingOps):
             edits = Edits(*(field.contiguous() for field in edits))
             changes, width = torch.empty(batch, nodes, count, 2, dtype=torch.float32), edits.path.shape[2]
             numbers = *_numbers_of(edits), changes.data_ptr()
-        scratch = torch.empty(self.workers.most, 4 * (-(-vocab // 16) * 16) + width, dtype=torch.int32)
+        scratch = self._scratch(self.workers.most, 4 * (-(-vocab // 16) * 16) + width)
         self.raw.draw(
             ids.data_ptr(), noise.data_ptr(), count, held[0].data_ptr(), logits.dtype == torch.bfloat16,
             batch * nodes, nodes, vocab, held[1].data_ptr(), held[2].data_ptr(), *fields, bans, scratch.data_ptr(),
             self.workers.address, *numbers,
         )  # fmt: skip
         return ids, noise, changes
+
+    def _scratch(self, threads: int, size: int) -> Tensor:
+        """Returns memory of the sampler [threads, size] int32. All calls share it, also those that are recorded: it is
+        large, and in the caches where rows have edits or filters."""
+        if (threads, size) not in self.scratches:
+            self.scratches[threads, size] = torch.empty(threads, size, dtype=torch.int32)
+        return self.scratches[threads, size]
 
     def best_candidate(self, ids: Tensor, noise: Tensor, logits: Tensor, changes: Tensor | None = None) -> Tensor:
         """ids [B, N, K] int64, noise, logits [B, N, K] float32, changes [B, N, K, 2] float32 or None: factor and

@@ -47,7 +47,8 @@ class StepCost:
         self._samples: dict[tuple[TreeShape, int], int] = {}  # steps in operation that a measurement was made of
         self.threads = 1.0  # in which share of the threads steps run now, see `StepResult`
         self._factors = {1.0: _Factors()}  # by that share
-        self._sampled_at: dict[tuple[TreeShape, int], int] = {}  # their context, where it is longer than any measured
+        # Of such steps whose context is longer than any measured: the context, least seconds, and how many there were.
+        self._longer: dict[tuple[TreeShape, int], tuple[int, float, int]] = {}
         self._doubts = 0  # steps in a row
         self._doubts_of: dict[TreeShape, int] = {}  # the same of a shape's own steps, which may be far between
         # Of the drafter's passes over its backlog: least seconds of a pass, and of a position. Short passes cost their
@@ -152,35 +153,46 @@ class StepCost:
         """Forgets all of a shape, None: of all. What other shapes' steps agree with stays."""
         if shape is None or not self._table.shapes() - {shape}:
             self._table.forget(None)
-            for known in (self._samples, self._sampled_at, self._doubts_of):
+            for known in (self._samples, self._longer, self._doubts_of):
                 known.clear()
             self._factors = {1.0: _Factors()}
             return
         self._table.forget(shape)
         self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
-        self._sampled_at = {step: context for step, context in self._sampled_at.items() if step[0] != shape}
+        self._longer = {step: known for step, known in self._longer.items() if step[0] != shape}
         for factors in self._factors.values():
             factors.own = {step: factor for step, factor in factors.own.items() if step[0] != shape}
 
     def _sampled(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
         """Takes a step in operation for a measurement where there is none, or none of a context like its own; returns
         whether it did. Of the first steps the least counts, for they pay for caches and allocations."""
-        samples = self._samples.get((shape, batch), 0)
-        if samples in (0, DOUBT):
-            longer = self._table.is_longer(shape, batch, context)
-            if not longer and (samples or self.known(shape, batch)):
-                return False
-            samples = 0
-            if longer:
-                self._sampled_at[shape, batch] = context
+        step, longer = (shape, batch), self._longer.get((shape, batch))
+        if longer is not None and context < longer[0]:  # of other rows
+            del self._longer[step]
+            longer = None
+        if longer is None and self._table.is_longer(shape, context):
+            longer = context, math.inf, 0
+        if longer is not None:
+            return self._sampled_longer(step, longer, seconds)
+        samples = self._samples.get(step, 0)
+        if samples == DOUBT or (not samples and self.known(shape, batch)):
+            return False
         seconds /= self.factor(shape, batch)  # by which it will be multiplied
-        at = self._sampled_at.get((shape, batch))
-        if at is not None:
-            self._table.extend(shape, batch, at, seconds)
-        else:
-            minimum = min([seconds, *self._table.at(shape, batch).values()])
-            self._table.measure(shape, batch, context, minimum, alone=True)
-        self._samples[shape, batch] = samples + 1
+        minimum = min([seconds, *self._table.at(shape, batch).values()])
+        self._table.measure(shape, batch, context, minimum, alone=True)
+        self._samples[step] = samples + 1
+        return True
+
+    def _sampled_longer(self, step: tuple[TreeShape, int], known: tuple[int, float, int], seconds: float) -> bool:
+        """Takes the least of `DOUBT` steps of a context that is longer than any measured. Of plain steps all are waited
+        for: the first one of a batch size may take twice as long, and who looks dear then is not run again."""
+        context, least, samples = known
+        least = min(least, seconds / self.factor(*step))
+        self._longer[step] = context, least, samples + 1
+        if step[0].depth or samples + 1 == DOUBT:
+            self._table.extend(*step, context, least)
+        if samples + 1 == DOUBT:
+            del self._longer[step]
         return True
 
     def _correct(self, shape: TreeShape, bucket: int, error: float) -> None:

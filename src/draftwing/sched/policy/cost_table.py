@@ -7,7 +7,6 @@ and rather too high than too low.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -48,17 +47,17 @@ class CostTable:
         found[context] = seconds
         self._lines.clear()
 
-    def is_longer(self, shape: TreeShape, batch: int, context: int) -> bool:
-        """Returns whether such steps were measured, and none with half as long a context. Only where batches are not
-        padded: what is measured at the start with padded ones includes long contexts."""
-        found = [known for size, known in self._measured.get(shape, {}).items() if _near(size, batch)]
+    def is_longer(self, shape: TreeShape, context: int) -> bool:
+        """Returns whether the shape was measured, and with no context half as long. Only where batches are not padded:
+        what is measured at the start with padded ones includes long contexts."""
+        found = self._measured.get(shape, {}).values()
         return bool(found) and not self.stepwise and context > CONTEXT + 2 * max(map(max, found))
 
     def extend(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
-        """Takes a measurement of a longer context; of several the least."""
+        """Takes a measurement of a longer context."""
         if not self.at(shape, batch):
             self.measure(shape, batch, 0, self._empty(shape, batch))
-        self.measure(shape, batch, context, min(seconds, self.at(shape, batch).get(context, math.inf)))
+        self.measure(shape, batch, context, seconds)
 
     def forget(self, shape: TreeShape | None) -> None:
         """Forgets what was measured of a shape; None: of all."""
@@ -82,7 +81,7 @@ class CostTable:
     def near(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether the shape was measured at a size that is less than twice or half as large."""
         sizes = self._measured.get(shape)
-        return sizes is not None and any(_near(size, batch) for size in sizes)
+        return sizes is not None and any(batch <= 2 * size and size <= 2 * batch for size in sizes)
 
     def by_rows(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain
@@ -166,10 +165,6 @@ class CostTable:
         lower = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
         upper = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
         return min([max([guess, *lower]), *upper])
-
-
-def _near(size: int, batch: int) -> bool:
-    return batch <= 2 * size and size <= 2 * batch
 
 
 def _relative(shape: TreeShape, batch: int) -> float:

@@ -27,15 +27,25 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
 #define SECOND 1000000000LL /* ns */
 #define GRACE 100000        /* ns that a thread of a call may be late: to wake it takes some 50 us */
-#define WATCHED 40          /* us: calls that take less are not watched, which takes one */
+#define WATCHED 100         /* us: calls that take less are not watched, which takes some 3 us */
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss: a slice of some other program */
 #define PRICE 40            /* one part in so many of the time is what tries of more threads may lose */
 #define LONGEST (5 * SECOND) /* without a try */
 
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*gomp_threads)(void), (*gomp_number)(void); /* of the team that the caller is in, and of the caller */
+static int fine_clock; /* whether a thread's own clock tells of microseconds; in some sandboxes it goes by ticks */
+
+static int64_t clock_ns(clockid_t clock) {
+    struct timespec at;
+    clock_gettime(clock, &at);
+    return at.tv_sec * SECOND + at.tv_nsec;
+}
 
 void find_threads(void) {
+    int64_t before = 0, now, steps = 0;
+    for (int i = 0; i < 32; i++, before = now) steps += (now = clock_ns(CLOCK_THREAD_CPUTIME_ID)) != before;
+    fine_clock = steps > 16;
     void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
     if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
     if (gomp_threads) *(void **)&gomp_number = dlsym(gomp, "omp_get_thread_num");
@@ -60,12 +70,6 @@ static void run_threads(void (*work)(void *), void *data, int64_t threads, int64
 }
 
 /* -- how many ------------------------------------------------------------------------------------------------------ */
-
-static int64_t clock_ns(clockid_t clock) {
-    struct timespec at;
-    clock_gettime(clock, &at);
-    return at.tv_sec * SECOND + at.tv_nsec;
-}
 
 /* A call that is watched. A thread of it never sleeps, so its own time falls behind the clock's only while it has no
    processor: others have that, or a quota is spent. All the others wait for it where they meet. */
@@ -115,7 +119,7 @@ static int64_t threads_now(Workers *w) {
    that they run. Once more is lost the next calls run without those that were away, for so long that tries with all of
    them lose one part in `PRICE` of the time. */
 static void learn(Workers *w, const Watched *call, int64_t threads) {
-    if (w->fixed) return;
+    if (w->fixed || !fine_clock) return;
     const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin;
     w->credit += (took - call->away) / threads - call->away;
     if (w->credit > CREDIT) w->credit = CREDIT;
