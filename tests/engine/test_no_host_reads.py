@@ -49,6 +49,7 @@ class FakeDevice:
     """Uploads arrive as tensors without data."""
 
     has_own_memory = False
+    active_threads = 1.0
     device = torch.device("meta")
 
     def __init__(self):

@@ -207,7 +207,7 @@ def test_nobody_waits_for_who_has_a_lower_priority():
 
 def test_a_fixed_shape_knows_what_steps_take():
     policy = FixedShape(PLAIN)
-    plan = SimpleNamespace(seconds=3.0)
+    plan = SimpleNamespace(seconds=3.0, threads=1.0)
     assert policy.seconds(8, 0) is None
     for _ in range(5):
         policy.record(PLAIN, StepContext([0] * 8), plan)

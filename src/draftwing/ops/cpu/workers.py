@@ -64,6 +64,5 @@ class Workers:
         fields.fixed = self._held is not None
         fields.active = min(self._held or fields.most, fields.most)
         fields.since = fields.pause = fields.credit = 0
-        fields.pinned = 0
-        if self._pinned is not None and len(self._pinned) == fields.most:
-            fields.pinned = ctypes.addressof(self._pinned)
+        pinned = self._pinned
+        fields.pinned = 0 if pinned is None or len(pinned) != fields.most else ctypes.addressof(pinned)

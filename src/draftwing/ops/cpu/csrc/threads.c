@@ -82,7 +82,9 @@ typedef struct {
 
 /* Moves the thread to a processor, whoever made it or has moved it since. */
 static void stay_on(int processor) {
-    if (sched_getcpu() == processor) return;
+    static __thread int bound = -1;
+    if (bound == processor) return;
+    bound = processor;
     cpu_set_t only;
     CPU_ZERO(&only);
     CPU_SET(processor, &only);
