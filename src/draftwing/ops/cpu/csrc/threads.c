@@ -80,7 +80,7 @@ typedef struct {
     int64_t begin, away, missing; /* away: ns, of the thread that was longest; missing: threads that were away */
 } Watched;
 
-/* Moves the thread to a processor, whoever made it or has moved it since. */
+/* Binds the calling thread to a processor, once. */
 static void stay_on(int processor) {
     static __thread int bound = -1;
     if (bound == processor) return;
