@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from load_texts import mt_bench
-from logits_quality import PIECE, TEXT, distributions, divergences, load, summary
+from logits_quality import TEXT, distributions, divergences, load, summary
 
 import draftwing
 from draftwing import LLM, SamplingParams
 
 HEAD = Path(draftwing.__file__).parent / "heads" / "smollm2" / "eagle3"
+PIECE = 512  # tokens; the second half counts
 DRAFTS = {
     "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(HEAD), "speculative_num_steps": 3,
     "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "speculative_fixed_shape": True,

@@ -139,7 +139,11 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
 def test_not_with_deterministic_inference(monkeypatch):
     ops = SimpleNamespace(batch_invariant=True, title="stand-in")
     device = SimpleNamespace(
-        device=torch.device("cuda"), ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["stand-in"]
+        device=torch.device("cuda"),
+        ops=ops,
+        defaults=defaults_for(80 << 30),
+        names=lambda ranks: ["stand-in"],
+        set_threads=lambda count, processors: None,
     )
     monkeypatch.setattr(build, "pick_device", lambda name: device)
     monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM", layers=()))

@@ -41,7 +41,10 @@ def test_a_gpu_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: p
     folder = saved(tmp_path, reference("qwen3.5"))
     (folder / "model.safetensors").unlink()
     ops = SimpleNamespace(batch_invariant=True, title="stand-in")
-    device = SimpleNamespace(ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["gpu"], has_own_memory=True)
+    device = SimpleNamespace(
+        ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["gpu"], has_own_memory=True,
+        set_threads=lambda count, processors: None,
+    )  # fmt: skip
     monkeypatch.setattr(build, "pick_device", lambda name: device)
     monkeypatch.setattr(build, "check_target", lambda *args: None)
     with pytest.raises(ConfigError, match=r"gated delta nets on a GPU.*expected --device cpu"):

@@ -80,7 +80,7 @@ def steady_step(harness, shape, drafter):
         ("ngram", PLAIN, 6, 13),
         ("ngram", TREE, 15, 13),
         ("EAGLE3", PLAIN, 7, 12),
-        ("EAGLE3", TREE, 104, 47),
+        ("EAGLE3", TREE, 112, 79),
     ],
     ids=["none", "ngram plain", "ngram tree", "eagle3 plain", "eagle3 tree"],
 )

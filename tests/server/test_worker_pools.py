@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 from scripted import client_of, watched_sizes
 
 from draftwing.config.api_keys import ApiKey
+from draftwing.machine import Processors
 from draftwing.server import worker_pools
 from draftwing.server.edge.keys import client as client_var
 from draftwing.server.worker_pools import MAX_INLINE_SIZE, MAX_SHORT_SIZE, FairSemaphore, WorkerPools
@@ -130,7 +131,7 @@ POOLS: dict[str, Callable[[WorkerPools, Callable[[], None]], Any]] = {
 @pytest.mark.parametrize("pool", POOLS)
 def test_clients_take_turns(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes behind a hundred of another client is next but those that run."""
-    monkeypatch.setattr(worker_pools.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(worker_pools, "processors", lambda: Processors(2, 2))
     monkeypatch.setattr(worker_pools, "REST_FACTOR", 0)
     order: list[str] = []
 

@@ -123,6 +123,8 @@ class Rig:
         self.table: Any = SimpleNamespace(
             rows=count, length=LENGTH, page_table=pages, tokens=tokens, kv_len=kv_len, floats=floats,
             last=tokens.gather(1, kv_len.unsqueeze(1)).squeeze(1), seed=torch.arange(count + 1) + 40,
+            top_k=torch.zeros(count + 1, dtype=torch.int64), ban_until=torch.zeros(count + 1, dtype=torch.int64),
+            ban_ids=torch.full((count + 1, 1), -1),
         )  # fmt: skip
         for row, text in enumerate(texts):
             self._show(row, text)

@@ -116,7 +116,7 @@ class Rig(engine_rig.Rig):
         def spy_propose(step):
             slots, rows, shape, _, noisy = step
             drafter._read_first(slots, rows, noisy)  # as `propose` begins
-            before = [self._state(int(row), i in noisy.tolist(), shape.topk) for i, row in enumerate(rows)]
+            before = [self._state(int(row), shape.topk) for row in rows]
             calls.clear()
             draft = propose(step)
             size, topk = len(rows), shape.topk
@@ -142,14 +142,14 @@ class Rig(engine_rig.Rig):
         head.logits = spy_logits
         setattr(head, name, spy_run)
 
-    def _state(self, row: int, noisy: bool, topk: int) -> tuple[Any, ...]:
+    def _state(self, row: int, topk: int) -> tuple[Any, ...]:
         slots, drafter = self.slots, self.drafter
         length = int(slots.kv_len[row])
         tokens = slots.tokens[row, : length + 1].tolist()
         assert tokens[-1] == int(slots.last[row])
         at = slots.page_table[row, :length]
         kv = [self.pool.kv[len(self.executor.model.kv_layers) + j][at].clone() for j in range(len(drafter.kv_layers))]
-        noise = (int(slots.seed[row]), float(slots.floats[row, 0])) if noisy else None
+        noise = (int(slots.seed[row]), float(slots.floats[row, 0])) if slots.floats[row, 0] else None
         first = (drafter._first.ids[row, :topk].clone(), drafter._first.logp[row, :topk].clone())
         return tokens, kv, drafter._first.feature[row].clone(), noise, first
 

@@ -67,7 +67,7 @@ def test_what_others_took_is_no_price(
     linux_only = iter([before, after])
     monkeypatch.setattr(measure_costs, "delays", lambda: next(linux_only))
     monkeypatch.setattr(quiet, "delays", lambda: next(linux_only))
-    result = SimpleNamespace(seconds=0.8)
+    result = SimpleNamespace(seconds=0.8, threads=1.0)
     executor: Any = SimpleNamespace(
         table=SimpleNamespace(rows=2),
         launch=lambda plan: plan,

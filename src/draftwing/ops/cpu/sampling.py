@@ -104,8 +104,10 @@ class CpuSamplingOps(SamplingOps):
         where a token cannot be chosen. Of equally good tokens those with the lowest ids.
         """
         flags = None
-        if params is not None and filtered.shape[0]:
-            flags = torch.zeros_like(params.seed).index_fill_(0, filtered, 1)
+        if params is not None:
+            params = params._replace(ban_until=torch.zeros_like(params.ban_until))
+            if filtered.shape[0]:
+                flags = torch.zeros_like(params.seed).index_fill_(0, filtered, 1)
         return self._candidates(logits, positions, depth, params, count, flags is not None, flags)[:2]
 
     def _candidates(
