@@ -29,10 +29,21 @@ GLM = {
     "n_routed_experts": 8, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5, "attention_bias": True,
     "rope_parameters": PARTIAL,
 }  # fmt: skip
+LATENT = {
+    "n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "kv_lora_rank": 48,
+    "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 8,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", GLM),
     "glm4-moe-groups": ("Glm4Moe", {**GLM, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 16, "rope_parameters": {**PARTIAL}},

@@ -36,6 +36,7 @@ from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import DeltaSpec, KVPool
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -168,6 +169,10 @@ def check_device(options: Options, device: Device, config: ModelConfig) -> None:
         raise ConfigError(
             "gated delta nets on a GPU: texts with and without drafts are not yet compared on one; "
             "expected --device cpu"
+        )
+    if any(isinstance(layer.mixer, LatentAttentionConfig) for layer in config.layers) and device.has_own_memory:
+        raise ConfigError(
+            "latent attention on a GPU: there are no kernels that read it from the KV pool; expected --device cpu"
         )
     if options.deterministic and not device.ops.batch_invariant:
         raise ConfigError(

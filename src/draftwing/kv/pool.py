@@ -21,14 +21,15 @@ from draftwing.ops.row_states import RowStates
 
 
 class KVSpec(NamedTuple):
-    """Keys and values of one attention layer."""
+    """Keys and values of one attention layer. shared: whether a head's value is its key, which is there once."""
 
     kv_heads: int
     head_dim: int
+    shared: bool = False
 
     def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
         """Index 0 of the second axis holds keys, index 1 values."""
-        return self.kv_heads, 2, self.head_dim + (SCALE_BYTES if pool == torch.int8 else 0)
+        return self.kv_heads, 1 if self.shared else 2, self.head_dim + (SCALE_BYTES if pool == torch.int8 else 0)
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
         return pool
@@ -93,14 +94,15 @@ class KVPool:
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a slot only
         if it is the dummy."""
-        both = torch.stack((k, v), 2)
+        spec = self.layers[layer]
+        both = k.unsqueeze(2) if isinstance(spec, KVSpec) and spec.shared else torch.stack((k, v), 2)
         if self.dtype == torch.int8:
             self.kv[layer].index_copy_(0, slots, _in_int8(both))
             return
         if self.dtype != FP8:
             self.kv[layer].index_copy_(0, slots, both.to(self.dtype))
             return
-        by = both.new_tensor([1 / scale for scale in self.scales[layer]], dtype=torch.float32)[:, None]
+        by = both.new_tensor([1 / scale for scale in self.scales[layer][: both.shape[2]]], dtype=torch.float32)[:, None]
         codes = (both.float() * by).clamp(-_MOST, _MOST).to(FP8)
         self.kv[layer].view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
 

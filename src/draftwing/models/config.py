@@ -16,6 +16,7 @@ import torch
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
@@ -23,6 +24,7 @@ from draftwing.models import expert_fields
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen3_next_layers
 from draftwing.models.language_model import language_model
+from draftwing.models.latents import LATENT
 from draftwing.models.positions import WindowSwitch, context, ropes, rotary_dims, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.unserved import NEUTRAL_VALUES, unserved_part
@@ -63,8 +65,13 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Attention of the first layer that has it: whose sizes draft heads take."""
-        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+        """Attention of the first layer that has it: whose sizes draft heads take. Of latent attention what its heads
+        would be without latents."""
+        mixers = [layer.mixer for layer in self.layers]
+        latent = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)), None)
+        if latent is not None:
+            return AttentionConfig(latent.heads, latent.heads, latent.plain + latent.turned)
+        return next(mixer for mixer in mixers if isinstance(mixer, AttentionConfig))
 
     @property
     def experts(self) -> ExpertConfig | None:
@@ -217,6 +224,8 @@ FAMILIES: dict[str, Family] = {
         experts="deepseek",
         reads=("partial_rotary_factor", "use_qk_norm"),
     ),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", **LATENT),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", **{**LATENT, "eps": 1e-5}),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2",
         qkv_bias=False,

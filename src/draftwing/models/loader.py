@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import dequantized, open_gguf
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear, operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
@@ -31,6 +32,7 @@ from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gguf import Progress
 from draftwing.models.language_model import VISION_PREFIX
+from draftwing.models.latents import apart
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
@@ -181,6 +183,9 @@ def open_checkpoint(
     others = own if kv_scales is None else kv_scales.taken(own)
     put_together = assembled(quantization, others, weight_format.reads_on)
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
+    latent = next((one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig)), None)
+    if latent is not None:
+        matrices = apart(matrices, latent, cuts)
     if config.experts is None:
         return config, matrices
     halves = config.architecture != "GptOssForCausalLM"

@@ -9,10 +9,8 @@ _MLA = "latent attention (MLA)"
 # Relatives that people ask for: model_type, and what they have that has no code here.
 UNSERVED = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", _MLA),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", _MLA),
     "DeepseekV32ForCausalLM": ("deepseek_v32", "sparse latent attention (DSA)"),
     "KimiK25ForConditionalGeneration": ("kimi_k25", _MLA),
-    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", _MLA),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "sparse latent attention (DSA)"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "experts that all tokens share"),
     "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "attention of two kinds of heads and a sigmoid router"),

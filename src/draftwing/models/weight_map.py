@@ -23,7 +23,7 @@ QWEN_MTP_PREFIX = "model.mtp."
 MTP_PREFIXES = MTP_PREFIX, QWEN_MTP_PREFIX
 # Of models that number a prediction layer behind their own: what it has below `model.layers.N` besides a layer, and
 # below `model.mtp`, as Qwen names it and this package does.
-NEXTN_MODELS = frozenset({"Glm4MoeForCausalLM"})
+NEXTN_MODELS = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})
 _NEXTN_NAMES = {
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm",
 }  # fmt: skip
@@ -143,7 +143,7 @@ class ExpertNames(NamedTuple):
 OTHER_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames("mlp.router"),
-    "Glm4MoeForCausalLM": ExpertNames(shared="mlp.shared_experts"),
+    **dict.fromkeys(NEXTN_MODELS, ExpertNames(shared="mlp.shared_experts")),
     "MiniMaxM2ForCausalLM": ExpertNames(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts",

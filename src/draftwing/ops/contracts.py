@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
@@ -236,6 +237,18 @@ class Routed:
         numbers = Counter(flat.tolist())
         chosen = sorted(numbers)
         return ByExpert(order, order.argsort(), chosen, [numbers[expert] for expert in chosen])
+
+
+@dataclass(frozen=True)
+class EveryExpert(Routed):
+    """Every row goes to every expert, in their order."""
+
+    @cached_property
+    def by_expert(self) -> ByExpert:
+        rows = len(self.experts)
+        place = torch.arange(self.pairs, device=self.experts.device)
+        order, places = place.view(rows, -1).t().flatten(), place.view(-1, rows).t().flatten()
+        return ByExpert(order, places, list(range(self.count)) if rows else [], [rows] * self.count if rows else [])
 
 
 class ExpertGemm(Protocol):

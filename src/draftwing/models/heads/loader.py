@@ -20,6 +20,7 @@ from torch import Tensor
 from draftwing.config.drafters import find_drafter, head_drafter
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
@@ -50,6 +51,7 @@ from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import QWENS, MTPHead
 from draftwing.models.heads.own_layers import named_layers, predicts
 from draftwing.models.language_model import language_model
+from draftwing.models.latents import apart
 from draftwing.models.loader import Stored, Tensors, fill_parameters, load_config
 from draftwing.models.quantised.read import assembled, is_quantised
 from draftwing.models.weight_map import (
@@ -211,6 +213,9 @@ def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, S
     values = assembled(config.quantization, own.items())
     experts = target.config.experts
     each = values if dummy or experts is None else taken_apart(values, experts.count, {}, halves=True)
+    latent = target.config.layers[-1].mixer
+    if isinstance(latent, LatentAttentionConfig):
+        each = apart(each, latent, {})
     renamed = ((nextn_name(name, target.config), value) for name, value in each)
     return {name: value for name, value in renamed if name is not None}
 

@@ -18,6 +18,7 @@ from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
@@ -147,5 +148,5 @@ class MTPHead(FeatureHead):
 
 def _layer_of(config: ModelConfig) -> LayerConfig:
     """What a prediction layer is like: the target's first with attention, and with experts where it has any."""
-    able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+    able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig | LatentAttentionConfig)]
     return next((layer for layer in able if layer.experts is not None), able[0])

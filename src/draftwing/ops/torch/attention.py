@@ -142,10 +142,12 @@ class TorchAttend(BoundAttend):
 
 def _fetch(keys: Keys, kv: Tensor) -> None:
     # A head's key and value are one row, and rows come in the order of the products' operands: nothing is transposed.
-    torch.index_select(kv.view(-1, 2 * kv.shape[3]), 0, keys.rows, out=keys.staged)
+    torch.index_select(kv.view(-1, kv.shape[2] * kv.shape[3]), 0, keys.rows, out=keys.staged)
     if keys.staged is not keys.fetched:
         keys.fetched.copy_(keys.staged)
     keys.fetched.masked_fill_(keys.foreign, 0.0)  # a weight of 0 would not keep out a NaN
+    if kv.shape[2] == 1:  # a head's value is its key
+        keys.wide.flatten(0, 3)[:, kv.shape[3] : 2 * kv.shape[3]].copy_(keys.fetched)
 
 
 def _attend(queries: Queries, q: Tensor, kind: AttentionKind) -> None:
@@ -181,7 +183,7 @@ def _keys(slots: Tensor, read: Tensor, kv: Tensor, buffers: Buffers) -> Keys:
     head = torch.arange(kv_heads, device=kv.device).unsqueeze(1)
     index = (slots.unsqueeze(2) * kv_heads + head).flatten()  # of [B, blocks, kv_heads, width]
     wide = buffers.take("wide", index.shape[0], 2 * dim + _KEY_TILE)  # the last columns stay ones
-    fetched = wide[:, : 2 * dim]
+    fetched = wide[:, : kv.shape[2] * dim]
     staged = fetched if kv.dtype == wide.dtype else kv.new_empty(fetched.shape)
     foreign = ~read.unsqueeze(2).expand(-1, -1, kv_heads, -1).reshape(-1, 1)
     return Keys(index, staged, fetched, wide.view(rows, blocks, kv_heads, width, -1), foreign)

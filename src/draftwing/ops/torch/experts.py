@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.contracts import DeviceExpertGemm, Routed, Routing
+from draftwing.ops.contracts import DeviceExpertGemm, EveryExpert, Routed, Routing
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import MXRows
 
@@ -85,6 +85,11 @@ class ExpertOps:
         else:
             weights = by.gather(-1, experts).softmax(-1) if routing.renormalise else by.softmax(-1).gather(-1, experts)
         return Routed(experts, weights * routing.scale if routing.scale != 1 else weights, logits.shape[1])
+
+    def every_expert(self, rows: int, count: int, device: torch.device) -> Routed:
+        """Returns where rows go that all go to all `count` experts, as heads' matrices are."""
+        experts = torch.arange(count, device=device).expand(rows, -1)
+        return EveryExpert(experts, torch.ones(rows, count, device=device), count)
 
     def clamped_swiglu(self, gate_up: Tensor, limit: float) -> Tensor:
         """gate_up [M, 2 * ffn], gates and then ups -> gate * sigmoid(1.702 * gate) * (up + 1), [M, ffn], in float32

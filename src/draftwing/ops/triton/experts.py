@@ -257,6 +257,13 @@ def route(
     return Routed(experts, weights, count, made)
 
 
+def every_expert(rows: int, count: int, device: torch.device) -> Routed:
+    """See `ExpertOps.every_expert`; in small tiles, whose bits do not depend on the number of rows."""
+    experts = torch.arange(count, device=device).expand(rows, -1).contiguous()
+    weights = torch.ones(rows, count, dtype=torch.float32, device=device)
+    return Routed(experts, weights, count, tiles_of(experts, count, SMALL_TILE))
+
+
 def tile_rows(tokens: int, exact: bool) -> int:
     """Pairs of a tile. exact: bits do not depend on the number of tokens, as those of another tile may."""
     return SMALL_TILE if exact or tokens <= FEW_TOKENS else LARGE_TILE

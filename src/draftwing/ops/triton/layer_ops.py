@@ -42,6 +42,7 @@ class TritonLayerOps(LayerOps):
             return str(error)
 
     route = staticmethod(experts.route)
+    every_expert = staticmethod(experts.every_expert)
 
     @property
     def reads_routes(self) -> bool:  # type: ignore[override]

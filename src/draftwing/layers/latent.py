@@ -1,0 +1,206 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in its absorbed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.kv.pool import KVSpec
+from draftwing.layers.experts import ExpertLinear
+from draftwing.layers.linear import Linear, row_parallel
+from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.norm import RMSNorm
+from draftwing.layers.rope import rotate
+from draftwing.ops.attention import Attend, AttentionKind, HeadShape
+from draftwing.parallel.cut import Cut, Order, ordered
+from draftwing.parallel.ranks import Ranks, Share
+
+if TYPE_CHECKING:
+    from draftwing.layers.config import LayerConfig
+
+_EPS = 1e-6  # of the norms of latents, whatever a config says of the others
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig(MixerConfig):
+    """Attention over one latent for each token, with the sizes of this rank.
+
+    heads: of queries.  plain, turned: elements of a query or key that are not turned by the rotary embedding, and that
+    are; the latter are one for all heads.  values: elements of a value.  latent: size of what keys and values are made
+    of.  query_latent: of what queries are made of, 0: of the hidden state.  rope: which of `ModelConfig.ropes`.
+    interleaved: whether elements that are turned lie in pairs in a checkpoint.  bias: of the matrices that read or make
+    hidden states.  factor: what scores are multiplied with besides the root of a key's size.
+    """
+
+    heads: int
+    plain: int
+    turned: int
+    values: int
+    latent: int
+    query_latent: int = 0
+    rope: int = 0
+    interleaved: bool = True
+    bias: bool = False
+    factor: float = 1.0
+
+    @property
+    def rotates(self) -> tuple[int, int] | None:
+        return self.rope, self.turned
+
+    @property
+    def width(self) -> int:
+        """Of what a token keeps."""
+        return self.latent + self.turned
+
+    @property
+    def shape(self) -> HeadShape:
+        return HeadShape(self.heads, 1, self.width)
+
+    def keeps(self) -> KVSpec:
+        return KVSpec(1, self.width, shared=True)
+
+    def weights(self, hidden: int) -> int:
+        queries = self.heads * (self.plain + self.turned)
+        made = hidden * (self.query_latent + self.width) + (self.query_latent or hidden) * queries
+        return made + self.heads * (self.latent * (self.plain + self.values) + self.values * hidden)
+
+    def check(self) -> None:
+        for name in ("heads", "plain", "turned", "values", "latent"):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.turned % 2:
+            raise CheckpointError(f"expected an even number of elements that are turned, found {self.turned}")
+
+    def spread(self, ranks: Ranks) -> LatentAttentionConfig:
+        """Each rank has a share of the heads, and the latents of all tokens."""
+        if self.heads % ranks.size:
+            raise ConfigError(
+                f"--tp-size {ranks.size}: expected a number that divides the model's {self.heads} attention heads; "
+                f"found {ranks.size}"
+            )
+        return replace(self, heads=self.heads // ranks.size)
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        own, size, rank = self.spread(ranks), ranks.size, ranks.rank
+
+        def share(each: int) -> Share:
+            """Of rows or columns, of which a head has so many."""
+            return Share(rank * own.heads * each, own.heads * each, size * own.heads * each)
+
+        def all_of(rows: int) -> Cut:
+            return Cut(0, Share(0, rows, rows))
+
+        key = self.plain + self.turned
+        heads = range(rank * own.heads, (rank + 1) * own.heads)
+        of_queries = self._order([head * key for head in heads], self.plain, self.heads * key)
+        made = StoredMatrix(
+            "self_attn.q_b_proj" if self.query_latent else "self_attn.q_proj",
+            "query", 0, own.heads * key, False, Cut(0, share(key)), of_queries,
+        )  # fmt: skip
+        kept = StoredMatrix(
+            "self_attn.kv_a_proj_with_mqa", "down", self.query_latent, self.width, self.bias, all_of(self.width),
+            self._order([0], self.latent, self.width),
+        )  # fmt: skip
+        out = StoredMatrix("self_attn.o_proj", "o", 0, hidden, self.bias, Cut(1, share(self.values)))
+        parts: list[StoredMatrix | StoredVector] = [made, kept, out]
+        if self.query_latent:
+            wide = self.query_latent
+            parts += [
+                StoredMatrix("self_attn.q_a_proj", "down", 0, wide, self.bias, all_of(wide)),
+                StoredVector("self_attn.q_a_layernorm.weight", "query_norm.weight", wide, None, True),
+            ]
+        up, values = share(self.latent), share(self.values)
+        return [
+            *parts,
+            StoredVector("self_attn.kv_a_layernorm.weight", "norm.weight", self.latent, None, True),
+            # Two parts of `kv_b_proj` (`models.latents`).
+            StoredVector("self_attn.k_b_proj.weight", "key_up.weight", up.size, Cut(0, up)),
+            StoredVector("self_attn.v_b_proj.weight", "value_up.weight", values.size, Cut(0, values)),
+        ]
+
+    def _order(self, starts: Sequence[int], plain: int, whole: int) -> Order | None:
+        """Of rows of which `plain` and then those that are turned begin at each of `starts`: of the latter the first of
+        all pairs, then the second."""
+        runs = []
+        for start in starts:
+            first = start + plain
+            runs.append((start, plain))
+            if self.interleaved:
+                runs += [(first + i, 1) for at in (0, 1) for i in range(at, self.turned, 2)]
+            else:
+                runs.append((first, self.turned))
+        return ordered(0, runs, whole)
+
+    def build(
+        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
+    ) -> LatentAttention:
+        return LatentAttention(self, layer, pool_layer, dtype, device, in_size)
+
+
+class LatentAttention(Mixer):
+    """Keys and values of all heads are products of one latent, [latent | turned], which is all that a token keeps.
+
+    Keys and values are not made. A head's query is multiplied with the matrix of its keys instead, and meets latents;
+    and its sum over latents is multiplied with the matrix of its values. Prompts, decoding and trees all do it so, and
+    have the same bits.
+    """
+
+    needs_chunks = False
+
+    def __init__(
+        self,
+        config: LatentAttentionConfig,
+        layer: LayerConfig,
+        pool_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.pool_layer, self.shape = config, pool_layer, config.shape
+        heads, hidden, form = config.heads, layer.hidden, layer.weight_format
+        wide = config.query_latent
+        self.down = Linear(in_size, wide + config.width, config.bias, dtype, device, form)
+        self.query = Linear(wide or in_size, heads * (config.plain + config.turned), False, dtype, device, form)
+        self.query_norm = RMSNorm(wide, _EPS, layer.norm.dtype(dtype), device) if wide else None
+        self.norm = RMSNorm(config.latent, _EPS, layer.norm.dtype(dtype), device)
+        # Of each head: its rows are those that were routed to it.
+        self.key_up = ExpertLinear(config.plain, config.latent, heads, False, dtype, device)
+        self.value_up = ExpertLinear(config.latent, config.values, heads, False, dtype, device)
+        self.o = row_parallel(Linear(heads * config.values, hidden, config.bias, dtype, device, form), layer.ranks)
+        self.kind = AttentionKind(scalar=config.plain + config.turned)
+
+    def linears(self) -> list[Linear]:
+        return [self.down, self.query, self.o]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        config, rows = self.config, len(x)
+        made = self.down(x)
+        source = x if self.query_norm is None else self.query_norm(made[:, : config.query_latent])
+        queries = self.query(source).view(rows, config.heads, -1)
+        plain, turned = queries.split((config.plain, config.turned), 2)
+        routed = self.ops.every_expert(rows, config.heads, x.device)
+        plain = self.key_up(plain.reshape(rows * config.heads, -1), routed).view(rows, config.heads, -1)
+        q = torch.cat((plain, rotate(turned, cos, sin)), 2)  # [M, heads, width]
+        if config.factor != 1:
+            q = (q.float() * config.factor).to(q.dtype)
+        latents = self._latents(made, cos, sin)
+        out = attend(self.pool_layer, q, latents, latents, self.kind).view(rows * config.heads, -1)
+        values = self.value_up(out[:, : config.latent].contiguous(), routed)
+        return self.o(values.view(rows, -1), residual)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+    def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        latents = self._latents(self.down.last(x, self.config.width), cos, sin)
+        attend.write(self.pool_layer, latents, latents)
+
+    def _latents(self, made: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """made [M, ..] of `down` -> what the tokens keep, [M, 1, width]"""
+        latent, turned = made[:, -self.config.width :].split((self.config.latent, self.config.turned), 1)
+        return torch.cat((self.norm(latent).unsqueeze(1), rotate(turned.unsqueeze(1), cos, sin)), 2)

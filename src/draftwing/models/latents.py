@@ -1,0 +1,74 @@
+"""Families with latent attention: what their configs say of it, and the matrix that it takes apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.layers.rope import yarn_attention_factor
+from draftwing.models.fields import WIDEST, Fields
+from draftwing.ops.types import MXRows, QuantizedRows
+from draftwing.parallel.cut import Cut
+
+Value = Tensor | QuantizedRows | MXRows
+JOINED, KEYS, VALUES = ".kv_b_proj.weight", ".k_b_proj.weight", ".v_b_proj.weight"
+
+
+def latent_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """Returns the layers of DeepSeek-V3 and its like; layer: one with experts."""
+
+    def size(key: str, low: int = 1, default: int | None = None) -> int:
+        return fields.whole(key, low, WIDEST, default)
+
+    scaling = fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
+    factor, all_dim = 1.0, scaling.number("mscale_all_dim", 0, 1e3, 0.0)
+    if scaling.text("rope_type", scaling.text("type", "default")) != "default" and all_dim:
+        factor = yarn_attention_factor(scaling.number("factor", 1e-3, 1e6), all_dim) ** 2
+    mixer = LatentAttentionConfig(
+        size("num_attention_heads"),
+        size("qk_nope_head_dim"),
+        size("qk_rope_head_dim"),
+        size("v_head_dim"),
+        size("kv_lora_rank"),
+        size("q_lora_rank", 0, 0),
+        interleaved=fields.flag("rope_interleave", True),
+        bias=fields.flag("attention_bias"),
+        factor=factor,
+    )
+    return (replace(layer, mixer=mixer),) * count
+
+
+# What these families have in common, as `Family` has it.
+LATENT: dict[str, Any] = {
+    "experts": "deepseek",
+    "layers": latent_layers,
+    "reads": ("kv_lora_rank", "q_lora_rank", "rope_interleave"),
+}
+
+
+def apart(
+    tensors: Iterable[tuple[str, Value]], mixer: LatentAttentionConfig, cuts: Mapping[str, Cut]
+) -> Iterator[tuple[str, Value]]:
+    """(name, value) of every tensor; in place of the matrix that makes keys and values of latents, those that make
+    latents' counterparts of queries [heads * latent, plain], and values of latents [heads * values, latent]. mixer: of
+    the whole model.  cuts: what this rank has of these, by their names."""
+    for name, value in tensors:
+        if not name.endswith(JOINED):
+            yield name, value
+            continue
+        whole = value if isinstance(value, Tensor) else value.dense(torch.float32)
+        expected = mixer.heads * (mixer.plain + mixer.values), mixer.latent
+        if whole.shape != expected:
+            raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(whole.shape)}")
+        keys, values = whole.view(mixer.heads, -1, mixer.latent).split((mixer.plain, mixer.values), 1)
+        for suffix, part in ((KEYS, keys.transpose(1, 2)), (VALUES, values)):
+            own = name.removesuffix(JOINED) + suffix
+            made = part.reshape(-1, part.shape[2])
+            yield own, cuts[own].of_tensor(own, made) if own in cuts else made

@@ -1,0 +1,57 @@
+"""Models with latent attention against transformers, which multiplies keys and values out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import Pooled, on_two_ranks, tokens, whole_logits
+from moe_models import reference
+
+from draftwing.kv.pool import KVSpec
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+
+CPU = torch.device("cpu")
+KINDS = ["deepseek-v3", "glm4-moe-lite"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, DecoderModel, Path]:
+    theirs, folder = reference(request.param), tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(folder)
+    return theirs, load_model(folder, torch.float32, "cpu"), folder
+
+
+@torch.inference_mode()
+def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:
+    theirs, model, _ = pair
+    ids = tokens(150)
+    assert model.kv_layers == [KVSpec(1, 56, shared=True)] * 3
+    torch.testing.assert_close(whole_logits(model, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path], native: bool) -> None:
+    theirs, _, folder = pair
+    model, ops = load_model(folder, torch.float32, "cpu"), make_ops(CPU)
+    model.pack(ops)
+    ids, pooled = tokens(40), Pooled(model, ops if native else None)
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0]
+    found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
+    # The text's tokens are nodes 0, 2 and 4; then two steps of one node follow.
+    drafted = ids[torch.tensor([21, 5, 22, 9, 23])]
+    found.append(pooled.tree(drafted, [-1, 0, 0, 2, 2], 21)[torch.tensor([0, 2, 4])])
+    pooled.accept(21, [0, 2, 4])
+    found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_two_ranks_have_shares_of_the_heads(pair: tuple[Any, DecoderModel, Path]) -> None:
+    _, whole, folder = pair
+    ids = tokens(9)
+    torch.testing.assert_close(on_two_ranks(folder, make_ops(CPU), ids), whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
