@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.further(kind="glm4-moe", dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-groups", "minimax-m2"])
+@pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-groups", "minimax-m2", "deepseek-v3", "glm4-moe-lite"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
     predicts = kind != "minimax-m2"

@@ -23,7 +23,7 @@ from draftwing.models.loader import load_model
 from draftwing.parallel.ranks import Absent
 from draftwing.train.capture import FeatureModel
 
-KINDS = ["glm4-moe", "glm4-moe-groups"]
+KINDS = ["glm4-moe", "glm4-moe-groups", "deepseek-v3"]
 COMMITTED, GROWN = 12, 3
 
 

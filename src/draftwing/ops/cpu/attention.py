@@ -156,7 +156,7 @@ class CpuAttend(KernelAttend):
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
             self._backend.pools(first, layers.count, layers.shape), layers.places, spare.data_ptr(), layers.width,
             self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
-            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, layers.eps,
+            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, 2, layers.eps,
         )  # fmt: skip
         return outs
 
@@ -197,7 +197,7 @@ class CpuAttend(KernelAttend):
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
-            self._kv_type, *self._how, *numbers_of_kind(kind),
+            self._kv_type, *self._how, *numbers_of_kind(kind), kv.shape[2],
         )  # fmt: skip
         return out
 

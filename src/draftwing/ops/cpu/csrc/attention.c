@@ -129,10 +129,10 @@ static Plan plan_of(const Attention *a) {
 
 /* Turns `count` keys; there are more addresses, up to 16s. Their values are read next, and the keys of `after`. */
 static void stage_keys(const Tile *t, const char *const *at, int64_t count, const char *const *after, int64_t more) {
-    const int64_t bytes = row_bytes(t->a);
+    const int64_t bytes = row_bytes(t->a), behind = value_behind(t->a);
     for (int64_t j = 0; j < count; j += PART) {
         for (int64_t i = j; i < least(j + PART, count); i++) {
-            bring(at[i] + bytes, bytes);
+            bring(at[i] + behind, bytes);
             if (i < more) bring(after[i], bytes);
         }
         if (t->a->kv_type == INT8) stage_keys_8(t, j, at + j);
@@ -383,7 +383,8 @@ Attention attention_of(const int64_t *n) {
                    .workers = POINTER(n[22]),
                    .window = n[23],
                    .sinks = POINTER(n[24]),
-                   .scalar = n[25]};
+                   .scalar = n[25],
+                   .parts = n[26]};
     a.padded = round_up(a.dim, LANES);
     a.scratch = (float *)(a.tickets + TICKETS);
     a.stored = a.scratch + a.workers->most * thread_floats(&a);

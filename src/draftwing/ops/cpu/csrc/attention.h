@@ -105,10 +105,13 @@ INLINE int64_t row_bytes(const Attention *a) {
     return a->kv_type == INT8 ? a->dim + SCALE_BYTES : a->dim * (a->kv_type == HALF ? 2 : 4);
 }
 
+/* How far behind a key its value is. */
+INLINE int64_t value_behind(const Attention *a) { return a->parts > 1 ? row_bytes(a) : 0; }
+
 /* Where the key of a page table's entry is. */
 INLINE const char *key_at(const Tile *t, int64_t entry) {
     const Attention *a = t->a;
-    return (const char *)a->kv + (t->table[entry] * a->kv_heads + t->head) * 2 * row_bytes(a);
+    return (const char *)a->kv + (t->table[entry] * a->kv_heads + t->head) * a->parts * row_bytes(a);
 }
 INLINE const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
 

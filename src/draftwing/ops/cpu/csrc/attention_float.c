@@ -157,15 +157,15 @@ static void value_turn(const Tile *t, const Values *v, int64_t chunk, int64_t fr
 void add_values_float(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                        int64_t end, int64_t r, int64_t last) {
     const Attention *a = t->a;
-    const int64_t bytes = row_bytes(a), turns = (last - r + TALL - 1) / TALL;
+    const int64_t bytes = row_bytes(a), behind = value_behind(a), turns = (last - r + TALL - 1) / TALL;
     const int stage = turns > 1 || a->dim % LANES;
-    Values v = {at, after, bytes, bytes, (int)a->kv_type};
+    Values v = {at, after, behind, bytes, (int)a->kv_type};
     if (stage) v = (Values){.at = t->here};
     for (int64_t block = from, next; block < end; block = next) {
         next = stage ? least(block + BLOCK, end) : end;
         for (int64_t j = block; j < next && stage; j++) {
             float *row = t->staged + (j - block) * a->padded;
-            to_floats(row, at[j - chunk] + bytes, a->dim, (int)a->kv_type);
+            to_floats(row, at[j - chunk] + behind, a->dim, (int)a->kv_type);
             for (int64_t c = a->dim; c < a->padded; c++) row[c] = 0;
             t->here[j - chunk] = (const char *)row;
             if (after) bring(after[j - chunk], bytes);

@@ -165,7 +165,7 @@ void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int6
 
 static float value_scale(const Tile *t, const char *key) {
     float scale;
-    memcpy(&scale, key + row_bytes(t->a) + t->a->dim, SCALE_BYTES);
+    memcpy(&scale, key + value_behind(t->a) + t->a->dim, SCALE_BYTES);
     return scale;
 }
 /* Of the chunk's first `count` keys, which all queries have by the table. */
@@ -268,14 +268,15 @@ INLINE void value_rows(int32_t *to, int64_t padded, const int16_t *codes, const 
 /* To the integers that `part` has of these rows meanwhile. */
 void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                   int64_t end, int64_t r, int64_t last) {
-    const int64_t bytes = row_bytes(t->a), padded = t->a->padded, turns = (last - r + TALL - 1) / TALL;
+    const int64_t bytes = row_bytes(t->a), behind = value_behind(t->a), padded = t->a->padded;
+    const int64_t turns = (last - r + TALL - 1) / TALL;
     int32_t *staged = (int32_t *)t->staged;
     for (int64_t block = from; block < end; block += BLOCK) {
         const int64_t next = least(block + BLOCK, end), pairs = (next - block + 1) / 2;
         for (int64_t j = 0; j < pairs; j++) {
             const int64_t first = block + 2 * j - chunk, second = first + 1 < end - chunk ? first + 1 : first;
-            const char *other = second > first ? at[second] + bytes : NULL; /* what follows is others' */
-            stage_pair(staged + j * padded, at[first] + bytes, other, padded);
+            const char *other = second > first ? at[second] + behind : NULL; /* what follows is others' */
+            stage_pair(staged + j * padded, at[first] + behind, other, padded);
             if (after) bring(after[first], bytes), bring(after[second], bytes);
         }
         for (int64_t turn = 0, row = r; turn < turns; turn++) {

@@ -355,6 +355,7 @@ typedef struct {
     int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_type; /* half: of q and out */
     Workers *workers;
     int64_t window, scalar; /* as `AttentionKind` has them */
+    int64_t parts;          /* of what a head keeps: 2, key and value; 1: its value is its key */
     const float *sinks;     /* of heads, or NULL */
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
     int64_t padded;         /* dim up to 16s */
@@ -364,8 +365,8 @@ typedef struct {
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
-   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them. */
-#define ATTENTION 26
+   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them; parts. */
+#define ATTENTION 27
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* Attends until nothing is left to take, in thread `thread` of those that share `taken`. */
 HIDDEN void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next);

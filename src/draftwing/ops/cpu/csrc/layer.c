@@ -229,7 +229,7 @@ PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t give
 
 /* x, normed (0: each layer norms its input; otherwise there is one layer), outs [.., rows, hidden], layers, addresses
    of their numbers, of their keys and values, and which of outs each writes; spare, most inputs of a normed row, slots,
-   cos, sin, their stride, rows, half; numbers of attention, whose out, q, kv and last three are set here; eps. The
+   cos, sin, their stride, rows, half; numbers of attention, whose out, q, kv, window, sinks and scalar are set here; eps. The
    layers are of one size. The size of a head and of the MLP are multiples of 32. */
 PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[15 + ATTENTION];
