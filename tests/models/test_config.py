@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from reference.hf_configs import (
+    DEEPSEEK_V3,
     GEMMA3_1B,
     GLM45,
+    GLM47_FLASH,
     GPT_OSS_20B,
     LFM2_12B,
     LLAMA2_7B,
@@ -29,6 +31,7 @@ from draftwing.kv.pool import KVSpec
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig, from_hf
@@ -118,6 +121,19 @@ def test_glm45() -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             from_hf({**GLM45, **changes})
+
+
+def test_latent_attention() -> None:
+    config = from_hf(DEEPSEEK_V3)
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, LatentAttentionConfig) and mixer.keeps() == KVSpec(1, 576, shared=True)
+    assert abs(mixer.factor - 1.8738) < 1e-4 and config.ropes[0].attention_factor == 1
+    assert config.experts == ExpertConfig(256, Routing(8, True, True, 8, 4, 2.5), 2048, shared=2048, wide_router=True)
+    assert [layer.experts is None for layer in config.layers] == [True] * 3 + [False] * 58
+    assert 670e9 < config.matrix_weights < 672e9  # published as 671B
+    flash = from_hf(GLM47_FLASH)
+    assert flash.layers[0].mixer == LatentAttentionConfig(20, 192, 64, 256, 512, 768)
+    assert 29e9 < flash.matrix_weights < 31e9  # published as 30B
 
 
 def test_minimax_m2() -> None:
@@ -257,7 +273,7 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**LLAMA2_7B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        ({**LLAMA2_7B, "architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention (MLA)"),
+        ({**LLAMA2_7B, "architectures": ["DeepseekV2ForCausalLM"]}, "DeepseekV2ForCausalLM has latent attention (MLA)"),
         ({"model_type": "qwen2_moe"}, "'qwen2_moe' has experts that all tokens share, which is not"),
         ({**QWEN35_TEXT, "attn_output_gate": False}, "attn_output_gate = False"),
         ({**QWEN35_TEXT, "layer_types": ["linear_attention"] * 32}, "expected a layer with attention, found none"),
