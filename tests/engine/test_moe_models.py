@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-groups", "minimax-m2", "deepseek-v3", "glm4-moe-lite"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
-    predicts = kind != "minimax-m2"
+    predicts = kind not in ("minimax-m2", "glm4-moe-lite")  # of the latter transformers knows no such layer
     with_layer(tmp_path, theirs, published(theirs, predicting(theirs)) if predicts else {})
     write_tokenizer(tmp_path)
     plain = texts(tmp_path, "none", dtype)
