@@ -169,7 +169,7 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
 @pytest.mark.parametrize("lag", [0, 1])
 def test_prefill_chunks_of_any_size(harness, case, chunk, lag):
     rig, _ = answer(harness, case, shapes=(TREE,), drafter="oracle", chunk=chunk, lag=lag)
-    assert rig.stats.prefills > 6 and rig.accept_length > 1.5
+    assert rig.stats.prefills >= 6 and rig.accept_length > 1.5
 
 
 @pytest.mark.parametrize("lag", [0, 1])
