@@ -118,7 +118,7 @@ def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: P
     """Said before its tokenizer is looked for."""
     draft = tmp_path / "draft"
     draft.mkdir()
-    (draft / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
+    (draft / "config.json").write_text(json.dumps({"architectures": ["DeepseekV2ForCausalLM"]}))
     error = refusal(target, speculative_algorithm="STANDALONE", **head_of(draft))
     assert "latent attention (MLA)" in str(error)
 
@@ -126,7 +126,7 @@ def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: P
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "latent attention (MLA)"),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, "latent attention (MLA)"),
         ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, "experts that all tokens share"),
         ({"architectures": ["SomethingForCausalLM"]}, "unknown architecture SomethingForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "hidden_size": 0}, "max_position_embeddings"),

@@ -85,7 +85,7 @@ def test_committed_text_and_growth(name: str, tmp_path: Path) -> None:
     ids, cache, path = torch.tensor(tokens), DenseCache(), ()
     _, aux_hidden = target(ids[:5], torch.arange(5), DenseCache(), head.aux_layers)
     draft = case.reference(tokens)
-    assert [tuple(spec) for spec in head.kv_layers] == [tuple(k.shape[1:]) for k, _ in draft.kv]
+    assert [(spec.kv_heads, spec.head_dim) for spec in head.kv_layers] == [tuple(k.shape[1:]) for k, _ in draft.kv]
     hidden = head.run(ids[1:], torch.arange(5), head.features(aux_hidden), 0, cache)
     assert hidden.shape == (5, head.width)
     torch.testing.assert_close(hidden[-1], draft.hidden, atol=1e-5, rtol=1e-5)
