@@ -163,7 +163,7 @@ def test_processors_by_number(text: str, expected: tuple[int, ...]) -> None:
     assert numbered(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "0,0", "-1", "0-2,1"])
+@pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "0,0", "-1", "0-2,1", "0-99999999999", "٣"])
 def test_no_processors(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         numbered(text)

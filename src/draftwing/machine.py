@@ -6,6 +6,7 @@ Everything is read of Linux's files below `root`, which tests replace; where the
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _UNLIMITED = 1 << 60  # bytes: cgroups of version 1 say "no limit" by a number near 2 ** 63
 
 
@@ -52,11 +54,10 @@ def processors(root: Path = ROOT, affinity: set[int] | None = None) -> Processor
 
 def numbered(text: str) -> tuple[int, ...]:
     """Reads a list of processors such as "0-3,8", each one once. Raises ValueError."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    if not found or len(set(found)) < len(found) or min(found) < 0:
+    parts = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part is not None]
+    found = [number for one in ranges for number in one]
+    if len(ranges) < len(parts) or not all(ranges) or len(set(found)) < len(found):
         raise ValueError(f"expected processors such as 0-3,8, found {text!r}")
     return tuple(found)
 

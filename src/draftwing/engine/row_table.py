@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftwing.core import Admission, IntArray, Plan
 from draftwing.engine.devices.base import Device
-from draftwing.kv.pool import zeros_as_written
 from draftwing.ops.row_states import RowStates
 from draftwing.ops.types import SamplingGroups, SamplingRows
+from draftwing.ops.zeros import zeros_as_written
 
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens
 

@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftwing.ops.attention import SCALE_BYTES
 from draftwing.ops.row_states import DeltaSpec as DeltaSpec
 from draftwing.ops.row_states import RowStates
+from draftwing.ops.zeros import zeros_as_written
 
 
 class KVSpec(NamedTuple):
@@ -120,14 +120,3 @@ def _in_int8(rows: Tensor) -> Tensor:
     most = torch.where(most < torch.inf, most, torch.nan)
     codes = (rows * torch.where(most >= _LEAST, most.new_tensor(_CODES) / most, 0.0)).round().nan_to_num(0.0)
     return torch.cat((codes.to(torch.int8), (most / _CODES).contiguous().view(torch.int8)), -1)
-
-
-def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages), begin with a
-    cache line, and have one behind their end: kernels read whole vectors."""
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = torch.from_numpy(np.zeros(size + 127, np.uint8))
-    first = -memory.data_ptr() % 64
-    return memory[first : first + size].view(dtype).view(shape)

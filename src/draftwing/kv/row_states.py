@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec, SlotSpec, zeros_as_written
+from draftwing.kv.pool import DeltaSpec, SlotSpec
 from draftwing.ops.row_states import LayerStates as LayerStates
+from draftwing.ops.zeros import zeros_as_written
 
 
 class RowStates:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from draftwing.ops.cpu import delta_net
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
 from draftwing.ops.cpu.workers import Workers
+from draftwing.ops.zeros import zeros_as_written
 
 POOL_TYPES = (torch.float32, torch.bfloat16, torch.int8)  # as cpu.h numbers them
 _MOST_TAPS = 8  # of a short convolution
@@ -73,13 +73,7 @@ class NativeAttention:
         if kept.numel() >= size:
             return kept
         self._outgrown.append(kept)
-        return _zeros(max(size, 2 * kept.numel()), kept.dtype)
-
-
-def _zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Takes memory only as it is written."""
-    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + 63, np.uint8))
-    return memory[-memory.data_ptr() % 64 :][: size * dtype.itemsize].view(dtype)
+        return zeros_as_written((max(size, 2 * kept.numel()),), kept.dtype, kept.device)
 
 
 class CpuAttend(KernelAttend):
