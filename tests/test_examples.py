@@ -36,7 +36,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.fixture(autouse=True)
 def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of its own takes what memory is free."""
-    monkeypatch.setattr("draftwing.engine.devices.cpu.CpuDevice.free_memory", lambda device: 512 << 20)
+    monkeypatch.setattr("draftwing.engine.devices.cpu.CpuDevice.free_memory", lambda device: 64 << 20)
 
 
 def test_offline_generation(model: str, capsys: pytest.CaptureFixture[str]) -> None:

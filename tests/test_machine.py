@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftwing.machine import Processors, free_memory, numbered, processors
+from draftwing.machine import Processors, free_memory, memory_limit, numbered, processors
 
 GB = 1 << 30
 
@@ -99,16 +99,16 @@ MACHINE = {"proc/meminfo": f"MemTotal: {16 << 20} kB\nMemAvailable: {8 << 20} kB
     ("files", "expected"),
     [
         ({}, 8 * GB),
-        # Of version 2: the lower limit, and pages of files that go when room is needed.
+        # Of version 2: pages of files go when room is needed, and what is high only slows down.
         (
             {
                 "proc/self/cgroup": "0::/\n",
                 "sys/fs/cgroup/memory.max": f"{4 * GB}",
                 "sys/fs/cgroup/memory.high": f"{3 * GB}",
                 "sys/fs/cgroup/memory.current": f"{2 * GB}",
-                "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {GB // 2}\nactive_file 7\n",
+                "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {GB // 4}\nactive_file {GB // 4}\n",
             },
-            GB + GB // 2,
+            2 * GB + GB // 2,
         ),
         (
             {
@@ -153,7 +153,15 @@ def test_a_limit_of_the_address_space(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(resource, "getrlimit", lambda which: (3 * GB, resource.RLIM_INFINITY))
     pages = GB // os.sysconf("SC_PAGE_SIZE")
     root = write(tmp_path, MACHINE | {"proc/self/statm": f"{pages} 5 5 5 0 5 0\n"})
-    assert free_memory(root) == 2 * GB
+    assert free_memory(root) == 2 * GB and memory_limit(root) == 3 * GB
+
+
+def test_what_is_taken_of_a_limit_does_not_lower_it(tmp_path: Path) -> None:
+    group = {"memory.max": f"{4 * GB}", "memory.current": f"{3 * GB}", "memory.high": f"{GB}"}
+    files = {f"sys/fs/cgroup/{name}": text for name, text in group.items()}
+    root = write(tmp_path, MACHINE | {"proc/self/cgroup": "0::/\n"} | files)
+    assert memory_limit(root) == 4 * GB and free_memory(root) == GB
+    assert memory_limit(write(tmp_path / "free", MACHINE)) is None
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,13 @@ def _quota(root: Path) -> float | None:
 def free_memory(root: Path = ROOT) -> int | None:
     """Returns the bytes that this process may still take: what the machine has, its control groups and `ulimit -v`
     allow. None on a system that does not tell."""
-    found = [left for left in (_available(root), *_group_memory(root), _address_space(root)) if left is not None]
+    found = [left for left in (_available(root), *(left for _, left in _limits(root))) if left is not None]
     return max(min(found), 0) if found else None
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Returns the bytes that control groups and `ulimit -v` allow this process at most, None without such limits."""
+    return min((limit for limit, _ in _limits(root)), default=None)
 
 
 def resident_memory(root: Path = ROOT) -> int:
@@ -97,27 +102,20 @@ def _available(root: Path) -> int | None:
     return None
 
 
-def _group_memory(root: Path) -> Iterator[int]:
-    """Yields what each limit leaves. Pages of files that nobody has read of late are free: they go when others need
-    the room."""
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yields each limit, and what it leaves. Pages of files are free: they go when others need the room."""
     for folder in _groups(root, "memory"):
         stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-        files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        for limits, usage in ((("memory.max", "memory.high"), "memory.current"),
-                              (("memory.limit_in_bytes",), "memory.usage_in_bytes")):  # fmt: skip
-            for limit in limits:
-                with suppress(ValueError):  # "max", or nothing
-                    most, used = int(_text(folder / limit)), int(_text(folder / usage))
-                    if most < _UNLIMITED:
-                        yield most - used + files
-
-
-def _address_space(root: Path) -> int | None:
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    used = _text(root / "proc/self/statm").split()
-    if most == resource.RLIM_INFINITY or not used:
-        return None
-    return most - int(used[0]) * os.sysconf("SC_PAGE_SIZE")
+        files = sum(int(stat.get(f"total_{kind}_file", stat.get(f"{kind}_file", 0))) for kind in ("active", "inactive"))
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with suppress(ValueError):  # "max", or nothing
+                most, used = int(_text(folder / limit)), int(_text(folder / usage))
+                if most < _UNLIMITED:
+                    yield most, most - used + files
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _text(root / "proc/self/statm").split()
+    if space != resource.RLIM_INFINITY and pages:
+        yield space, space - int(pages[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # -- control groups ----------------------------------------------------------------------------------------------------

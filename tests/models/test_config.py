@@ -134,6 +134,20 @@ def test_latent_attention() -> None:
     flash = from_hf(GLM47_FLASH)
     assert flash.layers[0].mixer == LatentAttentionConfig(20, 192, 64, 256, 512, 768)
     assert 29e9 < flash.matrix_weights < 31e9  # published as 30B
+    # Libraries take something else for granted in each of these families.
+    for key in ("routed_scaling_factor", "topk_group", "first_k_dense_replace"):
+        with pytest.raises(CheckpointError, match=f"{key}: expected .*, found None"):
+            from_hf({name: value for name, value in DEEPSEEK_V3.items() if name != key})
+
+
+def test_mlps_by_layer() -> None:
+    layers = GLM47_FLASH["num_hidden_layers"]
+    kinds = ["dense", "sparse", "dense"] + ["sparse"] * (layers - 3)
+    config = from_hf({**GLM47_FLASH, "first_k_dense_replace": None, "mlp_layer_types": kinds})
+    assert [i for i, layer in enumerate(config.layers) if layer.experts is None] == [0, 2]
+    for wrong in (kinds[:-1], ["dense", "moe", *kinds[2:]]):
+        with pytest.raises(CheckpointError, match="mlp_layer_types: expected dense or sparse for each of"):
+            from_hf({**GLM47_FLASH, "mlp_layer_types": wrong})
 
 
 def test_minimax_m2() -> None:
@@ -142,6 +156,8 @@ def test_minimax_m2() -> None:
     mixer = config.attention
     assert mixer.qk_norm and mixer.whole_norms and not mixer.qkv_bias and mixer.rotary == 64
     assert config.ropes[0].theta == 5e6 and 228e9 < config.matrix_weights < 230e9  # published as 230B
+    without = {key: value for key, value in MINIMAX_M2.items() if key not in ("head_dim", "partial_rotary_factor")}
+    assert from_hf({**without, "rotary_dim": 64}).attention.rotary == 64, "of the 128 that a head has then"
     for changes in (
         {"attn_type_list": [1, 0] * 31}, {"use_qk_norm": False}, {"qk_norm_type": "per_head"},
         {"use_routing_bias": False}, {"shared_intermediate_size": 64}, {"layernorm_mlp_beta": 3.5},

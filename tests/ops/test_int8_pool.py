@@ -8,6 +8,7 @@ from plain_attention import brute_force
 from pool_batches import CPU, KERNELS, LAYER, chunk_batch, make_batch, make_pool, make_tokens, native, random_paths
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops.attention import ChunkSpan
@@ -105,3 +106,27 @@ def test_turned_keys() -> None:
     again = KVPool([KVSpec(2, 64)], count, torch.int8, CPU)
     again.write(0, table[0], *wide.kv[0][1:].unbind(2))
     assert torch.equal(narrow.kv[0], again.kv[0])
+
+
+@pytest.mark.parametrize(("dim", "fits"), [(512, True), (513, False), (576, False)])
+def test_keys_that_are_too_long_are_refused(dim: int, fits: bool) -> None:
+    """512 products of the largest codes have room in 32 bits."""
+    layers = [KVSpec(2, 64), KVSpec(1, dim, shared=True)]
+    KVPool(layers, 4, torch.bfloat16, CPU)
+    if fits:
+        KVPool(layers, 4, torch.int8, CPU)
+        return
+    with pytest.raises(ConfigError, match=f"at most 512 elements, found {dim}"):
+        KVPool(layers, 4, torch.int8, CPU)
+
+
+def test_the_longest_keys_of_large_values() -> None:
+    shape, count = (2, 1, 512), 20
+    pool, tokens = make_pool(shape, torch.int8), make_tokens(count, shape, torch.int8, 2)
+    keys = torch.ones_like(tokens.k)
+    keys[::2] *= 0.9
+    tokens = tokens._replace(q=torch.ones_like(tokens.q), k=keys)
+    table = torch.arange(1, count + 1)[None]
+    out = native(pool).bind(chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0]), LAYER)(0, *tokens)
+    expected = brute_force(tokens.q[-1], *held(pool.kv[LAYER][1 : count + 1]).unbind(2))
+    torch.testing.assert_close(out[-1].double(), expected.flatten(), rtol=1e-3, atol=1e-3)

@@ -35,7 +35,7 @@ from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import DeltaSpec, KVPool
+from draftwing.kv.pool import DeltaSpec, KVPool, check_int8
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
@@ -124,6 +124,7 @@ def build(
     device.set_threads(options.num_threads, options.processors)
     check_device(options, device, config)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
+    check_int8([spec for layer in config.layers if (spec := layer.mixer.keeps()) is not None], precision.kv_dtype)
     options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large
     ahead = None
     broadcast: RankBroadcast = SINGLE_RANK
@@ -407,7 +408,7 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
-        most = device.total_memory() * ranks.size if device.has_own_memory else device.free_memory()
+        most = device.memory_limit() * (ranks.size if device.has_own_memory else 1)
         model = load_model(
             path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks
         )

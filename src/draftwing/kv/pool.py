@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import SCALE_BYTES
+from draftwing.errors import ConfigError
+from draftwing.ops.attention import MOST_INT8_DIM, SCALE_BYTES
 from draftwing.ops.row_states import DeltaSpec as DeltaSpec
 from draftwing.ops.row_states import RowStates
 from draftwing.ops.zeros import zeros_as_written
@@ -59,6 +60,16 @@ _CODES = 127.0  # the greatest of them
 _LEAST = 1e-30  # rows of smaller values are zeros: their steps would not be numbers
 
 
+def check_int8(layers: Sequence[SlotSpec], dtype: torch.dtype) -> None:
+    """Raises ConfigError for a pool in int8 where keys are too long. dtype: of keys and values."""
+    longest = max((spec.head_dim for spec in layers if isinstance(spec, KVSpec)), default=0)
+    if dtype == torch.int8 and longest > MOST_INT8_DIM:
+        raise ConfigError(
+            f"--kv-cache-dtype int8: expected heads or latents of at most {MOST_INT8_DIM} elements, found {longest}: "
+            "leave it out"
+        )
+
+
 class KVPool:
     """kv[layer]: [slots + 1, *shape of the layer's spec]; of keys and values [slots + 1, kv_heads, 2, head_dim].
 
@@ -81,6 +92,7 @@ class KVPool:
         self.scales: Sequence[Scales] = (*known, *[(1.0, 1.0)] * (len(self.layers) - len(known)))
         self.slots = slots
         self.dtype = dtype
+        check_int8(self.layers, dtype)
         self.kv = [
             zeros_as_written((slots + 1, *spec.shape_in(dtype)), spec.dtype_in(dtype), device) for spec in self.layers
         ]

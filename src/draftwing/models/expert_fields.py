@@ -77,6 +77,11 @@ def dense_layers(fields: Fields, kind: Kind, layers: int) -> frozenset[int]:
     if kind == "deepseek":
         if fields.whole("moe_layer_freq", default=1) != 1:
             raise refused(fields, "moe_layer_freq", fields.get("moe_layer_freq"))
+        kinds = fields.texts("mlp_layer_types")
+        if kinds:
+            if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+                raise fields.unlike("mlp_layer_types", f"dense or sparse for each of {layers} layers")
+            return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
         return frozenset(range(fields.whole("first_k_dense_replace", 0, layers, min(1, layers))))
     if kind != "qwen":
         return frozenset()
@@ -98,6 +103,9 @@ _MINIMAX: dict[str, tuple[Any, ...]] = {
 }
 
 
+MINIMAX_HEAD_DIM = 128  # where a config has none
+
+
 def minimax_keys(fields: Fields) -> dict[str, Any]:
     """The share of a head that is turned, of which MiniMax-M2 says the size."""
     for key, known in _MINIMAX.items():
@@ -106,7 +114,7 @@ def minimax_keys(fields: Fields) -> dict[str, Any]:
     kinds = fields.get("attn_type_list")
     if kinds is not None and not (isinstance(kinds, list) and all(kind == 1 for kind in kinds)):
         raise refused(fields, "attn_type_list", kinds)
-    if fields.get("rotary_dim") is None or fields.get("head_dim") is None:
+    if fields.get("rotary_dim") is None:
         return {}
-    head_dim = fields.whole("head_dim", high=WIDEST)
+    head_dim = fields.whole("head_dim", high=WIDEST, default=MINIMAX_HEAD_DIM)
     return {"partial_rotary_factor": fields.whole("rotary_dim", high=head_dim) / head_dim}

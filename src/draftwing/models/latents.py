@@ -27,6 +27,10 @@ def latent_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[Layer
     def size(key: str, low: int = 1, default: int | None = None) -> int:
         return fields.whole(key, low, WIDEST, default)
 
+    # Relatives differ in what they take for granted.
+    fields.number("routed_scaling_factor", 1e-3, 1e3)
+    for key in ("n_group", "topk_group", *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
+        fields.whole(key, 0)
     scaling = fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
     factor, all_dim = 1.0, scaling.number("mscale_all_dim", 0, 1e3, 0.0)
     if scaling.text("rope_type", scaling.text("type", "default")) != "default" and all_dim:

@@ -288,6 +288,7 @@ class Batch(NamedTuple):
 
 
 SCALE_BYTES = 4  # of a float32 behind each key, and each value, of a pool in int8
+MOST_INT8_DIM = 512  # elements of a key in int8: a sum of more products has no room in 32 bits
 
 
 class Pool(Protocol):

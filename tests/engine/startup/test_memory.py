@@ -230,9 +230,12 @@ def test_a_start_says_what_memory_it_will_take(rig, monkeypatch, caplog):
     slot = sizing.KVPool.bytes_per_slot(rig.model.kv_layers, torch.bfloat16)
     for line, pool in zip(caplog.messages, (GB, 10**6 * slot), strict=True):
         assert f"weights 1.00 GB, KV pool {pool / 1e9:.2f} GB" in line and "0.22 GB; 5.00 GB free" in line
+    caplog.clear()
+    sizing.log_forecast(options(), rig.device, config, torch.float32, 6 * GB)
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(model, monkeypatch):
-    monkeypatch.setattr(type(pick_device("cpu")), "free_memory", lambda self: 10_000)
+    monkeypatch.setattr(type(pick_device("cpu")), "memory_limit", lambda self: 10_000)
     with pytest.raises(CheckpointError, match=r"expected a model that fits into 0.0 GB of memory"):
         LLM(model, device="cpu", num_threads=1)

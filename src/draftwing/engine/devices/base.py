@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwing.config.devices import Defaults
 from draftwing.core import IntArray
 from draftwing.engine.stats import StepTimes
+from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.parallel.group import Collectives
@@ -171,6 +172,12 @@ class Device(ABC):
         """Returns the share of the threads that compute now, above 0; see `StepResult`."""
         return 1.0
 
-    def set_threads(self, count: int | None, pinned: Sequence[int] = ()) -> None:  # noqa: B027
+    def set_threads(self, count: int | None, pinned: Sequence[int] = ()) -> None:
         """Sets how many threads compute, where the host does. None: as many as are best here, or as there are
         processors in `pinned`, on each of which one stays. Raises ConfigError for processors that cannot be had."""
+        if pinned:
+            raise ConfigError(f"--cpu-affinity: expected --device cpu, found {self.kind}: leave it out")
+
+    def memory_limit(self) -> int:
+        """Returns the bytes that weights may take at most, whatever others have taken of them now."""
+        return self.total_memory()

@@ -66,6 +66,10 @@ class CpuDevice(Device):
         found = machine.free_memory()
         return UNKNOWN_MEMORY if found is None else found
 
+    def memory_limit(self) -> int:
+        limit = machine.memory_limit()
+        return self.total_memory() if limit is None else min(limit, self.total_memory())
+
     def total_memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -98,7 +102,8 @@ class CpuDevice(Device):
         if len(processors) != threads:
             raise ConfigError(f"--cpu-affinity: expected a processor for each of {threads} threads, found {processors}")
         if not self.ops.pin_threads(processors):
-            raise ConfigError("--cpu-affinity: expected the C extension, which is not here; start it with taskset")
+            raise ConfigError("--cpu-affinity: expected the C extension and GNU's OpenMP: leave it out and use taskset")
+        os.sched_setaffinity(0, processors)  # the caller and threads that it makes from now on, until the process ends
 
 
 def has_native_bfloat16() -> bool:

@@ -166,6 +166,8 @@ def log_forecast(options: Options, device: Device, config: ModelConfig, kv_dtype
         "%.2f GB free",
         files / 1e9, pool / 1e9, resident_memory() / 1e9, free / 1e9,
     )  # fmt: skip
+    if files > free:
+        log.warning("memory: the weights may not fit into what is free: end other programs or take a smaller model")
 
 
 def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int:

@@ -54,6 +54,8 @@ class CpuOps(
         return self.workers.active / self.workers.most
 
     def pin_threads(self, processors: Sequence[int]) -> bool:
+        if len(processors) > 1 and not self.raw.has_openmp:
+            return False
         self.workers.pin(processors)
         return True
 

@@ -46,7 +46,7 @@ class Workers:
             self._begin(fields)
 
     def pin(self, processors: Sequence[int]) -> None:
-        """Has each of torch's threads stay on the processor of its number, and all of them run."""
+        """Has each of torch's threads but the caller stay on the processor of its number, and all of them run."""
         assert len(processors) == self.most
         self._pinned = (ctypes.c_int64 * len(processors))(*processors)
         self.hold(self.most)

@@ -130,7 +130,7 @@ class ShapeChoice:
         context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted)
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
         # plain ones, which would look slower than others, compared with drafts.
-        usual = not plan.special or (plan.penalised and self._edits_by_row)
+        usual = not plan.special or (plan.penalised and self._edits_by_row and not plan.shape.verified)
         is_cost = usual and (not behind or self._since_cost > RECENT)
         self._since_cost = 0 if is_cost else self._since_cost + 1
         self.policy.record(plan.shape, context, result, is_cost)

@@ -261,6 +261,7 @@ typedef struct {
     const int64_t *pinned; /* the processor of each thread, or NULL */
 } Workers;
 HIDDEN void find_threads(void); /* once, before anything runs */
+HIDDEN int has_openmp(void);     /* whether threads outlive a call */
 /* Calls work(data) in each of the threads, or in one (workers: NULL, or little work); cost: about the microseconds that
    one would take. */
 HIDDEN void run(void (*work)(void *), void *data, Workers *workers, int64_t cost);

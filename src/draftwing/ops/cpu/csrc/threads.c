@@ -42,6 +42,7 @@ static int64_t clock_ns(clockid_t clock) {
     return at.tv_sec * SECOND + at.tv_nsec;
 }
 
+int has_openmp(void) { return gomp_parallel != NULL; }
 void find_threads(void) {
     int64_t before = 0, now, steps = 0;
     for (int i = 0; i < 32; i++, before = now) steps += (now = clock_ns(CLOCK_THREAD_CPUTIME_ID)) != before;
@@ -93,7 +94,8 @@ static void stay_on(int processor) {
 
 static void watch(void *data) {
     Watched *w = data;
-    if (w->pinned) stay_on((int)w->pinned[gomp_number()]);
+    const int me = w->pinned ? gomp_number() : 0; /* the caller, 0, stays where its process may run */
+    if (me) stay_on((int)w->pinned[me]);
     const int64_t ran = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     w->work(w->data);
     const int64_t now = clock_ns(CLOCK_MONOTONIC);
