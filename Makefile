@@ -14,8 +14,8 @@ NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
 
-# torch and OpenMP with one thread each: there is a process for every core, and one more where tests wait for servers
-# now and then. They begin files in the order of tests/conftest.py. Bytecode is kept even where the environment is not
+# torch and OpenMP with one thread each. Three processes are for two cores, since tests wait for servers now and then:
+# `JOBS` for more. They begin files in the order of tests/conftest.py. Bytecode is kept even where the environment is not
 # for it: to compile the tests takes a process 8 s.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
@@ -66,7 +66,7 @@ sanitize: $(VENV)/.installed-dev
 	  $(BIN)/python setup.py --quiet build --build-base build/sanitize-objects --build-lib build/sanitize
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CC) -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not slow" -k "not triton and not cuda" $(ARGS)
+	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not exhaustive and not timing" -k "not triton and not cuda" $(ARGS)
 
 # The C extension for aarch64, in an emulator: the same bits as here, or with ARGS=--text the same text. The first time
 # it downloads a Python and a torch.

@@ -282,7 +282,10 @@ def ticks(highest: float) -> list[tuple[float, str]]:
 
 def kept(args: Any) -> dict[str, Any]:
     """What earlier runs wrote to `--out`, if it is of the same work."""
-    about = {"model": args.model, "tokens": args.tokens, "rounds": args.rounds, "threads": args.threads}
+    about = {
+        "model": args.model, "quantised": args.quantised, "drafters": list(args.drafters), "tokens": args.tokens,
+        "rounds": args.rounds, "threads": args.threads, "commit": args.commit, "hardware": args.hardware,
+    }  # fmt: skip
     if args.out is not None and args.out.exists():
         record: dict[str, Any] = json.loads(args.out.read_text(encoding="utf8"))
         if about.items() <= record.items():
@@ -295,9 +298,10 @@ def main() -> None:
     run_with(args.isa)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the servers are ended
     record, shape = kept(args), SHAPES.get(args.model)
-    record |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "hardware": args.hardware}
-    record["commit"] = args.commit
-    command = f"python benchmarks/cpu_contexts.py --model {args.model} --isa {args.isa} --rounds {args.rounds}"
+    record |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    contexts = ",".join(map(str, args.contexts))
+    command = f"python benchmarks/cpu_contexts.py --model {args.model} --isa {args.isa} --contexts {contexts}"
+    command += f" --tokens {args.tokens} --rounds {args.rounds} --threads {args.threads}"
     record["commands"] = sorted({*record["commands"], command})
     longest = max(args.contexts)
     with tempfile.TemporaryDirectory() as folder:

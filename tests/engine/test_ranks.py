@@ -111,8 +111,8 @@ def test_grammars_and_log_probabilities(case: Case) -> None:
     assert spread.tokens == whole.tokens
     for uid, every in whole.logprobs.items():  # of logits up to 80, where float32 has steps of 8e-6
         for mine, theirs in zip(spread.logprobs[uid], every, strict=True):
-            assert mine.value == pytest.approx(theirs.value, rel=1e-4, abs=1e-3)
-            assert mine.wanted == pytest.approx(theirs.wanted, rel=1e-4, abs=1e-3)
+            assert mine.value == pytest.approx(theirs.value, rel=1e-4, abs=1e-4)
+            assert mine.wanted == pytest.approx(theirs.wanted, rel=1e-4, abs=1e-4)
 
 
 def meet(executor: Any) -> None:

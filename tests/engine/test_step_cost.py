@@ -85,6 +85,7 @@ def steady_step(harness, shape, drafter):
     ids=["none", "ngram plain", "ngram tree", "eagle3 plain", "eagle3 tree"],
 )
 def test_operations_of_a_step(on_cpu, drafter, shape, work, views):
+    """As they are recorded; a tree has the key of its noise read for each level."""
     if load_extension() is None:
         pytest.skip("the C kernels were not built")
     count = steady_step(on_cpu, shape, drafter)

@@ -130,3 +130,19 @@ def test_the_longest_keys_of_large_values() -> None:
     out = native(pool).bind(chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0]), LAYER)(0, *tokens)
     expected = brute_force(tokens.q[-1], *held(pool.kv[LAYER][1 : count + 1]).unbind(2))
     torch.testing.assert_close(out[-1].double(), expected.flatten(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("lost", [[20], range(300)])
+def test_keys_that_are_not_finite_show(value: float, dtype: torch.dtype, lost: list[int]) -> None:
+    """Some of them, or all of a chunk of positions."""
+    shape, count = (9, 3, 64), 340
+    pool, tokens = make_pool(shape, dtype), make_tokens(count, shape, dtype, 2)
+    tokens.k[list(lost), 1] = value if value != value else tokens.k[list(lost), 1].sign() * value
+    table = torch.arange(1, count + 1)[None]
+    out = native(pool).bind(chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0]), LAYER)(0, *tokens)
+    bad = out.view(count, 3, -1).isnan()
+    assert not bad[: lost[0]].any() and not bad[:, [0, 2]].any()
+    if value != value or dtype == torch.int8:
+        assert bad[lost[0] :, 1].all()

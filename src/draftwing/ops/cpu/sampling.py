@@ -143,7 +143,8 @@ class CpuSamplingOps(SamplingOps):
             edits = Edits(*(field.contiguous() for field in edits))
             changes, width = torch.empty(batch, nodes, count, 2, dtype=torch.float32), edits.path.shape[2]
             numbers = *_numbers_of(edits), changes.data_ptr()
-        scratch = self._scratch(self.workers.most, 4 * (-(-vocab // 16) * 16) + width)
+        # One size for trees of all depths: the kernel has a stride of its own.
+        scratch = self._scratch(self.workers.most, 4 * (-(-vocab // 16) * 16) + -(-width // 256) * 256)
         self.raw.draw(
             ids.data_ptr(), noise.data_ptr(), count, held[0].data_ptr(), logits.dtype == torch.bfloat16,
             batch * nodes, nodes, vocab, held[1].data_ptr(), held[2].data_ptr(), *fields, bans, scratch.data_ptr(),
@@ -153,7 +154,7 @@ class CpuSamplingOps(SamplingOps):
 
     def _scratch(self, threads: int, size: int) -> Tensor:
         """Returns memory of the sampler [threads, size] int32. All calls share it, also those that are recorded: it is
-        large, and in the caches where rows have edits or filters."""
+        large, and in the caches where rows have edits or filters. One call at a time."""
         if (threads, size) not in self.scratches:
             self.scratches[threads, size] = torch.empty(threads, size, dtype=torch.int32)
         return self.scratches[threads, size]

@@ -56,8 +56,9 @@ class Workers:
         most = torch.get_num_threads()
         fields = self._fields.get(most)
         if fields is None:
-            fields = self._fields[most] = _Fields(most)
+            fields = _Fields(most)
             self._begin(fields)
+            fields = self._fields.setdefault(most, fields)  # another thread may have been faster
         return fields
 
     def _begin(self, fields: _Fields) -> None:

@@ -131,18 +131,21 @@ INLINE pf exp2_part(pf x) {
     return (pf)(((pi)p + (n << 23)) & normal);
 }
 /* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. Returns their sum,
-   which 16 lanes have in the order of positions. */
+   which 16 lanes have in the order of positions; no number where one of the scores is none. */
 INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
     const int64_t from = low / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
     for (int64_t j = from; j < low; j++) s[j] = NONE;
     for (int64_t j = count; j < end; j++) s[j] = NONE;
     Parted greatest = {.f = loadf(s + from)}, sum = {0};
     pf parts[REGISTERS];
+    pi lost[REGISTERS];
     EACH_REGISTER parts[c] = greatest.floats[c];
+    EACH_REGISTER lost[c] = (pi)(parts[c] != parts[c]);
     for (int64_t j = from + LANES; j < end; j += LANES) {
         EACH_REGISTER {
             const pf x = part_at(s + j + c * PART);
             const pi above = (pi)(x > parts[c]);
+            lost[c] |= (pi)(x != x);
             parts[c] = (pf)((above & (pi)x) | (~above & (pi)parts[c]));
         }
     }
@@ -151,6 +154,8 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
     storef(lanes, greatest.f);
     for (int half = LANES / 2; half; half /= 2)
         for (int l = 0; l < half; l++) lanes[l] = lanes[l] > lanes[l + half] ? lanes[l] : lanes[l + half];
+    int any = 0;
+    for (int l = 0; l < PART; l++) EACH_REGISTER any |= lost[c][l];
     const pf max = lanes[0] - (pf){0};
     EACH_REGISTER parts[c] = (pf){0};
     for (int64_t j = from; j < end; j += LANES) {
@@ -161,8 +166,8 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
         }
     }
     EACH_REGISTER sum.floats[c] = parts[c];
-    *top = lanes[0];
-    return sum_lanes(sum.f);
+    *top = any ? 0 : lanes[0];
+    return any ? NAN : sum_lanes(sum.f);
 }
 
 /* By types of the pool: attention_float.c, attention_int8.c. */

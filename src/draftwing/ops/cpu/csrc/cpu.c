@@ -209,6 +209,7 @@ PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
          PyModule_AddFunctions(made, attention_methods) ||
          PyModule_AddIntConstant(made, "has_product", has_product) ||
          PyModule_AddIntConstant(made, "has_openmp", has_openmp()) ||
+         PyModule_AddIntConstant(made, "can_adapt", can_adapt()) ||
          PyModule_AddIntConstant(made, "interface", INTERFACE)))
         Py_CLEAR(made);
     return made;

@@ -255,13 +255,14 @@ INLINE vf sigmoid(vf x) {
 /* The threads that calls run in, as `ops/cpu/workers.py` has them in memory. most: as many as torch uses, since OpenMP
    makes and ends threads when the number changes; active: in which calls run now; fixed: whether that stays so; since:
    ns of the clock, when more were tried or fewer were taken; pause: ns until more are tried; credit: ns that may be lost
-   before fewer are taken. No result depends on any of it. */
+   before fewer are taken. No result depends on any of it, but for the last bits of drafts' log probabilities. */
 typedef struct {
     int64_t most, active, fixed, since, pause, credit;
     const int64_t *pinned; /* the processor of each thread, or NULL */
 } Workers;
 HIDDEN void find_threads(void); /* once, before anything runs */
 HIDDEN int has_openmp(void);     /* whether threads outlive a call */
+HIDDEN int can_adapt(void);      /* whether calls notice that a thread of theirs cannot run */
 /* Calls work(data) in each of the threads, or in one (workers: NULL, or little work); cost: about the microseconds that
    one would take. */
 HIDDEN void run(void (*work)(void *), void *data, Workers *workers, int64_t cost);

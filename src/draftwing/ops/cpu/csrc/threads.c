@@ -43,6 +43,7 @@ static int64_t clock_ns(clockid_t clock) {
 }
 
 int has_openmp(void) { return gomp_parallel != NULL; }
+int can_adapt(void) { return gomp_parallel && fine_clock; }
 void find_threads(void) {
     int64_t before = 0, now, steps = 0;
     for (int i = 0; i < 32; i++, before = now) steps += (now = clock_ns(CLOCK_THREAD_CPUTIME_ID)) != before;
