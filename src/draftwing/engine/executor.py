@@ -20,7 +20,7 @@ from torch import Tensor
 from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, DraftExtend, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.commit import CommitStage
-from draftwing.engine.devices.base import Device
+from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.draft_traces import DraftTraces
 from draftwing.engine.graphs.cpu_tape import RecordedStages
@@ -30,9 +30,10 @@ from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
+from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
+from draftwing.ops.attention import AttnBackend, Batch, MixedAttend, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
 from draftwing.sched.guidance import Guides
@@ -103,26 +104,33 @@ class Executor:
         return function(self, *args)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, guidance: Guides | None = None) -> Pending:
-        """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
-        guidance = self.broadcast.step(plan, guidance)
+    def launch(self, plan: Plan, *guidance: Guides | None) -> Pending:
+        """guidance: the host's part in each of `Plan.parts`. With it this waits for the drafts, if there are any."""
+        mine, *others = self.broadcast.step(plan, guidance or (None,))
         started = begun = self.device.mark()
         if plan.catch_up is not None and not plan.catch_up.late:
             begun = self._catch_up(plan, plan.catch_up)
         self._features.admit(plan)
         if plan.kind == "prefill":
-            return self._launch_prefill(plan, started, begun, guidance)
-        step = self._tree_step(plan, guidance)
-        begun = self._show(plan, begun)
+            return self._launch_prefill(plan, (started, begun), mine)
+        step = self._tree_step(plan, mine)
+        marks = started, self._show(plan, begun)
+        if plan.beside is not None:
+            return self._launch_mixed(plan, marks, step, mine, *others)
         drafted, verified = self._forward(step, self.run_stage)
-        drafts = None
-        if len(plan.traced) and step.shape.depth:
-            drafts = self._traces.fetch(plan, step.key, None if drafted is None else drafted.draft)
-        marks = started, begun
-        return Pending(plan, marks, verified, step=step, drafted=drafted, guidance=guidance, drafts=drafts)
+        return Pending(
+            plan, marks, verified, step=step, drafted=drafted, guidance=mine, drafts=self._traced(plan, step, drafted)
+        )
 
     @torch.inference_mode()
     def commit(self, pending: Pending) -> InFlight:
+        first = self._commit(pending)
+        if pending.beside is None:
+            return first
+        mark = self.device.mark()  # its seconds in the forward are those of the first, too
+        return first._replace(beside=self._commit(pending.beside._replace(started=(mark, mark))))
+
+    def _commit(self, pending: Pending) -> InFlight:
         plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
             packed, logprobs = self.commit_stage.prefill(pending)
@@ -247,7 +255,8 @@ class Executor:
         special = plan.special and not edited
         known = not special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         whole = special or edited  # rows that ask for more get whole trees
-        key = self.graphs.key(plan.shape, len(plan.rows)) if known and not (whole and plan.shape.verified) else None
+        captured = known and not plan.mixed and not (whole and plan.shape.verified)
+        key = self.graphs.key(plan.shape, len(plan.rows)) if captured else None
         drafts = plan.shape.depth > 0
         self._steps += drafts
         if drafts and self._steps % FORGET_EVERY == 0:
@@ -303,6 +312,12 @@ class Executor:
             return roots_alone(self.table, rows, shape.nodes)
         return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
 
+    def _traced(self, plan: Plan, step: TreeStep, drafted: DraftBatch | None) -> Download | None:
+        """The drafts of the rows that the plan wants traced."""
+        if not len(plan.traced) or not step.shape.depth:
+            return None
+        return self._traces.fetch(plan, step.key, None if drafted is None else drafted.draft)
+
     def _show(self, plan: Plan, begun: Any) -> Any:
         """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself
         begins."""
@@ -323,11 +338,46 @@ class Executor:
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: Any, begun: Any, guidance: Guides | None) -> Pending:
-        upload = self.table.upload(plan)
-        begun = self._show(plan, begun)
-        batch = self._batches.prompts(plan, upload, self._tail)
+    def _launch_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
+        pending = self._upload_prefill(plan, marks, guidance)
+        assert pending.batch is not None
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None
+        return pending._replace(verified=Verified(*found or self._target(pending.batch)))
+
+    def _upload_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
+        """All that comes before the target's forward. marks: as `Pending.started`."""
+        upload = self.table.upload(plan)
+        marks = marks[0], self._show(plan, marks[1])
+        batch = self._batches.prompts(plan, upload, self._tail)
+        return Pending(plan, marks, None, upload, batch, guidance=guidance)
+
+    # -- both in one forward ----------------------------------------------------------------------------------------
+
+    def mixes(self, shape: TreeShape, rows: int, tokens: int) -> bool:
+        """Whether one forward of so many such trees and of so many tokens of prompts takes less time than two."""
+        return all(isinstance(spec, KVSpec) for spec in self.model.kv_layers)
+
+    def _launch_mixed(
+        self, plan: Plan, marks: tuple[Any, Any], step: TreeStep, guidance: Guides | None,
+        others: Guides | None = None,
+    ) -> Pending:  # fmt: skip
+        """others: the host's part in the prompts."""
+        assert plan.beside is not None and plan.beside.catch_up is None and not plan.beside.admits
+        beside = self._upload_prefill(plan.beside, marks, others)
+        assert beside.batch is not None
+        drafted = self._draft(step)
+        of_trees, of_prompts = self._target_mixed(drafted.batch, beside.batch)
         return Pending(
-            plan, (started, begun), Verified(*found or self._target(batch)), upload, batch, guidance=guidance
-        )
+            plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
+            drafts=self._traced(plan, step, drafted), beside=beside._replace(verified=of_prompts),
+        )  # fmt: skip
+
+    def _target_mixed(self, trees: Batch, prompts: Batch) -> tuple[Verified, Verified]:
+        queries = trees.ids.shape[0]
+        first, other = (self.attn.bind(batch, 0, inputs_ready=True) for batch in (trees, prompts))
+        ids, positions = torch.cat((trees.ids, prompts.ids)), torch.cat((trees.positions, prompts.positions))
+        hidden, aux = self.model(ids, positions, MixedAttend(first, other, queries), self.aux_layers)
+        here, there = slice(0, queries), slice(queries, None)
+        if aux is None:
+            return Verified(hidden[here], None), Verified(hidden[there], None)
+        return Verified(hidden[here], aux[here]), Verified(hidden[there], aux[there])
