@@ -257,7 +257,7 @@ class Rig:
         length = CONTEXT + max_span + max_commit + ROOM
         model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
-        self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral)
+        self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral, mixed=mixed)
         if dev.has_own_memory:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.commit = without_sync(self.executor.commit)

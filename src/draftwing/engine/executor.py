@@ -25,7 +25,7 @@ from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.draft_traces import DraftTraces
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
-from draftwing.engine.graphs.prefill import PrefillGraphs
+from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
@@ -56,9 +56,11 @@ class Executor:
         simulation: Simulation | None = None,
         chunk: int = 0,
         deferral: DraftDeferral = NO_DEFERRAL,
+        mixed: bool = False,
     ) -> None:
         """graph_size: largest batch that `capture` captures graphs of; simulation: decides what is accepted; chunk:
-        most queries of a prefill, 0 for any number; deferral: of prompts to a drafter with KV."""
+        most queries of a prefill, 0 for any number; deferral: of prompts to a drafter with KV; mixed: whether there
+        will be plans that are."""
         self.model = model
         self.drafter = drafter
         self.table = table
@@ -72,7 +74,11 @@ class Executor:
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles and not model.needs_chunks:
             tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
-            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self._target)
+            rows = self.graphs.rows[: graph_size if mixed and self.keeps_kv_alone else 0]
+            self.prefills = PrefillGraphs(
+                device, table, tiled, shapes, chunk or table.length, self._target, rows,
+                lambda rows: self._batches.last_tokens(rows, table.length).batch,
+            )  # fmt: skip
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._backlog: DraftKVBacklog | None = None
@@ -113,10 +119,10 @@ class Executor:
         self._features.admit(plan)
         if plan.kind == "prefill":
             return self._launch_prefill(plan, (started, begun), mine)
+        if plan.beside is not None:
+            return self._launch_mixed(plan, plan.beside, (started, begun), mine, *others)
         step = self._tree_step(plan, mine)
         marks = started, self._show(plan, begun)
-        if plan.beside is not None:
-            return self._launch_mixed(plan, marks, step, mine, *others)
         drafted, verified = self._forward(step, self.run_stage)
         return Pending(
             plan, marks, verified, step=step, drafted=drafted, guidance=mine, drafts=self._traced(plan, step, drafted)
@@ -208,10 +214,11 @@ class Executor:
         step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
         todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
         seconds = {}
-        sizes = len(self.prefills.sizes) if self.prefills is not None else 0
+        sizes = self.prefills.planned if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
         with progress_bar(total=len(todo) + sizes, desc="capturing graphs", disable=quiet) as bar:
             if self.prefills is not None:
+                self.graphs.set_rows(np.empty(0, np.int64), self.graphs.sizes[-1])
                 self.prefills.capture(bar)
             if self._backlog is not None:
                 self._backlog.warm_up()
@@ -249,14 +256,15 @@ class Executor:
         step = self._graph_step(key, False)
         self._finish(step, *self._forward(step, self.graphs.run), self.graphs.run)
 
-    def _tree_step(self, plan: Plan, guidance: Guides | None) -> TreeStep:
-        """Uploads a plan."""
+    def _tree_step(self, plan: Plan, guidance: Guides | None, size: int = 0) -> TreeStep:
+        """Uploads a plan. size: of a mixed step, rows of the graph of its forward; 0 without."""
         edited = plan.penalised and self.ops.edits_by_row
         special = plan.special and not edited
         known = not special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         whole = special or edited  # rows that ask for more get whole trees
-        captured = known and not plan.mixed and not (whole and plan.shape.verified)
-        key = self.graphs.key(plan.shape, len(plan.rows)) if captured else None
+        key = None
+        if known and not (whole and plan.shape.verified):
+            key = self.graphs.key(plan.shape, len(plan.rows)) if not plan.mixed else Key(PLAIN, size) if size else None
         drafts = plan.shape.depth > 0
         self._steps += drafts
         if drafts and self._steps % FORGET_EVERY == 0:
@@ -271,7 +279,8 @@ class Executor:
             )  # fmt: skip
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
-        return self._graph_step(key, filtered, edited)
+        step = self._graph_step(key, filtered, edited)
+        return step._replace(key=None) if plan.mixed else step
 
     def _graph_step(self, key: Key, filtered: bool, edited: bool = False) -> TreeStep:
         rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
@@ -303,9 +312,14 @@ class Executor:
     def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target(drafted.batch))
 
-    def _target(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _target(self, batch: Batch, trees: Batch | None = None) -> States:
+        """trees: what runs in the same forward, in front of the batch, which is of prompts then."""
         attend = self.attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
-        return self.model(batch.ids, batch.positions, attend, self.aux_layers)
+        ids, positions = batch.ids, batch.positions
+        if trees is not None:
+            attend = MixedAttend(self.attn.bind(trees, 0, inputs_ready=True), attend, trees.ids.shape[0])
+            ids, positions = torch.cat((trees.ids, ids)), torch.cat((trees.positions, positions))
+        return self.model(ids, positions, attend, self.aux_layers)
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
@@ -353,31 +367,54 @@ class Executor:
 
     # -- both in one forward ----------------------------------------------------------------------------------------
 
-    def mixes(self, shape: TreeShape, rows: int, tokens: int) -> bool:
-        """Whether one forward of so many such trees and of so many tokens of prompts takes less time than two."""
+    @property
+    def keeps_kv_alone(self) -> bool:
+        """Whether all layers of the target that keep anything keep keys and values."""
         return all(isinstance(spec, KVSpec) for spec in self.model.kv_layers)
 
+    def mixes(self, shape: TreeShape, rows: int, tokens: int) -> bool:
+        """Whether so many such trees and so many tokens of prompts are to be one forward. Where steps are replayed from
+        graphs, one that is not would be launched for longer than two that are, unless it is long."""
+        if not self.keeps_kv_alone:
+            return False
+        if self.prefills is None:
+            return True
+        return tokens > self.prefills.sizes[-1] or (shape == PLAIN and self.prefills.row_size(rows, tokens) > 0)
+
     def _launch_mixed(
-        self, plan: Plan, marks: tuple[Any, Any], step: TreeStep, guidance: Guides | None,
-        others: Guides | None = None,
-    ) -> Pending:  # fmt: skip
-        """others: the host's part in the prompts."""
-        assert plan.beside is not None and plan.beside.catch_up is None and not plan.beside.admits
-        beside = self._upload_prefill(plan.beside, marks, others)
-        assert beside.batch is not None
+        self, plan: Plan, beside: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None
+    ) -> Pending:
+        """beside: `Plan.beside`.  marks: as `Pending.started`.  other: the host's part in `beside`."""
+        assert beside.catch_up is None and not beside.admits, "they come with the plan in front"
+        size, tokens = 0, sum(chunk.length for chunk in beside.chunks)
+        if self.prefills is not None and plan.shape == PLAIN:
+            size = self.prefills.row_size(len(plan.rows), tokens)
+        step = self._tree_step(plan, guidance, size)
+        marks = marks[0], self._show(plan, marks[1])
+        prompts = self._upload_prefill(beside, marks, other)
         drafted = self._draft(step)
-        of_trees, of_prompts = self._target_mixed(drafted.batch, beside.batch)
+        of_trees, of_prompts = self._mixed_forward(plan, drafted.batch, prompts, size, tokens)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
-            drafts=self._traced(plan, step, drafted), beside=beside._replace(verified=of_prompts),
+            drafts=self._traced(plan, step, drafted), beside=prompts._replace(verified=of_prompts),
         )  # fmt: skip
 
-    def _target_mixed(self, trees: Batch, prompts: Batch) -> tuple[Verified, Verified]:
-        queries = trees.ids.shape[0]
-        first, other = (self.attn.bind(batch, 0, inputs_ready=True) for batch in (trees, prompts))
-        ids, positions = torch.cat((trees.ids, prompts.ids)), torch.cat((trees.positions, prompts.positions))
-        hidden, aux = self.model(ids, positions, MixedAttend(first, other, queries), self.aux_layers)
-        here, there = slice(0, queries), slice(queries, None)
-        if aux is None:
-            return Verified(hidden[here], None), Verified(hidden[there], None)
-        return Verified(hidden[here], aux[here]), Verified(hidden[there], aux[there])
+    def _mixed_forward(
+        self, plan: Plan, trees: Batch, prompts: Pending, size: int, tokens: int
+    ) -> tuple[Verified, Verified]:
+        """size, tokens: rows of the graph, 0 without, and queries of the prompts."""
+        assert prompts.batch is not None
+        found, queries = None, trees.ids.shape[0]
+        if size and self.prefills is not None:
+            self.graphs.set_rows(plan.rows, size)
+            found = self.prefills.run_mixed(prompts.plan.chunks, size)
+        if found is None:
+            batch, total = prompts.batch, self.ops.even_rows(queries + tokens)
+            if total > queries + tokens:
+                batch = batch.padded(total - queries, self.table.rows)
+            found = cut(self._target(batch, trees), queries, queries + tokens)
+        first, other = Verified(*found[0]), Verified(*found[1])
+        if first.hidden.shape[0] > queries:  # the rows that the graph has more
+            aux_hidden = None if first.aux_hidden is None else first.aux_hidden[:queries]
+            first = Verified(first.hidden[:queries], aux_hidden)
+        return first, other

@@ -122,3 +122,31 @@ def batch_of(slots, chunks):
         slots.kv_len[rows],
         chunks=spans_of(chunks),
     )
+
+
+@pytest.mark.further(exact=False)
+@pytest.mark.parametrize("exact", [True, False])
+def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact):
+    """Graphs of both: of fewer rows than they have and of as many, and of more, for which there are none."""
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    prompts = harness.prompts_for(7)
+    params = [harness.greedy(3 + i % 3) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params)
+    attn = partial(paged.PagedAttention, exact=exact)
+    monkeypatch.setattr(prefill_graphs, "SIZES", (16, 24))
+    rig = harness.Rig(
+        model, attn=attn, graph_size=2, device=harness.device, rows=4, chunk=26, lag=1, mixed=True
+    )
+    prefills, counts = rig.executor.prefills, [0, 0]
+    run = prefills.run_mixed
+
+    def spy(chunks, rows):
+        found = run(chunks, rows)
+        counts[found is None] += 1
+        return found
+
+    prefills.run_mixed = spy
+    assert prefills.planned == len(prefills) == 4
+    assert rig.answer(prompts, params).tokens == expected.tokens
+    assert counts[0] > 1 and counts[1] == 0 and rig.stats.mixed == counts[0]
