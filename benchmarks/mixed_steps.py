@@ -1,11 +1,11 @@
-"""Prompts beside rows that decode, in one forward or in turn (`--enable-mixed-chunk`): one engine runs both ways by turns.
+"""Prompts beside rows that decode: in one forward (`--enable-mixed-chunk`) or in turn. One engine runs both ways.
 
     python benchmarks/mixed_steps.py --model FOLDER --draft EAGLE3=HEAD [--drafters none,EAGLE3] --out mixed.json
     python benchmarks/mixed_steps.py --cells 600x4 --rate 0 --drafters none,EAGLE3      # two CPU cores
 
 A cell is a length of prompts (chat) and how many requests run at once, three times as many in all. With `--rate`
-requests of mixed length come at random times, too (`open_loop.py`). Each round has other prompts, and both ways have the
-same. `mixed` is the number of steps that were; `ratio` is of tokens per second, mixed over in turn.
+requests of mixed length come at random times, too (`open_loop.py`). Each round has other prompts, and both ways have
+the same. `mixed` is the number of steps that were; `ratio` is of tokens per second, mixed over in turn.
 """
 
 from __future__ import annotations

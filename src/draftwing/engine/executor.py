@@ -372,49 +372,42 @@ class Executor:
         """Whether all layers of the target that keep anything keep keys and values."""
         return all(isinstance(spec, KVSpec) for spec in self.model.kv_layers)
 
-    def mixes(self, shape: TreeShape, rows: int, tokens: int) -> bool:
-        """Whether so many such trees and so many tokens of prompts are to be one forward. Where steps are replayed from
-        graphs, one that is not would be launched for longer than two that are, unless it is long."""
-        if not self.keeps_kv_alone:
-            return False
-        if self.prefills is None:
-            return True
-        return tokens > self.prefills.sizes[-1] or (shape == PLAIN and self.prefills.row_size(rows, tokens) > 0)
+    def mixes(self, shape: TreeShape, rows: int) -> bool:
+        """Whether so many such trees run in one forward with parts of prompts. Where steps are replayed from graphs, to
+        launch one that is not takes longer than two that are."""
+        if self.prefills is not None:
+            return shape == PLAIN and self.prefills.row_size(rows) > 0
+        return self.keeps_kv_alone
 
     def _launch_mixed(
         self, plan: Plan, beside: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None
     ) -> Pending:
         """beside: `Plan.beside`.  marks: as `Pending.started`.  other: the host's part in `beside`."""
         assert beside.catch_up is None and not beside.admits, "they come with the plan in front"
-        size, tokens = 0, sum(chunk.length for chunk in beside.chunks)
-        if self.prefills is not None and plan.shape == PLAIN:
-            size = self.prefills.row_size(len(plan.rows), tokens)
+        size = 0 if self.prefills is None else self.prefills.row_size(len(plan.rows))
         step = self._tree_step(plan, guidance, size)
         marks = marks[0], self._show(plan, marks[1])
         prompts = self._upload_prefill(beside, marks, other)
         drafted = self._draft(step)
-        of_trees, of_prompts = self._mixed_forward(plan, drafted.batch, prompts, size, tokens)
+        of_trees, of_prompts = self._mixed_forward(plan, drafted.batch, prompts, size)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
             drafts=self._traced(plan, step, drafted), beside=prompts._replace(verified=of_prompts),
         )  # fmt: skip
 
-    def _mixed_forward(
-        self, plan: Plan, trees: Batch, prompts: Pending, size: int, tokens: int
-    ) -> tuple[Verified, Verified]:
-        """size, tokens: rows of the graph, 0 without, and queries of the prompts."""
+    def _mixed_forward(self, plan: Plan, trees: Batch, prompts: Pending, size: int) -> tuple[Verified, Verified]:
+        """size: rows of graphs, 0 without."""
         assert prompts.batch is not None
-        found, queries = None, trees.ids.shape[0]
+        found, batch, queries = None, prompts.batch, trees.ids.shape[0]
         if size and self.prefills is not None:
             self.graphs.set_rows(plan.rows, size)
             found = self.prefills.run_mixed(prompts.plan.chunks, size)
         if found is None:
-            batch, total = prompts.batch, self.ops.even_rows(queries + tokens)
-            if total > queries + tokens:
+            end = queries + batch.ids.shape[0]
+            if (total := self.ops.even_rows(end)) > end:
                 batch = batch.padded(total - queries, self.table.rows)
-            found = cut(self._target(batch, trees), queries, queries + tokens)
+            found = cut(self._target(batch, trees), queries, end)
         first, other = Verified(*found[0]), Verified(*found[1])
-        if first.hidden.shape[0] > queries:  # the rows that the graph has more
-            aux_hidden = None if first.aux_hidden is None else first.aux_hidden[:queries]
-            first = Verified(first.hidden[:queries], aux_hidden)
+        if first.hidden.shape[0] > queries:  # some that ask for more run without the rows that graphs add
+            first, _ = map(Verified._make, cut(first, queries, queries))
         return first, other

@@ -342,8 +342,8 @@ class BoundAttend(Attend):
 
 
 class MixedAttend(Attend):
-    """Attention of one forward over the queries of two batches, the first's before the other's, each as by itself. Their
-    rows differ. For layers that keep keys and values alone."""
+    """Attention of one forward over two batches, the queries of the first before those of the other, each as by itself.
+    Their rows differ. For layers that keep keys and values alone."""
 
     def __init__(self, first: Attend, other: Attend, queries: int) -> None:
         """queries: of the first."""

@@ -68,9 +68,8 @@ class SchedulerConfig:
     states: StateSizes | None = None  # of a model with recurrent layers
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
     edits_by_row: bool = False  # whether a step with penalties or biases costs what others do
-    # Whether the target's forward over trees of this shape, so many rows, and so many tokens of prompts is to be one;
-    # None: never.
-    mixes: Callable[[TreeShape, int, int], bool] | None = None
+    # Whether so many trees of this shape are to be in one forward with parts of prompts; None: none are.
+    mixes: Callable[[TreeShape, int], bool] | None = None
 
 
 class Scheduler:
@@ -162,8 +161,8 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can run before a result comes back."""
         if self._next is not None:
-            plan, self._next = self._next, None
-            return plan
+            known, self._next = self._next, None
+            return known
         self._expire()
         self._admit()
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
@@ -180,7 +179,7 @@ class Scheduler:
         self._prefilled = plan.chunks if plan is not None else ()
         return plan
 
-    def _plan_both(self, ready: list[Req], mixes: Callable[[TreeShape, int, int], bool]) -> Plan | None:
+    def _plan_both(self, ready: list[Req], mixes: Callable[[TreeShape, int], bool]) -> Plan | None:
         """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
         in the step. What they get no room for is planned alone, next."""
         tree, prompts = self._plan_tree(), None
@@ -193,7 +192,7 @@ class Scheduler:
             return tree
         if tree is None:
             return prompts
-        if mixes(tree.shape, len(tree.rows), sum(chunk.length for chunk in prompts.chunks)):
+        if mixes(tree.shape, len(tree.rows)):
             return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
         self._next = prompts
         return tree

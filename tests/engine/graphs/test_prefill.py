@@ -135,9 +135,7 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact):
     expected = harness.plain_answers(model, prompts, params)
     attn = partial(paged.PagedAttention, exact=exact)
     monkeypatch.setattr(prefill_graphs, "SIZES", (16, 24))
-    rig = harness.Rig(
-        model, attn=attn, graph_size=2, device=harness.device, rows=4, chunk=26, lag=1, mixed=True
-    )
+    rig = harness.Rig(model, attn=attn, graph_size=2, device=harness.device, rows=4, chunk=26, lag=1, mixed=True)
     prefills, counts = rig.executor.prefills, [0, 0]
     run = prefills.run_mixed
 

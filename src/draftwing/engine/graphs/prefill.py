@@ -71,7 +71,7 @@ class PrefillGraphs:
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        self._row_sizes = [size for size in MIXED_ROWS if size <= rows.shape[0]]
+        self.row_sizes = [size for size in MIXED_ROWS if size <= rows.shape[0]]
         self._mixed: dict[tuple[int, int], Callable[[], None]] = {}  # by queries of prompts, and rows
         self._mixed_states: States | None = None  # where all of these leave what they give
 
@@ -81,14 +81,14 @@ class PrefillGraphs:
     @property
     def planned(self) -> int:
         """How many graphs `capture` captures."""
-        return len(self.sizes) + sum(size >= MIXED_QUERIES for size in self.sizes) * len(self._row_sizes)
+        return len(self.sizes) + sum(size >= MIXED_QUERIES for size in self.sizes) * len(self.row_sizes)
 
     def capture(self, bar: tqdm[Any]) -> None:
         """Captures all sizes, the largest first."""
         for size in reversed(self.sizes):
             self._fill(size, ())
             inputs = self._inputs(size)
-            for rows in reversed(self._row_sizes if size >= MIXED_QUERIES else ()):
+            for rows in reversed(self.row_sizes if size >= MIXED_QUERIES else ()):
                 self._mixed[size, rows], _ = self._device.record(partial(self._run_mixed, inputs, rows))
                 bar.update()
             self._graphs[size] = self._device.record(partial(self._run, inputs))
@@ -112,27 +112,22 @@ class PrefillGraphs:
         self.replays += 1
         return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
 
-    def row_size(self, rows: int, tokens: int) -> int:
-        """How many rows has the graph for so many that decode beside so many tokens of prompts; 0: there is none."""
-        at = bisect_left(self._row_sizes, rows)
-        return self._row_sizes[at] if at < len(self._row_sizes) and self._query_size(tokens) else 0
+    def row_size(self, rows: int) -> int:
+        """How many rows have the graphs for so many that decode; 0: there are none."""
+        at = bisect_left(self.row_sizes, rows)
+        return self.row_sizes[at] if at < len(self.row_sizes) else 0
 
     def run_mixed(self, chunks: Sequence[Chunk], rows: int) -> tuple[States, States] | None:
         """What one forward gives of so many rows, a `row_size`, and of the chunks' queries; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
-        size = self._query_size(tokens)
-        if len(chunks) >= MAX_CHUNKS or (size, rows) not in self._mixed:
+        at = bisect_left(self.sizes, max(tokens, MIXED_QUERIES))
+        if at == len(self.sizes) or len(chunks) >= MAX_CHUNKS or (self.sizes[at], rows) not in self._mixed:
             return None
-        self._fill(size, chunks)
-        self._mixed[size, rows]()
+        self._fill(self.sizes[at], chunks)
+        self._mixed[self.sizes[at], rows]()
         self.replays += 1
         assert self._mixed_states is not None
         return cut(self._mixed_states, rows, rows + tokens)
-
-    def _query_size(self, tokens: int) -> int:
-        """Queries of the mixed graphs for so many tokens of prompts; 0: there are none."""
-        at = bisect_left(self.sizes, max(tokens, MIXED_QUERIES))
-        return self.sizes[at] if at < len(self.sizes) else 0
 
     # -- the buffer -------------------------------------------------------------------------------------------------
 
