@@ -98,7 +98,7 @@ def test_nobody_in_the_step_is_retracted_for_it() -> None:
             sched.commit(part, result(part))
         sched.check_integrity()
     ended = {out.uid: out.meta for out in sched.take_outputs() if out.finish_reason}
-    assert len(ended) == 5 and mixed > 5 and ended["high"]["num_retractions"] == 0 < sched.retractions
+    assert len(ended) == 5 and mixed > 2 and ended["high"]["num_retractions"] == 0 < sched.retractions
 
 
 @pytest.mark.parametrize("lag", [0, 1])
