@@ -1,4 +1,4 @@
-"""Plans of rows that decode with parts of prompts beside them, with results made up by the test in place of a device."""
+"""Plans of rows that decode with parts of prompts beside them. The test makes up results in place of a device."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class ToyDevice:
         self._states: dict[int, list[int]] = {0: []}  # by state slot
         self._read_slot, self._write_slot, self._length = [-1] * rows, [-1] * rows, [-1] * rows
         self._records: list[dict[int, int]] = [{} for _ in range(rows)]  # of the last step: tokens by KV slot
-        self._touched: set[int] = set()  # slots that the newest plan has read or written
+        self._touched: set[int] = set()  # slots that the newest plan's rows have read or written
 
     def launch(self, plan: Plan) -> None:
         self._queue += map(pickle.dumps, plan.parts)
@@ -116,8 +116,6 @@ class ToyDevice:
     def wait(self) -> StepResult:
         """Runs the oldest plan, or the next of its parts: one after the other, though in truth they run together."""
         plan: Plan = pickle.loads(self._queue.pop(0))
-        beside = self._touched if plan.mixed and plan.kind == "prefill" else set()
-        self._touched = set()
         late = plan.catch_up is not None and plan.catch_up.late
         assert plan.catch_up is None or late == self._by_slot
         if plan.catch_up is not None and not late:
@@ -137,6 +135,7 @@ class ToyDevice:
             self._see(part)
         if plan.catch_up is not None and late:
             self._catch_up(plan.catch_up)
+        beside, self._touched = self._touched, set()
         if plan.kind == "prefill":
             final = [chunk.final for chunk in plan.chunks]
             assert all(final[: sum(final)]), "those who draw come first"

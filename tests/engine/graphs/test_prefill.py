@@ -129,16 +129,16 @@ def batch_of(slots, chunks):
 def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, drafts):
     """Graphs of both: of fewer rows than they have and of as many, and of more, or of drafts, for which there are none.
     Prompts of more tokens than a graph has are mixed without one."""
-    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2, 3))
     monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
     prompts = harness.prompts_for(7)
-    params = [harness.greedy(3 + i % 3) for i in range(len(prompts))]
+    params = [harness.greedy(4 + i % 4) for i in range(len(prompts))]
     expected = harness.plain_answers(model, prompts, params)
     more = {}
     if drafts:
         more = {"drafter": "oracle", "policy": harness.Cycle(TreeShape(2, 1, 3)), "miss": 1}
         more["book"] = harness.make_book(prompts, expected)
-    rig = rig_of(harness, model, monkeypatch, (16,), exact, size=2, rows=4, chunk=26, lag=1, mixed=True, **more)
+    rig = rig_of(harness, model, monkeypatch, (16,), exact, size=3, rows=4, chunk=26, lag=1, mixed=True, **more)
     prefills, counts = rig.executor.prefills, [0, 0]
     run = prefills.run_mixed
 
@@ -148,6 +148,6 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
         return found
 
     prefills.run_mixed = spy
-    assert prefills.planned == len(prefills) == 2
+    assert prefills.planned == len(prefills) == 3
     assert rig.answer(prompts, params).tokens == expected.tokens
     assert counts[0] > 0 and rig.stats.mixed == sum(counts)
