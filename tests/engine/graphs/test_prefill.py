@@ -124,14 +124,14 @@ def batch_of(slots, chunks):
     )
 
 
-@pytest.mark.parametrize(("exact", "drafts"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("exact", "drafts"), [(True, True), pytest.param(False, False, marks=pytest.mark.exhaustive)])
 def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, drafts):
     """Graphs of both: of fewer rows than they have and of as many, and of more, or of drafts, for which there are none.
     Prompts of more tokens than a graph has are mixed without one."""
     monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2, 3))
     monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
     prompts = harness.prompts_for(6)
-    params = [harness.greedy(6 + i % 4) for i in range(len(prompts))]
+    params = [harness.greedy(5 + i % 3) for i in range(len(prompts))]
     expected = harness.plain_answers(model, prompts, params)
     more = {}
     if drafts:
@@ -150,8 +150,8 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
     assert prefills.planned == len(prefills) == 3
 
     def between(turn):
-        if turn % 3 == 0 and turn // 3 < len(prompts) - 2:
-            i = turn // 3 + 2
+        if turn % 2 == 0 and turn // 2 < len(prompts) - 2:
+            i = turn // 2 + 2
             rig.submit(str(i), prompts[i], params[i])
 
     assert rig.answer(prompts[:2], params[:2], between=between).tokens == expected.tokens
