@@ -5,7 +5,8 @@
 
 A cell is a length of prompts (chat) and how many requests run at once, three times as many in all. With `--rate`
 requests of mixed length come at random times, too (`open_loop.py`). Each round has other prompts, and both ways have
-the same. `mixed` is the number of steps that were; `ratio` is of tokens per second, mixed over in turn.
+the same. `mixed` is the number of steps that were; `ratio` is of tokens per second, mixed over in turn. With
+`enable_deterministic_inference=true` all answers must be the same.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ def cell(text: str) -> tuple[int, int]:
 
 
 def runs_of(texts: Texts, args: argparse.Namespace) -> dict[str, Callable[[Any, int], Driven]]:
-    """By name: a run of an engine, of this round."""
+    """By name: a run of an engine, of this round; round 0 is short, and makes what is made once."""
 
     def closed(length: int, at_once: int) -> Callable[[Any, int], Driven]:
         def run(engine: Any, turn: int) -> Driven:
-            count = REQUESTS * at_once
+            count = REQUESTS * at_once if turn else at_once
             prompts = texts.prompts("chat", length, count, turn * count)
-            return drive(engine, jobs_of(prompts, args.temperature, args.tokens, 0.3, turn), at_once)
+            tokens = args.tokens if turn else args.tokens // 8
+            return drive(engine, jobs_of(prompts, args.temperature, tokens, 0.3, turn), at_once)
 
         return run
 
     def opened(engine: Any, turn: int) -> Driven:
-        return drive(engine, arrivals(texts, args.rate, args.seconds, 2 * args.tokens, turn + 1))
+        seconds = args.seconds if turn else args.seconds / 4
+        return drive(engine, arrivals(texts, args.rate, seconds, 2 * args.tokens, turn + 1))
 
     found = {f"{length} x {at_once}": closed(length, at_once) for length, at_once in args.cells}
     return found | ({f"{args.rate:g}/s": opened} if args.rate else {})
@@ -60,23 +63,25 @@ def both_ways(engine: Any, run: Callable[[Any, int], Driven], rounds: int) -> di
     watch = engine._loop._watch
 
     def counted(plan: Any, result: Any) -> None:
-        steps[way] += plan.beside is not None
+        steps[way] += turn > 0 and plan.beside is not None
         watch(plan, result)
 
     engine._loop._watch = counted
-    for turn in range(rounds):
-        for way in WAYS if turn % 2 == 0 else reversed(WAYS):
+    for turn in range(rounds + 1):
+        for way in WAYS if turn % 2 else reversed(WAYS):
             sched.config = mixing if way == "mixed" else replace(mixing, mixes=None)
             assert engine.flush_cache()
             done = run(engine, turn)
+            if not turn:
+                continue
             rates[way].append(sum(len(one.tokens) for one in done.answers) / done.seconds)
             answers[way] += done.answers
     engine._loop._watch, sched.config = watch, mixing
     found: dict[str, Any] = {way: times(answers[way], 1.0) | {"tokens_per_s": rates[way]} for way in WAYS}
     found["mixed"]["mixed"] = steps["mixed"]
     found["ratio"] = statistics.median(b / a for a, b in zip(rates["in turn"], rates["mixed"], strict=True))
-    same = zip(answers["in turn"], answers["mixed"], strict=True)
-    found["same"] = statistics.mean(a.tokens == b.tokens for a, b in same) if rounds == 1 else None
+    same = [a.tokens == b.tokens for a, b in zip(answers["in turn"], answers["mixed"], strict=True)]
+    found["same"] = f"{sum(same)} of {len(same)}"
     return found
 
 
@@ -88,7 +93,8 @@ def shown(name: str, drafter: str, found: dict[str, Any]) -> str:
         rate = statistics.mean(run["tokens_per_s"])
         values = " | ".join(f"{run[each]:.1f}" for each in names)
         lines.append(f"| {drafter} | {name} | {way} | {rate:.1f} | {values} |")
-    return "\n".join([*lines, f"ratio {found['ratio']:.3f}, mixed steps {found['mixed']['mixed']}"])
+    told = f"ratio {found['ratio']:.3f}, mixed steps {found['mixed']['mixed']}, the same answers {found['same']}"
+    return "\n".join([*lines, told])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
