@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.core import PLAIN, Plan, StepResult
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.shape_policy import FixedShape
@@ -103,8 +103,8 @@ def test_nobody_in_the_step_is_retracted_for_it() -> None:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_where_one_forward_is_not_worth_it_plans_take_turns(lag: int) -> None:
-    asked: list[tuple[TreeShape, int]] = []
-    sched = make(mixes=lambda *what: asked.append(what) or False)
+    """Prompts first."""
+    sched = make(mixes=lambda shape, rows: rows > 1)
     sched.submit(req("a", new=30))
     turn(sched)
     sched.submit(req("b", length=40, first=100))
@@ -118,7 +118,7 @@ def test_where_one_forward_is_not_worth_it_plans_take_turns(lag: int) -> None:
         while len(flying) > lag:
             done = flying.pop(0)
             sched.commit(done, result(done))
-    assert kinds == ["tree", "prefill"] * 3 and asked == [(PLAIN, 1)] * 3
+    assert kinds == ["prefill", "tree"] * 3
 
 
 def test_its_seconds_are_nobodys_price() -> None:
@@ -131,3 +131,20 @@ def test_its_seconds_are_nobodys_price() -> None:
     mixed = turn(sched, 500.0)
     assert mixed.mixed and sched.choice.policy.seconds(1, 0) == 1.0
     assert sched._prefills.seconds(mixed.parts[-1].chunks) <= max(known, 2.0)
+
+
+def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
+    """It was planned for a few rows more: of those some wait for their share of the time."""
+    asked: list[int] = []
+
+    def mixes(shape: object, rows: int) -> bool:
+        asked.append(rows)
+        return len(asked) % 2 == 1  # as expected, and not as it came
+
+    sched = make(mixes=mixes)
+    sched.submit(req("a", new=30))
+    turn(sched)
+    sched.submit(req("b", length=40, first=100))
+    plans = [turn(sched) for _ in range(6)]
+    assert [plan.kind for plan in plans] == ["tree", "prefill"] * 3 and not any(plan.mixed for plan in plans)
+    assert [plan.step for plan in plans] == [*range(1, 7)]

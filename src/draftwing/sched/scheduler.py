@@ -96,6 +96,7 @@ class Scheduler:
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._next: Plan | None = None  # of prompts, planned with the plan before and not mixed with it
         self._alone = False  # whether parts of prompts had no room beside the plan before
+        self._shape = PLAIN  # of the newest step of those who decode
         self._prefills = PrefillBudget()
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
@@ -169,8 +170,9 @@ class Scheduler:
         plan = None
         self._await_masks()
         ready = self._ready()
-        if self.config.mixes is not None and ready and not self._alone:
-            return self._plan_both(ready, self.config.mixes)
+        mixes = self.config.mixes
+        if mixes is not None and ready and not self._alone and mixes(self._shape, len(ready)):
+            return self._plan_both(ready, mixes)
         self._alone = False
         if not (self._prefilled and ready):  # prefill chunks and decode steps alternate
             plan = self._plan_prefill(ready, self.config.chunk_tokens)
@@ -182,17 +184,20 @@ class Scheduler:
     def _plan_both(self, ready: list[Req], mixes: Callable[[TreeShape, int], bool]) -> Plan | None:
         """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
         in the step. What they get no room for is planned alone, next."""
-        tree, prompts = self._plan_tree(), None
-        room = self.config.chunk_tokens - (len(tree.rows) * tree.shape.queries if tree is not None else 0)
+        tree, prompts, mixed = self._plan_tree(), None, False
+        room = self.config.chunk_tokens
+        if tree is not None:
+            room -= len(tree.rows) * tree.shape.queries
+            mixed = mixes(tree.shape, len(tree.rows))
         if room > 0:
-            prompts = self._plan_prefill(ready, room, retracts=tree is None)
+            prompts = self._plan_prefill(ready, room, tree is None, mixed)
         self._prefilled = prompts.chunks if prompts is not None else ()
         if prompts is None:
             self._alone |= any(req.state is ReqState.PREFILL for req in self.running)
             return tree
         if tree is None:
             return prompts
-        if mixes(tree.shape, len(tree.rows)):
+        if mixed:
             return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
         self._next = prompts
         return tree
@@ -259,15 +264,16 @@ class Scheduler:
             self._retract(victim)
             rows += 1
 
-    def _plan_prefill(self, ready: list[Req], room: int, retracts: bool = True) -> Plan | None:
-        """ready: who decodes, and waits for it.  room: tokens.  retracts: whether others may be retracted for it."""
+    def _plan_prefill(self, ready: list[Req], room: int, retracts: bool = True, mixed: bool = False) -> Plan | None:
+        """ready: who decodes, and waits for it.  room: tokens.  retracts: whether others may be retracted for it.
+        mixed: whether who decodes does in the same forward."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(room, todo, self._prefills, ready):
+        for req, length in divided(room, todo, self._prefills, ready, mixed):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
@@ -313,6 +319,7 @@ class Scheduler:
         for req in chosen:
             req.bound += most
             req.inflight += 1
+        self._shape = shape
         self.choice.planned(self._steps, chosen, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
