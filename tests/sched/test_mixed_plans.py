@@ -103,7 +103,6 @@ def test_nobody_in_the_step_is_retracted_for_it() -> None:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_where_one_forward_is_not_worth_it_plans_take_turns(lag: int) -> None:
-    """Prompts first."""
     sched = make(mixes=lambda shape, rows: rows > 1)
     sched.submit(req("a", new=30))
     turn(sched)
@@ -118,7 +117,7 @@ def test_where_one_forward_is_not_worth_it_plans_take_turns(lag: int) -> None:
         while len(flying) > lag:
             done = flying.pop(0)
             sched.commit(done, result(done))
-    assert kinds == ["prefill", "tree"] * 3
+    assert kinds == ["tree", "prefill"] * 3
 
 
 def test_its_seconds_are_nobodys_price() -> None:

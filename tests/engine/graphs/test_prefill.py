@@ -9,7 +9,7 @@ import pytest
 import torch
 from layer_kinds import KINDS, config_of
 
-from draftwing.core import Chunk, TreeShape
+from draftwing.core import PLAIN, Chunk, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.ops.attention import Batch, spans_of
 
@@ -135,7 +135,7 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
     expected = harness.plain_answers(model, prompts, params)
     more = {}
     if drafts:
-        more = {"drafter": "oracle", "policy": harness.Cycle(TreeShape(2, 1, 3)), "miss": 1}
+        more = {"drafter": "oracle", "policy": harness.Cycle(TreeShape(2, 1, 3), PLAIN), "miss": 1}
         more["book"] = harness.make_book(prompts, expected)
     rig = rig_of(harness, model, monkeypatch, (16,), exact, size=3, rows=4, chunk=26, lag=1, mixed=True, **more)
     prefills, counts = rig.executor.prefills, [0, 0]
