@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +14,6 @@ from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
-from draftwing.config.options import Options
-from draftwing.engine import build
-from draftwing.engine.devices.cuda import defaults_for
-from draftwing.errors import ConfigError
 
 TOKENS = 40
 
@@ -34,21 +29,6 @@ def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[in
     options = {**ENGINE, "dtype": dtype, "chunked_prefill_size": 64, **more}
     with LLM(str(folder), **options, speculative_algorithm=algorithm) as llm:
         return [done.token_ids for done in llm.generate(prompts, params)]
-
-
-@pytest.mark.slow
-def test_a_gpu_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path, reference("qwen3.5"))
-    (folder / "model.safetensors").unlink()
-    ops = SimpleNamespace(batch_invariant=True, title="stand-in")
-    device = SimpleNamespace(
-        ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["gpu"], has_own_memory=True,
-        set_threads=lambda count, processors: None,
-    )  # fmt: skip
-    monkeypatch.setattr(build, "pick_device", lambda name: device)
-    monkeypatch.setattr(build, "check_target", lambda *args: None)
-    with pytest.raises(ConfigError, match=r"gated delta nets on a GPU.*expected --device cpu"):
-        build.build(Options(model=str(folder), speculative_algorithm="none").resolve(), folder)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_steps import ACCEPTED, NODES, PARENTS, ROWS, DeltaSteps
+from delta_steps import ACCEPTED, NODES, PARENTS, ROWS, SLOTS, DeltaSteps
 from torch import Tensor
 
 from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, Ragged
@@ -44,7 +44,7 @@ def test_as_in_torch(spec: DeltaSpec, dtype: torch.dtype, device: torch.device) 
     wide = 1e-4 if dtype == torch.float32 else 2e-2 if GPU else 6e-2  # the interpreter cuts where a GPU rounds
     found = list(steps_of(TritonOps(device), spec, dtype).all())
     expected = list(steps_of(TorchOps(torch.device("cpu")), spec, dtype).all())
-    states, dummy = len(found) - 8, 6  # nobody reads the dummy's
+    states, dummy = len(found) - 8, SLOTS + 1  # nobody reads the dummy's
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         x, y = (x[:dummy], y[:dummy]) if i in (states, states + 1) else (x, y)
         x, y = (x[:ROWS], y[:ROWS]) if i > states + 1 else (x, y)

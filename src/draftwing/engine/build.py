@@ -35,7 +35,7 @@ from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import DeltaSpec, KVPool, check_int8
+from draftwing.kv.pool import KVPool, check_int8
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
@@ -166,11 +166,6 @@ def build(
 
 def check_device(options: Options, device: Device, config: ModelConfig) -> None:
     """Raises ConfigError for what options and the model ask for and the device cannot give."""
-    if any(isinstance(layer.mixer.keeps(), DeltaSpec) for layer in config.layers) and device.has_own_memory:
-        raise ConfigError(
-            "gated delta nets on a GPU: texts with and without drafts are not yet compared on one; "
-            "expected --device cpu"
-        )
     if any(isinstance(layer.mixer, LatentAttentionConfig) for layer in config.layers) and device.has_own_memory:
         raise ConfigError(
             "latent attention on a GPU: there are no kernels that read it from the KV pool; expected --device cpu"
