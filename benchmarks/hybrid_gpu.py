@@ -37,6 +37,7 @@ VOCAB, PROMPT = 248_320, 100
 # Layers, hidden, intermediate, heads, KV heads, key heads and value heads of delta nets, FP8, of experts.
 SIZES: dict[str, tuple[int, int, int, int, int, int, int, bool, bool]] = {
     "tiny": (4, 256, 512, 4, 2, 2, 4, False, False),
+    "tiny-moe": (4, 256, 128, 4, 2, 2, 4, True, True),
     "0.8B": (24, 1024, 3584, 8, 2, 16, 16, False, False),
     "9B": (32, 4096, 12288, 16, 4, 16, 32, False, False),
     "27B": (64, 5120, 17408, 24, 4, 16, 48, True, False),
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", metavar="option=value")
     args = parser.parse_args()
     args.options = {name: json.loads(value) for name, _, value in (text.partition("=") for text in args.options)}
-    results: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine(), "TB/s read": read_rate() / 1e6}  # before memory is taken
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config_of(size)))

@@ -1,5 +1,5 @@
 """Mixtures of experts: the kernels of ops/triton/expert{s,_gemm}.py and ops/cuda/gemm_experts.py, right and how fast,
-at the sizes of three models.
+at the sizes of four models.
 
     python benchmarks/gpu_kernels/experts.py                 # all models and formats of weights
     python benchmarks/gpu_kernels/experts.py gpt-oss-20b     # one of them
@@ -80,6 +80,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "qwen3-30b-a3b": Model(128, 8, 2048, 768, 0.0, ("bfloat16", "fp8", "w4a16")),
+    "qwen3.5-35b-a3b": Model(256, 8, 2048, 512, 0.0, ("bfloat16", "fp8")),
     "gpt-oss-20b": Model(32, 4, 2880, 2880, 7.0, ("bfloat16", "mxfp4")),
     "gpt-oss-120b": Model(128, 4, 2880, 2880, 7.0, ("mxfp4",)),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from draftwing import LLM, SamplingParams
 TOKENS = 40
 
 
-def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[int]]:
+def texts(folder: Path, algorithm: str, dtype: str, **more: Any) -> list[list[int]]:
     """Of prompts shorter and longer than a chunk, greedy and seeded."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 256, (count,), generator=generator).tolist() for count in (5, 40, 130, 7)]
@@ -31,6 +32,18 @@ def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[in
         return [done.token_ids for done in llm.generate(prompts, params)]
 
 
+def written(folder: Path, kind: str) -> tuple[Path, list[str]]:
+    """A checkpoint with its prediction layer, if the kind has one, and what can draft for it."""
+    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
+    predicts = kind != "lfm2"
+    if predicts:
+        with_layer(folder, theirs, layer_weights(theirs))
+    else:
+        saved(folder, theirs)
+    write_tokenizer(folder)
+    return folder, ["NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())]
+
+
 @pytest.mark.slow
 @pytest.mark.further(kind="qwen3.5-even")
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next"], dtype="float32")
@@ -38,17 +51,25 @@ def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[in
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
-    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
-    predicts = kind != "lfm2"
-    if predicts:
-        with_layer(tmp_path, theirs, layer_weights(theirs))
-    else:
-        saved(tmp_path, theirs)
-    write_tokenizer(tmp_path)
-    plain = texts(tmp_path, "none", dtype)
+    folder, drafters = written(tmp_path, kind)
+    plain = texts(folder, "none", dtype)
     assert all(len(set(ids)) > 10 for ids in plain)
-    for algorithm in ("NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())):
-        assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+    for algorithm in drafters:
+        assert texts(folder, algorithm, dtype) == plain, algorithm
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
+def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    """In float32 the text is a CPU's; in both types drafts change nothing of it."""
+    folder, drafters = written(tmp_path, kind)
+    gpu = {"device": "cuda", "enable_deterministic_inference": True}
+    assert texts(folder, "none", "float32", **gpu) == texts(folder, "none", "float32")
+    for dtype in ("float32", "bfloat16"):
+        plain = texts(folder, "none", dtype, **gpu)
+        for algorithm in drafters:
+            assert texts(folder, algorithm, dtype, **gpu) == plain, (dtype, algorithm)
 
 
 @pytest.mark.slow
