@@ -198,6 +198,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.further(asked=["temperature", "filters", "bans"], rows=1)
 @pytest.mark.further(asked=["temperature", "filters", "penalties"], rows=2, drafter=None)
 @pytest.mark.parametrize("asked", ASKED)

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cells import CELLS
-from run import BASELINE, worse
+from cells import BASELINE, CELLS, worse
 from worlds import MACHINES, TREE, World
 
 from draftwing.core import (
