@@ -224,11 +224,11 @@ class Rig:
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
         book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
-        deferral=None, states=None,
+        deferral=None, states=None, mixed=False,
     ):  # fmt: skip
         """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
         pool, where it is not the model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of
-        a model with recurrent layers."""
+        a model with recurrent layers. mixed: whether prompts run beside rows that decode."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
@@ -257,7 +257,7 @@ class Rig:
         length = CONTEXT + max_span + max_commit + ROOM
         model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
-        self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral)
+        self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral, mixed=mixed)
         if dev.has_own_memory:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.commit = without_sync(self.executor.commit)
@@ -279,9 +279,10 @@ class Rig:
             frozenset(filter(drafter.skips_extend, menu)) if drafter is not None else frozenset(),
             deferral=deferral,
             states=states,
+            mixes=self.executor.mixes if mixed else None,
         )
         self.sched = Scheduler(config, self.policy, spans)
-        self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
+        self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0, mixed=0)
         self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
         self.page_table_check = PageTableCheck(self.sched, self.slots, every=1)
         if graph_size:
@@ -292,6 +293,7 @@ class Rig:
     def _watch(self, plan, result):
         if plan.kind == "prefill":
             self.stats.prefills += 1
+            self.stats.mixed += plan.mixed
             return
         self.stats.rows += len(plan.rows)
         self.stats.tokens += int(result.count.sum())

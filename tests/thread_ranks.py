@@ -122,13 +122,14 @@ def lead(rig: Any, others: list[Any]) -> Any:
     commit = rig.executor.commit
 
     def committed(pending: Any) -> Any:
-        own.append(commit(pending))
-        return own[-1]
+        flying = commit(pending)
+        own.extend(flying.parts)
+        return flying
 
     def agree() -> int:
         (other,) = threads.others
         end = time.monotonic() + 20.0  # its thread may be behind; the newest step lands there with the next
-        while own and len(other.landings) < max(len(own) - 1, 1) and time.monotonic() < end:
+        while own and len(other.landings) < max(len(own) - 2, 1) and time.monotonic() < end:
             time.sleep(0.001)
         known = min(len(own), len(other.landings))
         for flying, theirs in zip(own[:known], other.landings[:known], strict=True):

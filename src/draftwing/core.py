@@ -229,6 +229,13 @@ class Plan:
     # in the former; -1: as the device has it. Come with the uploads, of distinct rows.
     states: IntArray = field(default_factory=lambda: NOBODY)
     shown: tuple[DraftChunk, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
+    mixed: bool = False  # whether the target's forward is one with that of another plan
+    beside: Plan | None = None  # of kind "tree", where it is mixed: the prefill in the same forward
+
+    @property
+    def parts(self) -> tuple[Plan, ...]:
+        """The plans of one forward, in the order in which they are committed."""
+        return (self,) if self.beside is None else (self, self.beside)
 
     @cached_property
     def special(self) -> bool:

@@ -77,6 +77,7 @@ def expected(smollm2_path: Path) -> Iterator[list[list[int]]]:
         ),
         pytest.param({"enable_overlap": True}, id="overlap", marks=FURTHER),
         pytest.param({"num_threads": 1}, id="one thread", marks=FURTHER),
+        pytest.param({"enable_mixed_chunk": True, "max_running_requests": 3}, id="mixed", marks=FURTHER),
     ],
 )
 def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, Any]) -> None:

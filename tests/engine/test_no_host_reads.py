@@ -5,6 +5,7 @@ in a graph.
 What few requests ask for besides sampling talks with the host, and runs under a watch instead: data reach the device by
 `Device.upload` alone, which does not wait, and leave it by `Device.download`."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -92,6 +93,13 @@ def plans(shape, params, catch_up=False):
     yield Plan(4, "tree", rows, rows, shape, 5 + shape.max_commit, (), (), (), noisy, filtered, banning, catch_up=late)
 
 
+def mixed_plan(shape, params):
+    """After `plans`: the first request decodes beside the end of the other one's prompt."""
+    _, end, *_, last = plans(shape, params)
+    one = {name: getattr(last, name)[:1] for name in ("rows", "admission", "noisy", "filtered", "banning")}
+    return replace(last, step=5, mixed=True, beside=replace(end, step=6, mixed=True), **one)
+
+
 DRAFTERS = "ngram", "suffix", "oracle", "STANDALONE", "EAGLE3+NGRAM", *HEADS
 FURTHER = ["oracle", "EAGLE3+NGRAM", "EAGLE", "NEXTN"]  # whose code is mostly another's
 PARAMS = {
@@ -141,11 +149,10 @@ def test_a_step_needs_no_data(on_cpu, drafter, shape, sampling, tmp_path):
         rig = on_cpu.Rig(
             model, shapes=(shape,), drafter=drafter, book=book, fake_device=device, deferral=DraftDeferral(8, 8)
         )
-        for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
-            pending = rig.executor.launch(plan)
-            packed = rig.executor.commit(pending).download.wait()
-            commit = plan.shape.max_commit
-            assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
+        for plan in (*plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)), mixed_plan(shape, params)):
+            for flying in rig.executor.commit(rig.executor.launch(plan)).parts:
+                packed, commit = flying.download.wait(), flying.plan.shape.max_commit
+                assert tuple(packed.shape) == (len(flying.plan.rows), 2 + commit + 2 * flying.plan.shape.nodes)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *HYBRIDS, "experts and windows"])

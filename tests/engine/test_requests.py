@@ -112,12 +112,15 @@ def cases(harness):
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
     model, every, expected, book = cases
-    rig = harness.Rig(model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag)
+    mixed = lag == 1
+    rig = harness.Rig(
+        model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag, mixed=mixed, chunk=100 if mixed else 64
+    )
     for i, case in enumerate(every):
         submit(harness, rig, case, i)
     got = rig.run()
     assert got.tokens == expected.tokens
-    assert rig.accept_length > 1.8
+    assert rig.accept_length > 1.8 and (rig.stats.mixed > 5) == mixed
     same_logprobs(got, expected)
 
 

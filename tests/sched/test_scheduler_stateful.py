@@ -44,6 +44,7 @@ LAGGING = ((PLAIN,), (), (PLAIN, TreeShape(3, 1, 4), TreeShape(3, 3, 8)))
 TOKENS = DraftDeferral(0, 9, True, 12)
 SLOTS = DraftDeferral(0, 9, by_slot=True)
 STATES = (None, StateSizes(12, 4, 3), StateSizes(4, 8, 2), StateSizes(40, 5, 1))
+MIXES = (lambda shape, rows: True, None, lambda shape, rows: shape == PLAIN or rows > 1)
 MENUS = {"plain": (PLAIN,), "chains": CHAINS, "trees": TREES}
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 7, 7, 7, 7, 7, 7, 7], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]]
 
@@ -151,6 +152,7 @@ class Serving(RuleBasedStateMachine):
             lag=lag,
             deferral=deferral,
             states=(states := STATES[(rows + spare // 5 + chunk) % len(STATES)]),
+            mixes=MIXES[(rows + spare // 3) % len(MIXES)],
         )
         self.policy = AnyShape(shapes)
         self.sched = Scheduler(config, self.policy, spans)
@@ -227,22 +229,23 @@ class Serving(RuleBasedStateMachine):
         if plan.catch_up is not None:
             self.seen["caught up"] += 1
             self.seen["caught up after release"] += bool(set(plan.catch_up.rows) - set(plan.rows))
-        self.seen["chunks of several"] += len(plan.chunks) > 1
+        self.seen["chunks of several"] += any(len(part.chunks) > 1 for part in plan.parts)
         self.device.launch(plan)
         self.flying.append(plan)
 
     @precondition(lambda self: self.flying)
     @rule()
     def commit(self) -> None:
-        plan, stale = self.flying.pop(0), self.sched.stale_results
-        places = zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)
-        reused = [
-            r for r, number in places if r in self.sched.kv.by_row and self.sched.kv.by_row[r].admission != number
-        ]
-        self.sched.commit(plan, self.device.wait())
-        self.seen["stale"] += self.sched.stale_results > stale
-        self.seen["stale, row reused"] += bool(reused)
-        self.hear()
+        for plan in self.flying.pop(0).parts:
+            stale = self.sched.stale_results
+            places = zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)
+            reused = [
+                r for r, number in places if r in self.sched.kv.by_row and self.sched.kv.by_row[r].admission != number
+            ]
+            self.sched.commit(plan, self.device.wait())
+            self.seen["stale"] += self.sched.stale_results > stale
+            self.seen["stale, row reused"] += bool(reused)
+            self.hear()
 
     @rule(turns=st.integers(1, 12), shape=st.integers(0, 9), lag=st.booleans())
     def run(self, turns: int, shape: int, lag: bool) -> None:
@@ -307,7 +310,7 @@ MUST = {
     *("pool exhausted", "rows for another client", "preempted in prefill", "preempted in flight"),
     *("resumed", "stale", "stale, row reused", "prefix hits", "evicted", "chunks of several", "plans of several rows"),
     *("permuted", "caught up", "caught up after release", "far behind", "deferred", "deferred chunks", "skipped"),
-    *("answer shown", "prompts at rest", "replayed", "snapshots", "begun with a snapshot"),
+    *("mixed", "answer shown", "prompts at rest", "replayed", "snapshots", "begun with a snapshot"),
 }
 
 
@@ -397,9 +400,9 @@ def slots_given_twice(patch: pytest.MonkeyPatch) -> None:
 def nobody_retracted(patch: pytest.MonkeyPatch) -> None:
     """Who finds no room waits for ever."""
 
-    def around(method: Any, self: Scheduler, req: Req, upto: int) -> bool:
+    def around(method: Any, self: Scheduler, req: Req, upto: int, retracts: bool = True) -> bool:
         short = upto - req.covered > self.kv.obtainable
-        return not short and bool(method(self, req, upto))
+        return not short and bool(method(self, req, upto, retracts))
 
     wrap(patch, Scheduler, "_cover", around)
 

@@ -108,12 +108,13 @@ class ToyDevice:
         self._states: dict[int, list[int]] = {0: []}  # by state slot
         self._read_slot, self._write_slot, self._length = [-1] * rows, [-1] * rows, [-1] * rows
         self._records: list[dict[int, int]] = [{} for _ in range(rows)]  # of the last step: tokens by KV slot
+        self._touched: set[int] = set()  # slots that the newest plan's rows have read or written
 
     def launch(self, plan: Plan) -> None:
-        self._queue.append(pickle.dumps(plan))
+        self._queue += map(pickle.dumps, plan.parts)
 
     def wait(self) -> StepResult:
-        """Runs the oldest plan."""
+        """Runs the oldest plan, or the next of its parts: one after the other, though in truth they run together."""
         plan: Plan = pickle.loads(self._queue.pop(0))
         late = plan.catch_up is not None and plan.catch_up.late
         assert plan.catch_up is None or late == self._by_slot
@@ -134,6 +135,7 @@ class ToyDevice:
             self._see(part)
         if plan.catch_up is not None and late:
             self._catch_up(plan.catch_up)
+        beside, self._touched = self._touched, set()
         if plan.kind == "prefill":
             final = [chunk.final for chunk in plan.chunks]
             assert all(final[: sum(final)]), "those who draw come first"
@@ -142,6 +144,11 @@ class ToyDevice:
             steps = [self._prefill(row, chunk, plan) for row, chunk in zip(rows, plan.chunks, strict=True)]
         else:
             steps = [self._tree(row, plan) for row in rows]
+        if plan.mixed and plan.kind == "prefill":
+            places = [(chunk.row, p) for chunk in plan.chunks for p in range(chunk.start, chunk.start + chunk.length)]
+            assert not beside & {self._slot(*place) for place in places}, "what another part reads or writes is written"
+            assert plan.catch_up is None and not plan.admits, "they come with the part in front"
+            self.seen["mixed"] += 1
         self.seen["plans of several rows"] += len(rows) > 1
         padded = np.zeros((len(rows), plan.shape.max_commit), np.int64)
         for i, (new, _, _) in enumerate(steps):
@@ -194,6 +201,7 @@ class ToyDevice:
     def _slot(self, row: int, position: int) -> int:
         slot = int(self._table[row, position])
         assert slot >= 0, "read or write past what the row was given"
+        self._touched.add(slot)
         return slot
 
     def _read(self, row: int, length: int) -> None:

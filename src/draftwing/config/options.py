@@ -206,6 +206,10 @@ class Options:
         "most prompt tokens of one step; -1: no limit (default: 512 on a CPU, 2048 to 8192 on CUDA, by its memory)",
         minimum=-1,
     )  # fmt: skip
+    enable_mixed_chunk: bool = option(
+        False, MEMORY,
+        "run parts of prompts in the same forward as the requests that decode; by default they take turns",
+    )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto", MEMORY,
         "type of keys and values; auto: the model's, and bfloat16 on a CPU with block-quantised weights; fp8_e4m3 "

@@ -275,6 +275,7 @@ def assemble(
             deferral=executor.deferral,
             credited=options.drafter_spec.credited,
             states=StateSizes(states) if states else None,
+            mixes=executor.mixes if options.enable_mixed_chunk else None,
         ),
         policy,
         spans,

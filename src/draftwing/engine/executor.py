@@ -20,19 +20,20 @@ from torch import Tensor
 from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, DraftExtend, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.commit import CommitStage
-from draftwing.engine.devices.base import Device
+from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.draft_traces import DraftTraces
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
-from draftwing.engine.graphs.prefill import PrefillGraphs
+from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
+from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
+from draftwing.ops.attention import AttnBackend, Batch, MixedAttend, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
 from draftwing.sched.guidance import Guides
@@ -55,9 +56,11 @@ class Executor:
         simulation: Simulation | None = None,
         chunk: int = 0,
         deferral: DraftDeferral = NO_DEFERRAL,
+        mixed: bool = False,
     ) -> None:
         """graph_size: largest batch that `capture` captures graphs of; simulation: decides what is accepted; chunk:
-        most queries of a prefill, 0 for any number; deferral: of prompts to a drafter with KV."""
+        most queries of a prefill, 0 for any number; deferral: of prompts to a drafter with KV; mixed: whether there
+        will be plans that are."""
         self.model = model
         self.drafter = drafter
         self.table = table
@@ -71,7 +74,11 @@ class Executor:
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles and not model.needs_chunks:
             tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
-            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self._target)
+            rows = self.graphs.rows[: graph_size if mixed and self.keeps_kv_alone else 0]
+            self.prefills = PrefillGraphs(
+                device, table, tiled, shapes, chunk or table.length, self._target, rows,
+                lambda rows: self._batches.last_tokens(rows, table.length).batch,
+            )  # fmt: skip
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._backlog: DraftKVBacklog | None = None
@@ -103,26 +110,33 @@ class Executor:
         return function(self, *args)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, guidance: Guides | None = None) -> Pending:
-        """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
-        guidance = self.broadcast.step(plan, guidance)
+    def launch(self, plan: Plan, *guidance: Guides | None) -> Pending:
+        """guidance: the host's part in each of `Plan.parts`. With it this waits for the drafts, if there are any."""
+        mine, *others = self.broadcast.step(plan, guidance or (None,))
         started = begun = self.device.mark()
         if plan.catch_up is not None and not plan.catch_up.late:
             begun = self._catch_up(plan, plan.catch_up)
         self._features.admit(plan)
         if plan.kind == "prefill":
-            return self._launch_prefill(plan, started, begun, guidance)
-        step = self._tree_step(plan, guidance)
-        begun = self._show(plan, begun)
+            return self._launch_prefill(plan, (started, begun), mine)
+        if plan.beside is not None:
+            return self._launch_mixed(plan, plan.beside, (started, begun), mine, *others)
+        step = self._tree_step(plan, mine)
+        marks = started, self._show(plan, begun)
         drafted, verified = self._forward(step, self.run_stage)
-        drafts = None
-        if len(plan.traced) and step.shape.depth:
-            drafts = self._traces.fetch(plan, step.key, None if drafted is None else drafted.draft)
-        marks = started, begun
-        return Pending(plan, marks, verified, step=step, drafted=drafted, guidance=guidance, drafts=drafts)
+        return Pending(
+            plan, marks, verified, step=step, drafted=drafted, guidance=mine, drafts=self._traced(plan, step, drafted)
+        )
 
     @torch.inference_mode()
     def commit(self, pending: Pending) -> InFlight:
+        first = self._commit(pending)
+        if pending.beside is None:
+            return first
+        mark = self.device.mark()  # its seconds in the forward are those of the first, too
+        return first._replace(beside=self._commit(pending.beside._replace(started=(mark, mark))))
+
+    def _commit(self, pending: Pending) -> InFlight:
         plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
             packed, logprobs = self.commit_stage.prefill(pending)
@@ -200,10 +214,11 @@ class Executor:
         step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
         todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
         seconds = {}
-        sizes = len(self.prefills.sizes) if self.prefills is not None else 0
+        sizes = self.prefills.planned if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
         with progress_bar(total=len(todo) + sizes, desc="capturing graphs", disable=quiet) as bar:
             if self.prefills is not None:
+                self.graphs.set_rows(np.empty(0, np.int64), self.graphs.sizes[-1])
                 self.prefills.capture(bar)
             if self._backlog is not None:
                 self._backlog.warm_up()
@@ -241,13 +256,15 @@ class Executor:
         step = self._graph_step(key, False)
         self._finish(step, *self._forward(step, self.graphs.run), self.graphs.run)
 
-    def _tree_step(self, plan: Plan, guidance: Guides | None) -> TreeStep:
-        """Uploads a plan."""
+    def _tree_step(self, plan: Plan, guidance: Guides | None, size: int = 0) -> TreeStep:
+        """Uploads a plan. size: of a mixed step, rows of the graph of its forward; 0 without."""
         edited = plan.penalised and self.ops.edits_by_row
         special = plan.special and not edited
         known = not special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         whole = special or edited  # rows that ask for more get whole trees
-        key = self.graphs.key(plan.shape, len(plan.rows)) if known and not (whole and plan.shape.verified) else None
+        key = None
+        if known and not (whole and plan.shape.verified):
+            key = self.graphs.key(plan.shape, len(plan.rows)) if not plan.mixed else Key(PLAIN, size) if size else None
         drafts = plan.shape.depth > 0
         self._steps += drafts
         if drafts and self._steps % FORGET_EVERY == 0:
@@ -262,7 +279,8 @@ class Executor:
             )  # fmt: skip
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
-        return self._graph_step(key, filtered, edited)
+        step = self._graph_step(key, filtered, edited)
+        return step._replace(key=None) if plan.mixed else step
 
     def _graph_step(self, key: Key, filtered: bool, edited: bool = False) -> TreeStep:
         rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
@@ -294,14 +312,25 @@ class Executor:
     def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target(drafted.batch))
 
-    def _target(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _target(self, batch: Batch, trees: Batch | None = None) -> States:
+        """trees: what runs in the same forward, in front of the batch, which is of prompts then."""
         attend = self.attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
-        return self.model(batch.ids, batch.positions, attend, self.aux_layers)
+        ids, positions = batch.ids, batch.positions
+        if trees is not None:
+            attend = MixedAttend(self.attn.bind(trees, 0, inputs_ready=True), attend, trees.ids.shape[0])
+            ids, positions = torch.cat((trees.ids, ids)), torch.cat((trees.positions, positions))
+        return self.model(ids, positions, attend, self.aux_layers)
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
             return roots_alone(self.table, rows, shape.nodes)
         return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
+
+    def _traced(self, plan: Plan, step: TreeStep, drafted: DraftBatch | None) -> Download | None:
+        """The drafts of the rows that the plan wants traced."""
+        if not len(plan.traced) or not step.shape.depth:
+            return None
+        return self._traces.fetch(plan, step.key, None if drafted is None else drafted.draft)
 
     def _show(self, plan: Plan, begun: Any) -> Any:
         """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself
@@ -323,11 +352,62 @@ class Executor:
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: Any, begun: Any, guidance: Guides | None) -> Pending:
-        upload = self.table.upload(plan)
-        begun = self._show(plan, begun)
-        batch = self._batches.prompts(plan, upload, self._tail)
+    def _launch_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
+        pending = self._upload_prefill(plan, marks, guidance)
+        assert pending.batch is not None
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None
+        return pending._replace(verified=Verified(*found or self._target(pending.batch)))
+
+    def _upload_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
+        """All that comes before the target's forward. marks: as `Pending.started`."""
+        upload = self.table.upload(plan)
+        marks = marks[0], self._show(plan, marks[1])
+        batch = self._batches.prompts(plan, upload, self._tail)
+        return Pending(plan, marks, None, upload, batch, guidance=guidance)
+
+    # -- both in one forward ----------------------------------------------------------------------------------------
+
+    @property
+    def keeps_kv_alone(self) -> bool:
+        """Whether all layers of the target that keep anything keep keys and values."""
+        return all(isinstance(spec, KVSpec) for spec in self.model.kv_layers)
+
+    def mixes(self, shape: TreeShape, rows: int) -> bool:
+        """Whether so many such trees run in one forward with parts of prompts. Where steps are replayed from graphs, to
+        launch one that is not takes longer than two that are."""
+        if self.prefills is not None:
+            return shape == PLAIN and self.prefills.row_size(rows) > 0
+        return self.keeps_kv_alone
+
+    def _launch_mixed(
+        self, plan: Plan, beside: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None
+    ) -> Pending:
+        """beside: `Plan.beside`.  marks: as `Pending.started`.  other: the host's part in `beside`."""
+        assert beside.catch_up is None and not beside.admits, "they come with the plan in front"
+        size = 0 if self.prefills is None else self.prefills.row_size(len(plan.rows))
+        step = self._tree_step(plan, guidance, size)
+        marks = marks[0], self._show(plan, marks[1])
+        prompts = self._upload_prefill(beside, marks, other)
+        drafted = self._draft(step)
+        of_trees, of_prompts = self._mixed_forward(plan, drafted.batch, prompts, size)
         return Pending(
-            plan, (started, begun), Verified(*found or self._target(batch)), upload, batch, guidance=guidance
-        )
+            plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
+            drafts=self._traced(plan, step, drafted), beside=prompts._replace(verified=of_prompts),
+        )  # fmt: skip
+
+    def _mixed_forward(self, plan: Plan, trees: Batch, prompts: Pending, size: int) -> tuple[Verified, Verified]:
+        """size: rows of graphs, 0 without."""
+        assert prompts.batch is not None
+        found, batch, queries = None, prompts.batch, trees.ids.shape[0]
+        if size and self.prefills is not None:
+            self.graphs.set_rows(plan.rows, size)
+            found = self.prefills.run_mixed(prompts.plan.chunks, size)
+        if found is None:
+            end = queries + batch.ids.shape[0]
+            if (total := self.ops.even_rows(end)) > end:
+                batch = batch.padded(total - queries, self.table.rows)
+            found = cut(self._target(batch, trees), queries, end)
+        first, other = Verified(*found[0]), Verified(*found[1])
+        if first.hidden.shape[0] > queries:  # some that ask for more run without the rows that graphs add
+            first, _ = map(Verified._make, cut(first, queries, queries))
+        return first, other

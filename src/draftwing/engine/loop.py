@@ -21,7 +21,7 @@ class Loop:
         self._executor = executor
         self._overlap = overlap
         self._watch = watch
-        self._flying: tuple[InFlight, Guidance | None] | None = None
+        self._flying: tuple[InFlight, list[Guidance | None]] | None = None
 
     @property
     def idle(self) -> bool:
@@ -36,17 +36,18 @@ class Loop:
             self._sched.rest()
         flying = None
         if plan is not None:
-            guidance = self._sched.guidance(plan)
-            flying = self._executor.commit(self._executor.launch(plan, guidance)), guidance
+            guidance = [self._sched.guidance(part) for part in plan.parts]
+            flying = self._executor.commit(self._executor.launch(plan, *guidance)), guidance
         self._put_in_flight(flying)
         if not self._overlap:
             self._put_in_flight(None)
 
-    def _put_in_flight(self, flying: tuple[InFlight, Guidance | None] | None) -> None:
+    def _put_in_flight(self, flying: tuple[InFlight, list[Guidance | None]] | None) -> None:
         """Commits the step before. What raises meanwhile, such as Ctrl-C, must not have it committed once more."""
         before, self._flying = self._flying, flying
         if before is not None:
-            self._commit(*before)
+            for part, guidance in zip(before[0].parts, before[1], strict=True):
+                self._commit(part, guidance)
 
     def _commit(self, flying: InFlight, guidance: Guidance | None) -> None:
         result = flying.wait()

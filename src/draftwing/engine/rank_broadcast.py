@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,8 +37,9 @@ class RankBroadcast:
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Every other rank calls the function of a module, or the method of a class, with its executor first."""
 
-    def step(self, plan: Plan, guidance: Guides | None) -> Guides | None:
-        """Every other rank runs the step. Returns what this one is to ask in place of `guidance`."""
+    def step(self, plan: Plan, guidance: Sequence[Guides | None]) -> Sequence[Guides | None]:
+        """Every other rank runs the step. guidance: of each of `Plan.parts`. Returns what this one is to ask in place
+        of it."""
         return guidance
 
     def wait_loaded(self) -> None:
@@ -97,15 +98,16 @@ class RemoteBroadcast(RankBroadcast, ABC):
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         self.send((function, args))
 
-    def step(self, plan: Plan, guidance: Guides | None) -> Guides | None:
+    def step(self, plan: Plan, guidance: Sequence[Guides | None]) -> Sequence[Guides | None]:
         self.check()
-        self.send((None, (numbers_of(plan), None if guidance is None else guidance.processed)))
-        return None if guidance is None else SharedGuidance(guidance, self.send)
+        self.send((None, (numbers_of(plan), [None if one is None else one.processed for one in guidance])))
+        return [None if one is None else SharedGuidance(one, self.send) for one in guidance]
 
 
 def numbers_of(plan: Plan) -> Plan:
     """The plan without what of a request is no number, which no device needs."""
     admits = tuple(map(_numbers_of, plan.admits))
+    assert plan.beside is None or not plan.beside.admits, "they come with the first part"
     return replace(plan, admits=admits) if admits else plan
 
 
@@ -188,14 +190,15 @@ class Follower:
             function(self.executor, *args)
             return
         plan, processed = args
-        guidance = None if processed is None else ReceivedGuidance(processed, self._receive)
-        flying = self.executor.commit(self.executor.launch(plan, guidance))
+        guidance = [None if one is None else ReceivedGuidance(one, self._receive) for one in processed]
+        flying = self.executor.commit(self.executor.launch(plan, *guidance))
         self._land()
         self._flying = flying
 
     def _land(self) -> None:
         if self._flying is not None:
-            self.on_result(self._flying)
+            for part in self._flying.parts:
+                self.on_result(part)
             self._flying = None
             while self._digest.due:
                 known = self._digest.due.popleft()

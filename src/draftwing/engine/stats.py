@@ -221,7 +221,8 @@ class Reporter:
             self._count_prefill(plan)
         else:
             committed = self._count_tree(plan, result)
-            self._estimate(len(plan.rows), committed, result.seconds, kind == "plain")
+            if not plan.mixed:  # else its seconds are those of prompts, too
+                self._estimate(len(plan.rows), committed, result.seconds, kind == "plain")
             self._interval.steps += 1
             if self._interval.steps >= self._every:
                 self._finish_interval()

@@ -53,6 +53,7 @@ class Pending(NamedTuple):
     drafted: DraftBatch | None = None
     guidance: Guides | None = None  # the host's part in the plan
     drafts: Download | None = None  # of the traced rows, see `DraftTraces`
+    beside: Pending | None = None  # of `Plan.beside`
 
 
 class InFlight(NamedTuple):
@@ -67,6 +68,12 @@ class InFlight(NamedTuple):
     logprobs: Logprobs | None = None
     drafts: Download | None = None  # as `DraftTraces.fetch` gives them
     on_result: Callable[[StepResult], None] | None = None  # gets the result
+    beside: InFlight | None = None  # of `Plan.beside`
+
+    @property
+    def parts(self) -> tuple[InFlight, ...]:
+        """As `Plan.parts`."""
+        return (self,) if self.beside is None else (self, self.beside)
 
     def wait(self) -> StepResult:
         packed = self.download.wait()

@@ -341,6 +341,34 @@ class BoundAttend(Attend):
         return delta_net(self._pool.states, self._first_layer + layer, self._batch, inputs, weights)
 
 
+class MixedAttend(Attend):
+    """Attention of one forward over two batches, the queries of the first before those of the other, each as by itself.
+    Their rows differ. For layers that keep keys and values alone."""
+
+    def __init__(self, first: Attend, other: Attend, queries: int) -> None:
+        """queries: of the first."""
+        self._parts = (first, slice(0, queries)), (other, slice(queries, None))
+        self.norms_heads = first.norms_heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        return torch.cat([part(layer, q[at], k[at], v[at], kind) for part, at in self._parts])
+
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        return torch.cat([part.read(layer, q[at], kind) for part, at in self._parts])
+
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
+        made = [part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts]
+        return None if made[0] is None or made[1] is None else torch.cat([made[0], made[1]])
+
+
 class KernelAttend(BoundAttend):
     """Attention of one forward by kernels that turn, norm and write keys, too."""
 

@@ -71,9 +71,11 @@ def make_plan(
     )
 
 
-def divided(most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req]) -> list[tuple[Req, int]]:
+def divided(
+    most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req], mixed: bool = False
+) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
-    ready: those who decode, and wait for it.
+    ready: those who decode, and wait for it.  mixed: whether they do in the same forward.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
@@ -84,7 +86,7 @@ def divided(most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequ
     if prefills.token_seconds(0):
         costs = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
         alike = len({(req.request.client, req.request.priority) for req in (*ready, *todo)}) == 1
-        longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike)
+        longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike, mixed)
         # Rounded as all costs are, or there would be more than `most`.
         cheapest = max(round(prefills.token_seconds(0) / TICK), 1)
         budget = min(round(longest / TICK), most * cheapest)

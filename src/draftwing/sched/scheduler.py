@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,8 @@ class SchedulerConfig:
     states: StateSizes | None = None  # of a model with recurrent layers
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
     edits_by_row: bool = False  # whether a step with penalties or biases costs what others do
+    # Whether so many trees of this shape are to be in one forward with parts of prompts; None: none are.
+    mixes: Callable[[TreeShape, int], bool] | None = None
 
 
 class Scheduler:
@@ -92,6 +94,9 @@ class Scheduler:
         self._reserve = self.RESERVE_MIN
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
+        self._next: Plan | None = None  # of prompts, planned with the plan before and not mixed with it
+        self._alone = False  # whether parts of prompts had no room beside the plan before
+        self._shape = PLAIN  # of the newest step of those who decode
         self._prefills = PrefillBudget()
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
@@ -156,18 +161,46 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can run before a result comes back."""
+        if self._next is not None:
+            known, self._next = self._next, None
+            return known
         self._expire()
         self._admit()
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
         plan = None
         self._await_masks()
         ready = self._ready()
+        mixes = self.config.mixes
+        if mixes is not None and ready and not self._alone and mixes(self._shape, len(ready)):
+            return self._plan_both(ready, mixes)
+        self._alone = False
         if not (self._prefilled and ready):  # prefill chunks and decode steps alternate
-            plan = self._plan_prefill(ready)
+            plan = self._plan_prefill(ready, self.config.chunk_tokens)
         if plan is None:
             plan = self._plan_tree()
         self._prefilled = plan.chunks if plan is not None else ()
         return plan
+
+    def _plan_both(self, ready: list[Req], mixes: Callable[[TreeShape, int], bool]) -> Plan | None:
+        """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
+        in the step. What they get no room for is planned alone, next."""
+        tree, prompts, mixed = self._plan_tree(), None, False
+        room = self.config.chunk_tokens
+        if tree is not None:
+            room -= len(tree.rows) * tree.shape.queries
+            mixed = mixes(tree.shape, len(tree.rows))
+        if room > 0:
+            prompts = self._plan_prefill(ready, room, tree is None, mixed)
+        self._prefilled = prompts.chunks if prompts is not None else ()
+        if prompts is None:
+            self._alone |= any(req.state is ReqState.PREFILL for req in self.running)
+            return tree
+        if tree is None:
+            return prompts
+        if mixed:
+            return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
+        self._next = prompts
+        return tree
 
     def _await_masks(self) -> None:
         """Finds out which guided requests can go on."""
@@ -231,19 +264,23 @@ class Scheduler:
             self._retract(victim)
             rows += 1
 
-    def _plan_prefill(self, ready: list[Req]) -> Plan | None:
-        """ready: who decodes, and waits for it."""
+    def _plan_prefill(self, ready: list[Req], room: int, retracts: bool = True, mixed: bool = False) -> Plan | None:
+        """ready: who decodes, and waits for it.  room: tokens.  retracts: whether others may be retracted for it.
+        mixed: whether who decodes does in the same forward."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(self.config.chunk_tokens, todo, self._prefills, ready):
+        for req, length in divided(room, todo, self._prefills, ready, mixed):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
-            if not self._cover(req, req.sent + length + (self.config.tail if final else 0)):
+            if not self._cover(req, req.sent + length + (self.config.tail if final else 0), retracts):
+                if not retracts:  # whoever needs less must not pass
+                    self._alone = True
+                    break
                 continue
             kept = self._catch_ups.prefill(req, length, final)
             saves = () if self.kv.states is None else self.kv.states.saves(req, length)
@@ -282,6 +319,7 @@ class Scheduler:
         for req in chosen:
             req.bound += most
             req.inflight += 1
+        self._shape = shape
         self.choice.planned(self._steps, chosen, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
@@ -310,10 +348,12 @@ class Scheduler:
         rows = [GuidedRow(req.tokens, req.grammar, req.processor, req.request.limits, req.async_mask) for req in reqs]
         return Guidance(rows, plan.guided.tolist(), self.config.vocab)
 
-    def _cover(self, req: Req, upto: int) -> bool:
-        """Gives `req` slots for positions below `upto`, retracting worse-placed requests if it must; False when
-        `req` itself was the worst-placed and has been retracted."""
+    def _cover(self, req: Req, upto: int, retracts: bool = True) -> bool:
+        """Gives `req` slots for positions below `upto`, retracting worse-placed requests if it must and may; False when
+        `req` itself was the worst-placed and has been retracted, or there are no slots."""
         while not self.kv.cover(req, upto):
+            if not retracts:
+                return False
             victim = max(self.running, key=lambda r: r.rank)
             self._retract(victim)
             self._reserve = min(1.0, self._reserve + self.RESERVE_STEP)

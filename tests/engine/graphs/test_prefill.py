@@ -9,7 +9,7 @@ import pytest
 import torch
 from layer_kinds import KINDS, config_of
 
-from draftwing.core import Chunk
+from draftwing.core import Chunk, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.ops.attention import Batch, spans_of
 
@@ -17,12 +17,12 @@ paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
 
 
-def rig_of(harness, model, monkeypatch, sizes, exact=True, **kw):
+def rig_of(harness, model, monkeypatch, sizes, exact=True, size=1, **kw):
     if harness.device == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels run where the GPU is")
     monkeypatch.setattr(prefill_graphs, "SIZES", sizes)  # the interpreter is slow
     attn = partial(paged.PagedAttention, exact=exact)
-    return harness.Rig(model, attn=attn, graph_size=1, device=harness.device, **kw)
+    return harness.Rig(model, attn=attn, graph_size=size, device=harness.device, **kw)
 
 
 def watch(prefills):
@@ -122,3 +122,37 @@ def batch_of(slots, chunks):
         slots.kv_len[rows],
         chunks=spans_of(chunks),
     )
+
+
+@pytest.mark.parametrize(("exact", "drafts"), [(True, True), pytest.param(False, False, marks=pytest.mark.exhaustive)])
+def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, drafts):
+    """Graphs of both: of fewer rows than they have and of as many, and of more, or of drafts, for which there are none.
+    Prompts of more tokens than a graph has are mixed without one."""
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2, 3))
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    prompts = harness.prompts_for(6)
+    params = [harness.greedy(5 + i % 3) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params)
+    more = {}
+    if drafts:
+        more = {"drafter": "oracle", "policy": harness.Cycle(TreeShape(2, 1, 3)), "miss": 1}
+        more["book"] = harness.make_book(prompts, expected)
+    rig = rig_of(harness, model, monkeypatch, (16,), exact, size=3, rows=4, chunk=26, lag=1, mixed=True, **more)
+    prefills, counts = rig.executor.prefills, [0, 0]
+    run = prefills.run_mixed
+
+    def spy(chunks, rows):
+        found = run(chunks, rows)
+        counts[found is None] += 1
+        return found
+
+    prefills.run_mixed = spy
+    assert prefills.planned == len(prefills) == 3
+
+    def between(turn):
+        if turn % 2 == 0 and turn // 2 < len(prompts) - 2:
+            i = turn // 2 + 2
+            rig.submit(str(i), prompts[i], params[i])
+
+    assert rig.answer(prompts[:2], params[:2], between=between).tokens == expected.tokens
+    assert counts[0] > 0 and rig.stats.mixed == sum(counts)

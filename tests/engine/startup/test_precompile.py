@@ -177,6 +177,48 @@ def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(
     assert count > 20 and not late
 
 
+MIXED = """
+import json, pickle, random, sys
+from triton import knobs
+from draftwing.core import PLAIN
+from draftwing.engine.startup import precompile
+from draftwing.engine.startup.warm_up import GREEDY, _mixed, _prompt, _step
+from draftwing.requests.sampling_params import SamplingParams
+run, late = precompile._run_without_data, []
+def serve(job):
+    parts = run(job)
+    begin, rng, executor = knobs.runtime.jit_cache_hook, random.Random(1), parts.executor
+    def note(**launch):
+        late.append(launch["fn"].name)
+        return begin(**launch)
+    knobs.runtime.jit_cache_hook = note
+    replays = executor.replays
+    for count in range(1, 21):
+        params = rng.choice((GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)))
+        prompts = _prompt(rng.randint(1, 110), rng.randint(1, 2), params)
+        plan = _mixed(_step(executor.table.rows, PLAIN, 100, count), prompts)
+        executor.commit(executor.launch(plan))
+    print(executor.replays - replays)
+    return parts
+precompile._run_without_data = serve
+precompile.collect(pickle.load(sys.stdin.buffer))
+print(json.dumps(late))
+"""
+
+
+def test_no_kernel_is_compiled_for_other_numbers_of_rows_beside_prompts(
+    job: precompile.Job, tmp_path: Path, printed_by: Printed
+) -> None:
+    options = Options(
+        model=str(tmp_path), load_format="dummy", speculative_algorithm="STANDALONE", cuda_graph_max_bs=20,
+        speculative_draft_model_path=str(tmp_path), max_running_requests=20, chunked_prefill_size=256,
+        enable_mixed_chunk=True, context_length=120,
+    ).resolve()  # fmt: skip
+    job = job._replace(options=options.for_engine(defaults_for(80 << 30)), draft_path=tmp_path)
+    *_, replays, late = map(json.loads, printed_by(MIXED, job))
+    assert not late and replays > 10
+
+
 OF_EXPERTS = """
 import json, pickle, sys
 from draftwing.engine.startup.precompile import collect

@@ -104,6 +104,14 @@ def test_of_long_prompts_it_is_shorter() -> None:
     assert budget.max_seconds([9.0], 1) == pytest.approx(0.04 - base, rel=0.15)
 
 
+def test_beside_rows_of_the_same_forward_gaps_stay_as_they_are() -> None:
+    """The weights are read once, so that there is as much more time for tokens."""
+    budget = learnt(0.005, 4e-5)
+    for waiting in ([0.16] * 3, [0.005], [0.3] * 40):
+        alone, mixed = (budget.max_seconds(waiting, 8, mixed=mixed) for mixed in (False, True))
+        assert mixed - alone == pytest.approx(0.005, rel=0.1) or mixed >= sum(waiting)
+
+
 def test_long_contexts_do_not_make_prefills_long() -> None:
     budget = PrefillBudget()
     for start in [*range(0, 16000, 1000)] * 4:

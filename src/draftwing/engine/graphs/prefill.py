@@ -4,6 +4,9 @@ while the host launches, the result of the step before waits to be looked at, an
 A graph is of a number of queries, not of certain prompts: whose they are, where they stand and how attention is cut
 into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
 table's dummy row, from its beginning: it reads and writes the pool's dummy slot.
+
+Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries and a number of rows,
+each with its newest token alone. Rows that a plan lacks are the dummy row, too.
 """
 
 from __future__ import annotations
@@ -30,7 +33,11 @@ from draftwing.ops.even import evens
 SIZES = tuple(evens(1024))
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
-Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]
+MIXED_ROWS = (8, 16, 32, 64, 128)  # that decode beside prompts: a row more costs what a token of a prompt does
+MIXED_QUERIES = 128  # least of prompts beside them: fewer are rounded up
+
+States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
+Forward = Callable[[Batch, Batch | None], States]
 
 
 class Inputs(NamedTuple):
@@ -51,29 +58,46 @@ class PrefillGraphs:
         shapes: Sequence[HeadShape],
         max_queries: int,
         forward: Forward,
+        rows: Tensor,
+        plain: Callable[[Tensor], Batch],
     ) -> None:
-        """shapes: of the target's attention; max_queries: of a plan; forward: the target's, gives hidden states [M, H]
-        and auxiliary hidden states."""
+        """shapes: of the target's attention; max_queries: of a plan; forward: the target's, of prompts and of the trees
+        in front of them; rows: where those that decode beside prompts will stand, none where nothing is mixed; plain:
+        makes their batch."""
         self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
+        self._rows, self._plain = rows, plain
         self.sizes = [size for size in prefill_sizes(max_queries) if size <= table.length]
         self.replays = 0
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
-        self._graphs: dict[int, tuple[Callable[[], None], tuple[Tensor, Tensor | None]]] = {}
+        self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
+        self.row_sizes = [size for size in MIXED_ROWS if size <= rows.shape[0]]
+        self._mixed: dict[tuple[int, int], Callable[[], None]] = {}  # by queries of prompts, and rows
+        self._mixed_states: States | None = None  # where all of these leave what they give
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + len(self._mixed)
+
+    @property
+    def planned(self) -> int:
+        """How many graphs `capture` captures."""
+        return len(self.sizes) + sum(size >= MIXED_QUERIES for size in self.sizes) * len(self.row_sizes)
 
     def capture(self, bar: tqdm[Any]) -> None:
         """Captures all sizes, the largest first."""
         for size in reversed(self.sizes):
             self._fill(size, ())
-            self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)))
+            inputs = self._inputs(size)
+            for rows in reversed(self.row_sizes if size >= MIXED_QUERIES else ()):
+                self._mixed[size, rows], _ = self._device.record(partial(self._run_mixed, inputs, rows))
+                bar.update()
+            self._graphs[size] = self._device.record(partial(self._run, inputs))
             bar.update()
 
     def clear(self) -> None:
         """Lets go of all graphs."""
         self._graphs.clear()
+        self._mixed.clear()
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
         """What the forward gives of the chunks' queries, as long as no graph runs after it; None where there is no
@@ -87,6 +111,23 @@ class PrefillGraphs:
         replay()
         self.replays += 1
         return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
+
+    def row_size(self, rows: int) -> int:
+        """How many rows have the graphs for so many that decode; 0: there are none."""
+        at = bisect_left(self.row_sizes, rows)
+        return self.row_sizes[at] if at < len(self.row_sizes) else 0
+
+    def run_mixed(self, chunks: Sequence[Chunk], rows: int) -> tuple[States, States] | None:
+        """What one forward gives of so many rows, a `row_size`, and of the chunks' queries; as `run` otherwise."""
+        tokens = sum(chunk.length for chunk in chunks)
+        at = bisect_left(self.sizes, max(tokens, MIXED_QUERIES))
+        if at == len(self.sizes) or len(chunks) >= MAX_CHUNKS or (self.sizes[at], rows) not in self._mixed:
+            return None
+        self._fill(self.sizes[at], chunks)
+        self._mixed[self.sizes[at], rows]()
+        self.replays += 1
+        assert self._mixed_states is not None
+        return cut(self._mixed_states, rows, rows + tokens)
 
     # -- the buffer -------------------------------------------------------------------------------------------------
 
@@ -127,9 +168,20 @@ class PrefillGraphs:
             parts.append(tiles.reshape(-1).view(np.int64))
         self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
 
-    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def _run(self, inputs: Inputs) -> States:
+        return self._forward(self._batch(inputs), None)
+
+    def _run_mixed(self, inputs: Inputs, rows: int) -> None:
+        hidden, aux_hidden = self._forward(self._batch(inputs), self._plain(self._rows[:rows]))
+        if self._mixed_states is None:  # the largest are captured first
+            self._mixed_states = torch.empty_like(hidden), None if aux_hidden is None else torch.empty_like(aux_hidden)
+        for part, kept in zip((hidden, aux_hidden), self._mixed_states, strict=True):
+            if part is not None and kept is not None:
+                kept[: part.shape[0]].copy_(part)
+
+    def _batch(self, inputs: Inputs) -> Batch:
         table, (token_rows, positions, rows, tiles) = self._table, inputs
-        batch = Batch(
+        return Batch(
             rows=rows,
             ids=table.tokens[token_rows, positions],
             positions=positions,
@@ -138,7 +190,14 @@ class PrefillGraphs:
             prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
             tiles=tiles,
         )
-        return self._forward(batch)
+
+
+def cut(states: States, first: int, end: int) -> tuple[States, States]:
+    """Returns those of the first queries, and of the others up to `end`."""
+    hidden, aux_hidden = states
+    if aux_hidden is None:
+        return (hidden[:first], None), (hidden[first:end], None)
+    return (hidden[:first], aux_hidden[:first]), (hidden[first:end], aux_hidden[first:end])
 
 
 def prefill_sizes(max_queries: int) -> list[int]:
@@ -146,6 +205,10 @@ def prefill_sizes(max_queries: int) -> list[int]:
     return [size for before, size in pairwise((0, *SIZES)) if before < max_queries]
 
 
-def kept_bytes(max_queries: int, hidden: int, aux_layers: tuple[int, ...], dtype: torch.dtype) -> int:
+def kept_bytes(
+    max_queries: int, hidden: int, aux_layers: tuple[int, ...], dtype: torch.dtype, mixed: bool = False
+) -> int:
     """Returns the bytes of the outputs that these graphs keep."""
-    return sum(prefill_sizes(max_queries)) * hidden * (1 + len(aux_layers)) * dtype.itemsize
+    sizes = prefill_sizes(max_queries)
+    states = sum(sizes) + (sizes[-1] + MIXED_ROWS[-1] if mixed else 0)
+    return states * hidden * (1 + len(aux_layers)) * dtype.itemsize

@@ -113,7 +113,9 @@ def make_executor(
     if options.simulate_accept_length is not None:
         depth = max(shape.depth for shape in menu)
         simulation = Simulation(options.simulate_accept_length, depth, config.vocab_size)
-    executor = Executor(model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0), deferral)
+    executor = Executor(
+        model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0), deferral, options.enable_mixed_chunk
+    )
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)

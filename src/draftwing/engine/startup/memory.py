@@ -15,7 +15,7 @@ from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MAX_NODES, batch_sizes
-from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes
+from draftwing.engine.graphs.prefill import MIXED_ROWS, kept_bytes, prefill_sizes
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, SlotSpec
@@ -279,10 +279,13 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # Graphs share their memory; a prompt's leave their results.
-            prompts = prefill_sizes(tokens)
-            graphs = max(graphs, peak(executor, first_step(min(prompts[-1], longest * rows), longest, length)))
-            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.aux_layers, rig.model.dtype)
-            graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
+            prompts, mixed = prefill_sizes(tokens), MIXED_ROWS if options.enable_mixed_chunk else ()
+            queries = prompts[-1] + max(mixed, default=0)
+            graphs = max(graphs, peak(executor, first_step(min(queries, longest * rows), longest, length)))
+            hidden = rig.model.config.hidden_size
+            graphs += kept_bytes(tokens, hidden, executor.aux_layers, rig.model.dtype, bool(mixed))
+            captured = 4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts) * (1 + len(mixed))
+            graphs += captured * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of {tokens} prompt tokens, or of {rows} requests with {shape.nodes} nodes, does not fit beside "

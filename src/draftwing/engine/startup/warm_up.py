@@ -97,6 +97,9 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
             log.debug("prompts of %d of %d lengths were tried", count, len(lengths))
             break
         _run(executor, _prompt(length))
+    for rows in executor.prefills.row_sizes if executor.prefills is not None else ():
+        for params in (GREEDY, SamplingParams(temperature=1.0, top_p=0.9)):
+            _run(executor, _mixed(_step(executor.table.rows, PLAIN, tokens, rows), _prompt(tokens, 1, params)))
     for shape in menu:
         _run(executor, _prompt(tokens))  # else the row would be longer than the step's bound
         executor.run_on_all_ranks(_constrain, shape)
@@ -140,7 +143,15 @@ def _prompt(tokens: int, count: int = 1, params: SamplingParams = GREEDY) -> Pla
     )  # fmt: skip
 
 
-def _step(row: int, shape: TreeShape, bound: int) -> Plan:
-    """Plans a step of one row. bound: of its tokens, as that of a short text, though the dummy has none."""
-    rows = np.array([row])
+def _step(row: int, shape: TreeShape, bound: int, count: int = 1) -> Plan:
+    """Plans a step of one row, or of so many times the dummy. bound: of its tokens, as that of a short text, though the
+    dummy has none."""
+    rows = np.full(count, row)
     return Plan(0, "tree", rows, rows, shape, bound)
+
+
+def _mixed(tree: Plan, prompts: Plan) -> Plan:
+    """Plans both in one forward, drawn as the prompts are."""
+    filtered = np.arange(len(tree.rows) if len(prompts.filtered) else 0)
+    beside = replace(prompts, admits=(), mixed=True)
+    return replace(tree, admits=prompts.admits, noisy=filtered, filtered=filtered, mixed=True, beside=beside)

@@ -120,9 +120,11 @@ class ShapeChoice:
         if self._draft_prefill is not None:
             self._draft_prefill.record(result.catching_up, passes, sum(part.length for part in plan.shown))
         if plan.kind == "prefill":
-            self._prefills.record(plan.chunks, result.seconds - result.catching_up)
+            if not plan.mixed:
+                self._prefills.record(plan.chunks, result.seconds - result.catching_up)
             return
-        self._prefills.record_step(result.seconds)
+        if not plan.mixed:  # else they are those of prompts, too
+            self._prefills.record_step(result.seconds)
         confidences, behind = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
         counted = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
@@ -131,7 +133,7 @@ class ShapeChoice:
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
         # plain ones, which would look slower than others, compared with drafts.
         usual = not plan.special or (plan.penalised and self._edits_by_row and not plan.shape.verified)
-        is_cost = usual and (not behind or self._since_cost > RECENT)
+        is_cost = usual and not plan.mixed and (not behind or self._since_cost > RECENT)
         self._since_cost = 0 if is_cost else self._since_cost + 1
         self.policy.record(plan.shape, context, result, is_cost)
 

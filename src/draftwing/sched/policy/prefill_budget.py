@@ -126,10 +126,11 @@ class PrefillBudget:
         """Returns seconds of a part."""
         return max(PART * max(self._shortest, self._start), UNNOTICED_GAP)
 
-    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True) -> float:
+    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True, mixed: bool = False) -> float:
         """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
         decoding: how many decode meanwhile. alike: whether all are one client's, with one priority; others do not wait
-        for a crowd. All of it as long as nothing is known."""
+        for a crowd. mixed: whether they decode in the same forward: what it takes to read the weights a second time is
+        time for tokens then, and gaps stay as they are. All of it as long as nothing is known."""
         if not self._steps or not self._token:
             return sum(waiting)
         if not decoding:
@@ -139,7 +140,7 @@ class PrefillBudget:
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
         usual = max(self._usual - self._start, self._start)
-        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
+        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD) + mixed * self._start
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 

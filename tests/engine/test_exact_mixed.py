@@ -1,0 +1,97 @@
+"""Prompts in one forward with rows that decode: the text is that of each request alone."""
+
+import pytest
+from engine_rig import BLOCKS, CUDA, RANKS
+from layer_kinds import KINDS, config_of
+
+from draftwing.core import PLAIN, DraftDeferral, TreeShape
+
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
+NEW = 24  # tokens of an answer
+
+pytestmark = [
+    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
+    pytest.mark.further(harness=["blocks", "ranks"], lag=0),
+    pytest.mark.further(harness=["blocks", "ranks"], shape=[PLAIN, CHAIN]),
+]
+
+
+@pytest.fixture(scope="module")
+def case(harness, one_thread):
+    """Prompts of 3 to 70 tokens, greedy and seeded, and their answers alone."""
+    model = harness.tiny_model()
+    prompts = harness.prompts_for(9, shortest=3, longest=70)
+    params = [harness.greedy(NEW) if i % 2 else harness.seeded(NEW, seed=i) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params)
+    return model, prompts, params, expected, harness.make_book(prompts, expected)
+
+
+def one_by_one(rig, prompts, params, every=3):
+    """Submits a request every few turns, so that prompts come while others decode."""
+
+    def between(turn):
+        if turn % every == 0 and turn // every + 1 < len(prompts):
+            i = turn // every + 1
+            rig.submit(str(i), prompts[i], params[i])
+
+    rig.submit("0", prompts[0], params[0])
+    return rig.run(between=between)
+
+
+@pytest.mark.further(lag=0, shape=[PLAIN, CHAIN])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_prompts_come_while_others_decode(harness, case, shape, lag):
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag, chunk=100, mixed=True)
+    assert one_by_one(rig, prompts, params).tokens == expected.tokens
+    assert rig.stats.mixed >= 5 and rig.accept_length > (1.5 if shape.depth else 0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_is_deferred_is_seen_once(harness, case, lag):
+    """Parts of prompts beside trees, of which a drafter sees all but the last later, and steps that it does not see."""
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(
+        model, drafter="oracle", policy=harness.Cycle(TREE), book=book, miss=1, lag=lag, chunk=60, mixed=True,
+        deferral=DraftDeferral(100, 25), rows=4,
+    )  # fmt: skip
+    assert one_by_one(rig, prompts, params, every=2).tokens == expected.tokens
+    assert rig.stats.mixed >= 5 and rig.stats.shapes == {TREE, PLAIN}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_preemption(harness, case, lag):
+    """A pool for less than two requests: nobody is retracted for prompts in a step with rows that decode."""
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(
+        model, shapes=(CHAIN,), drafter="oracle", book=book, miss=2, lag=lag, chunk=40, slots=140, mixed=True
+    )
+    got = one_by_one(rig, prompts, params, every=1)
+    assert got.tokens == expected.tokens and rig.sched.retractions > 0 and rig.stats.mixed > 0
+
+
+@pytest.mark.further(lag=0)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prefix_hits(harness, case, lag):
+    """Conversations go on, from what is cached, while others decode."""
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, lag=lag, chunk=100, mixed=True)
+    one_by_one(rig, prompts, params)
+    mixed, greedy = rig.stats.mixed, range(1, len(prompts), 2)
+    longer = [[*prompts[i], *expected.tokens[str(i)][:8], 7, 7, 7] for i in greedy]
+    wanted = harness.plain_answers(model, longer, params := [harness.greedy(NEW)] * len(longer))
+    got = one_by_one(rig, longer, params)
+    assert got.tokens == wanted.tokens and rig.stats.mixed > mixed
+    assert all(out.meta["cached_tokens"] > 8 for out in got.final.values())
+
+
+def test_models_that_keep_more_than_keys_and_values_take_turns(harness, case):
+    known, prompts, params, *_ = case
+    if hasattr(known, "whole") or harness.device != "cpu":
+        pytest.skip("one rank on a CPU shows it")
+    model = harness.model_of(config_of(KINDS["recurrent"], harness.CONTEXT))
+    expected = harness.plain_answers(model, prompts[:4], params[:4])
+    rig = harness.Rig(model, lag=1, mixed=True)
+    assert one_by_one(rig, prompts[:4], params[:4]).tokens == expected.tokens and rig.stats.mixed == 0

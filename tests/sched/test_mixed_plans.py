@@ -1,0 +1,150 @@
+"""Plans of rows that decode with parts of prompts beside them. The test makes up results in place of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from step_marks import marks_of
+
+from draftwing.core import PLAIN, Plan, StepResult
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy.shape_policy import FixedShape
+from draftwing.sched.req import Req, ReqState
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+
+
+def make(slots: int = 400, rows: int = 6, chunk: int = 16, mixes: Any = lambda shape, rows: True) -> Scheduler:
+    return Scheduler(SchedulerConfig(slots, rows, 1, chunk, mixes=mixes), FixedShape(PLAIN), {PLAIN: 1})
+
+
+def req(uid: str, length: int = 5, new: int = 10, first: int = 0, priority: int = 0) -> Req:
+    tokens = [first + i for i in range(length)]
+    request = GenerationRequest(uid, tokens, SamplingParams(max_new_tokens=new), priority)
+    return Req(request, seed=0, max_total=length + new, stop_ids=frozenset())
+
+
+def result(plan: Plan, seconds: float = 0.0) -> StepResult:
+    rows = len(plan.rows)
+    counts = [int(chunk.final) for chunk in plan.chunks] or [1] * rows
+    return StepResult(
+        tokens=np.full((rows, 1), 7), count=np.asarray(counts), order=np.zeros((rows, 1), np.int64),
+        mark=marks_of([[0]] * rows), confidence=np.ones(rows, np.int64), seconds=seconds,
+    )  # fmt: skip
+
+
+def turn(sched: Scheduler, seconds: float = 0.0) -> Plan:
+    plan = sched.plan()
+    assert plan is not None
+    for part in plan.parts:
+        sched.commit(part, result(part, seconds))
+    sched.check_integrity()
+    return plan
+
+
+def uids(sched: Scheduler, plan: Plan) -> list[str]:
+    return [sched.kv.by_row[row].uid for row in plan.rows.tolist()]
+
+
+def test_parts_of_prompts_come_with_those_who_decode() -> None:
+    sched = make()
+    sched.submit(req("a"))
+    alone = turn(sched)
+    assert alone.kind == "prefill" and not alone.mixed and alone.parts == (alone,)
+    sched.submit(req("b", length=40, first=100))
+    seen = []
+    for _ in range(3):
+        plan = turn(sched)
+        assert plan.kind == "tree" and plan.mixed and plan.beside is not None and plan.beside.mixed
+        assert uids(sched, plan) == ["a"] and uids(sched, plan.beside) == ["b"]
+        assert (plan.step + 1, PLAIN) == (plan.beside.step, plan.beside.shape)
+        seen += [chunk.length for chunk in plan.beside.chunks]
+    assert seen == [15, 15, 10], "with one row that decodes 15 of 16 queries are of prompts"
+    both = turn(sched)
+    assert uids(sched, both) == ["a", "b"] and not both.mixed, "b decodes once its first token was drawn"
+
+
+def test_who_decodes_fills_the_step() -> None:
+    """Then prompts wait for the next plan, which is theirs alone."""
+    sched = make(chunk=2)
+    for i in range(2):
+        sched.submit(req(str(i), length=1, first=100 * i))
+        turn(sched)
+    while sum(one.state is ReqState.DECODE for one in sched.running) < 2:
+        turn(sched)
+    sched.submit(req("long", length=6, first=900))
+    kinds = [turn(sched) for _ in range(6)]
+    assert [plan.kind for plan in kinds] == ["tree", "prefill"] * 3 and not any(plan.mixed for plan in kinds)
+
+
+def test_nobody_in_the_step_is_retracted_for_it() -> None:
+    """Rows take the slots that a prompt of higher priority needs: it gets them back in a plan of its own."""
+    sched = make(slots=60, chunk=5)
+    for i in range(4):
+        sched.submit(req(f"low{i}", length=4, new=26, first=20 * i))
+    while sum(one.state is ReqState.DECODE for one in sched.running) < 4:
+        turn(sched)
+    sched.submit(req("high", length=24, new=2, first=100, priority=1))
+    mixed = 0
+    while not sched.idle:
+        plan = sched.plan()
+        assert plan is not None
+        places = [place for part in plan.parts for place in zip(part.rows, part.admission, strict=True)]
+        assert all(sched.kv.by_row[row].admission == admission for row, admission in places)
+        mixed += plan.mixed
+        for part in plan.parts:
+            sched.commit(part, result(part))
+        sched.check_integrity()
+    ended = {out.uid: out.meta for out in sched.take_outputs() if out.finish_reason}
+    assert len(ended) == 5 and mixed > 2 and ended["high"]["num_retractions"] == 0 < sched.retractions
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_where_one_forward_is_not_worth_it_plans_take_turns(lag: int) -> None:
+    """Prompts first."""
+    sched = make(mixes=lambda shape, rows: rows > 1)
+    sched.submit(req("a", new=30))
+    turn(sched)
+    sched.submit(req("b", length=40, first=100))
+    flying: list[Plan] = []
+    kinds = []
+    for _ in range(6):
+        plan = sched.plan()
+        assert plan is not None and plan.parts == (plan,) and not plan.mixed
+        kinds.append(plan.kind)
+        flying.append(plan)
+        while len(flying) > lag:
+            done = flying.pop(0)
+            sched.commit(done, result(done))
+    assert kinds == ["prefill", "tree"] * 3
+
+
+def test_its_seconds_are_nobodys_price() -> None:
+    sched = make()
+    sched.submit(req("a", new=40))
+    for _ in range(8):
+        turn(sched, 1.0)
+    sched.submit(req("b", length=30, first=100, new=3))
+    known = sched._prefills.seconds(turn(sched, 1.0).parts[-1].chunks)
+    mixed = turn(sched, 500.0)
+    assert mixed.mixed and sched.choice.policy.seconds(1, 0) == 1.0
+    assert sched._prefills.seconds(mixed.parts[-1].chunks) <= max(known, 2.0)
+
+
+def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
+    """It was planned for a few rows more: of those some wait for their share of the time."""
+    asked: list[int] = []
+
+    def mixes(shape: object, rows: int) -> bool:
+        asked.append(rows)
+        return len(asked) % 2 == 1  # as expected, and not as it came
+
+    sched = make(mixes=mixes)
+    sched.submit(req("a", new=30))
+    turn(sched)
+    sched.submit(req("b", length=40, first=100))
+    plans = [turn(sched) for _ in range(6)]
+    assert [plan.kind for plan in plans] == ["tree", "prefill"] * 3 and not any(plan.mixed for plan in plans)
+    assert [plan.step for plan in plans] == [*range(1, 7)]
