@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.embedding import Embedding
-from draftwing.layers.experts import ExpertLinear, ExpertMLP
+from draftwing.layers.embedding import Embedding, PerLayerEmbedding
+from draftwing.layers.end import LayerEnd
+from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
@@ -55,7 +56,10 @@ class DecoderLayer(nn.Module):
         self.attn_out_norm = norm() if config.out_norms else None
         self.mlp_norm = norm()
         self.mlp_out_norm = norm() if config.out_norms else None
-        self.mlp = (GatedMLP if config.experts is None else ExpertMLP)(config, dtype, device)
+        beside = config.experts is not None and config.experts.beside
+        self.mlp = (GatedMLP if config.experts is None or beside else ExpertMLP)(config, dtype, device)
+        self.beside = ExpertsBeside(config, dtype, device) if beside else None
+        self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
         self._wide_norms = config.norm.wide
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
@@ -69,6 +73,8 @@ class DecoderLayer(nn.Module):
         """Lets the device add residuals as it does it best; without packing."""
         self._ops = ops
         self.mixer.use(ops)
+        if self.end is not None:
+            self.end.use(ops)
 
     def linears(self) -> list[Linear]:
         """All but experts', in the order of their calls."""
@@ -77,10 +83,12 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
-        wide norms or four of them, or a mixer that is no attention with keys and values of its own, no gate and no
-        norms but those of heads."""
+        wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and values
+        of its own, no gate and no norms but those of heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
         if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
+            return None
+        if self.end is not None or getattr(attention, "v_norm", False):
             return None
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
@@ -99,7 +107,7 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
+        """x [M, hidden] -> [M, hidden], without what `end` does; cos, sin [M, 1, head_dim]"""
         if self.attn_norm is None:
             return self.mix(x, x, cos, sin, attend)
         outs = None if self._whole is None else self._whole(x, None, cos, sin, attend)
@@ -130,7 +138,8 @@ class DecoderLayer(nn.Module):
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
             out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
             x, normed = self.mlp_norm.of_sum(x, out)
-            return x + self.mlp_out_norm(self.mlp(normed))
+            made = self.mlp(normed)
+            return x + self.mlp_out_norm(made if self.beside is None else self.beside(made, x))
         if self._ops.norm_adds_residual:
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
         else:
@@ -152,6 +161,7 @@ class DecoderModel(nn.Module):
         self.config, self.ranks = config, ranks
         layers, pool_layer = config.spread(ranks), pool_layers(config.layers)
         self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
+        self.per_layer = _per_layer(config, dtype, device) if config.per_layer else None
         self.layers = nn.ModuleList(
             DecoderLayer(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
@@ -220,6 +230,7 @@ class DecoderModel(nn.Module):
             x = self.norm(outs[whole.last])
             return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
         streams = {0: x} if 0 in aux_layers else {}
+        embeddings = None if self.per_layer is None else self.per_layer(ids, x, self._ops)  # [M, layers, size]
         normed = self._norms[0](x) if self._norms else None
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
             cos, sin = turns[rope]
@@ -227,6 +238,8 @@ class DecoderModel(nn.Module):
                 x = layer(x, cos, sin, attend)
             else:
                 x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)
+            if (end := cast(DecoderLayer, layer).end) is not None:
+                x = end(x, None if embeddings is None else embeddings[:, i - 1])
             if i in aux_layers:
                 streams[i] = x
         x = self.norm(x) if normed is None else normed
@@ -247,7 +260,7 @@ class DecoderModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""
-        return self.lm_head(hidden)
+        return self._capped(self.lm_head(hidden))
 
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., hidden] after the final norm, ids [..., K] -> the logits of those ids, [..., K] float32.
@@ -255,7 +268,16 @@ class DecoderModel(nn.Module):
         A half-precision GEMM rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
         as ties or reversed. A few candidates computed again from the same weights, summed in float32, decide them.
         """
-        return self.lm_head.exact_logits(hidden, ids)
+        return self._capped(self.lm_head.exact_logits(hidden, ids))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.soft_cap
+        return self._ops.soft_cap(logits, cap) if cap else logits
+
+    @property
+    def rescored_by(self) -> Tensor | None:
+        """The head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
+        return None if self.config.soft_cap else self.lm_head.op.stored
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...
@@ -264,6 +286,8 @@ class DecoderModel(nn.Module):
         dense = self.dtype
         for part in self.modules():  # a tied head once
             if not isinstance(part, Linear) or (part is self.embed.table and part is not self.lm_head):
+                continue
+            if self.per_layer is not None and part is self.per_layer.embed.table:
                 continue
             values = part.out_features * part.in_features
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
@@ -285,7 +309,8 @@ class DecoderModel(nn.Module):
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         multiply_out_beside_attention([[linear.op for linear in some] for layer in layers if (some := layer.linears())])
-        if self.config.experts is not None and ops.mixes_under_norms:
+        out_norms = any(layer.out_norms for layer in self.config.layers)
+        if self.config.experts is not None and ops.mixes_under_norms and not out_norms:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
             self._norms = [norm for norm in (*first, self.norm) if norm is not None]
         if self.config.experts is not None:
@@ -299,6 +324,11 @@ class DecoderModel(nn.Module):
         of tokens that have nothing in common. For a packed model; graphs know of it, too."""
         if self._scatter is not None:
             self._scatter.fill_(int(on))
+
+
+def _per_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> PerLayerEmbedding:
+    sizes = config.hidden_size, config.per_layer, config.num_layers, config.vocab_size
+    return PerLayerEmbedding(*sizes, config.norm, dtype, device, config.weight_format)
 
 
 def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Linear:

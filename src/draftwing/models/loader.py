@@ -30,8 +30,9 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
+from draftwing.models.gemma4 import unread, with_values
 from draftwing.models.gguf import Progress
-from draftwing.models.language_model import VISION_PREFIX
+from draftwing.models.language_model import OTHER_SENSES
 from draftwing.models.latents import apart
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
@@ -96,13 +97,14 @@ def load_model(
     if most_bytes is not None:
         check_size(config, dtype, most_bytes)
     model = DecoderModel(config, dtype, "meta", ranks)
-    harmless = {"lm_head.weight"} if config.tie_embeddings else set()
+    harmless = unread(config.layers) | ({"lm_head.weight"} if config.tie_embeddings else set())
     if dummy:
         in_mxfp4 = config.quantization is not None and config.quantization.method == "mxfp4"
         fill_random(model, device, SEED + ranks.rank, in_mxfp4, _schemes(config, ranks))
     else:
         checked = _tied(tensors) if config.tie_embeddings else tensors
-        fill_parameters(model, checkpoint_names(config, ranks), checked, device, harmless)
+        every = with_values(checked, config.layers)
+        fill_parameters(model, checkpoint_names(config, ranks), every, device, harmless)
     model.kv_scales = kv_scales
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters()) + sum(op.sizes.total() for op in operations(model))
@@ -193,15 +195,16 @@ def open_checkpoint(
 
 
 def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Those of the language model itself: without prediction layers, which the drafter loads, and what reads images."""
+    """Those of the language model itself: without prediction layers, which the drafter loads, and what reads images and
+    hears."""
     aside = size = 0
     for name, value in tensors:
-        if name.startswith(VISION_PREFIX):
+        if name.startswith(OTHER_SENSES):
             aside, size = aside + 1, size + value.nbytes
         elif not name.startswith(MTP_PREFIXES) and nextn_layer(name, config) is None:
             yield name, value
     if aside:
-        logger.info("%d tensors that read images are left aside, %.2f GB: images are not served", aside, size / 1e9)
+        logger.info("%d tensors that read images or sound are left aside, %.2f GB: these are not served", aside, size / 1e9)
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
@@ -266,7 +269,7 @@ def fill_parameters(
                 raise CheckpointError(f"{name}: expected {wanted}, found {tensor.dtype}")
             if param.is_meta:
                 param = params[part.param] = allocate(module, part.param, param, device)
-            uploader.copy(part.of(param), part.made(tensor.to(param.dtype)) if part.added or part.is_log else tensor)
+            uploader.copy(part.of(param), part.made(tensor.to(param.dtype)) if part.changes else tensor)
     for label in sorted({label for label, _ in multiplied_out}):
         logger.info(
             "matrices in %s are multiplied out, which takes %.2f GB in place of %.2f",

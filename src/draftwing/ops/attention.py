@@ -21,11 +21,12 @@ from draftwing.ops.torch.delta_net import delta_net, over_sequences
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of the heads of queries and keys."""
+    """RMS norms of the heads of queries and keys, and perhaps of values, without weights."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # [head_dim]
     eps: float
+    values: bool = False
 
 
 class HeadShape(NamedTuple):
