@@ -89,9 +89,7 @@ def test_embeddings_by_layer_stay_where_they_are(tmp_path: Path, caplog: pytest.
 
 
 @torch.inference_mode()
-def test_the_language_model_of_a_model_for_images_and_sound(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_language_model_of_a_model_for_images_and_sound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As they are published: keys and values also of layers that do not read their own, and sizes in keys of old."""
     theirs = reference("per-layer", attention_k_eq_v=False)
     text = {**theirs.config.to_dict(), "global_head_dim": 64}

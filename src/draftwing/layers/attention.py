@@ -33,8 +33,8 @@ class AttentionConfig(MixerConfig):
     makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the matrix of
     queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
     are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
-    v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one matrix
-    for keys, before their norm, and values, which then fills both (`models.gemma4.with_values`).
+    v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
+    matrix for keys, before their norm, and values, which then fills both (`models.gemma4.with_values`).
     """
 
     heads: int

@@ -10,7 +10,8 @@ from draftwing.models.positions import refused
 from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 
-Kind = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "minimax", "gemma"]  # whose keys speak of experts; "": nobody's
+# Whose keys speak of experts; "": nobody's.
+Kind = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "minimax", "gemma"]
 _COUNTS = ("num_experts", "num_local_experts")  # keys of how many there are
 
 

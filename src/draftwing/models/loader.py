@@ -204,7 +204,7 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
         elif not name.startswith(MTP_PREFIXES) and nextn_layer(name, config) is None:
             yield name, value
     if aside:
-        logger.info("%d tensors that read images or sound are left aside, %.2f GB: these are not served", aside, size / 1e9)
+        logger.info("%d tensors that read images or sound are left aside, %.2f GB", aside, size / 1e9)
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:

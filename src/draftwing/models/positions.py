@@ -99,7 +99,7 @@ def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = Fals
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     share = scaling.number("partial_rotary_factor", 0, 1, 1)
     if kind == "proportional":
-        return RopeConfig(theta, kind, scaling.number("factor", 1e-3, 1e6, 1.0), share=share)
+        return RopeConfig(theta, "proportional", scaling.number("factor", 1e-3, 1e6, 1.0), share=share)
     if not partial and share != 1:
         raise refused(scaling, "partial_rotary_factor", share)
     # The dynamic rule changes nothing up to the trained context, and contexts beyond that are refused.

@@ -113,9 +113,7 @@ def _expert_names(
     own = f"{ours}.beside.experts" if experts.beside else f"{ours}.mlp"
     table = named(DENSE, f"{theirs}.{names.router}", f"{own}.router", 0, experts.count)
     if experts.beside:
-        table[f"{theirs}.router.scale"] = ParamSlice(
-            f"{ours}.beside.router_norm.weight", 0, hidden, times=hidden**-0.5
-        )
+        table[f"{theirs}.router.scale"] = ParamSlice(f"{ours}.beside.router_norm.weight", 0, hidden, times=hidden**-0.5)
         table[f"{theirs}.router.per_expert_scale"] = ParamSlice(f"{own}.scale", 0, experts.count)
     for stored, linear, first, rows, every, axis in (
         (names.gate, "gate_up", 0, ffn, 2 * ffn, 0),

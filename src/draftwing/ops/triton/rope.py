@@ -45,9 +45,9 @@ def _rope_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, V_NORM: tl.constexpr, EIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. V_NORM: v is
-    normed, too, without weights. EIGHT: the pool holds codes of float8_e4m3fn, of keys times k_by and of values times
-    v_by."""
+    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. V_NORM: v
+    is normed, too, without weights. EIGHT: the pool holds codes of float8_e4m3fn, of keys times k_by and of values
+    times v_by."""
     start(PDL)
     m = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
