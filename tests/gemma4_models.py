@@ -1,12 +1,17 @@
-"""Small random Gemma 4 models of transformers: as the 31B, as E2B, and as the 26B-A4B."""
+"""Small random Gemma 4 models of transformers, as the 31B, as E2B, and as the 26B-A4B, and GGUF files of them."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import gguf as gguf_package
+import numpy as np
 import torch
 import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import quantize
 
 VOCAB = 101
 SIZES = {
@@ -47,3 +52,89 @@ def reference(kind: str, **overrides: Any) -> Any:
             else:
                 values.normal_(0, 0.15)
     return model
+
+
+TOP = {
+    "embed_tokens": "token_embd", "norm": "output_norm", "embed_tokens_per_layer": "per_layer_token_embd",
+    "per_layer_model_projection": "per_layer_model_proj", "per_layer_projection_norm": "per_layer_proj_norm",
+}  # fmt: skip
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "router.proj": "ffn_gate_inp",
+}  # fmt: skip
+WHOLE = {
+    "layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}  # fmt: skip
+
+
+def write_gguf(path: Path, theirs: Any, kind: Type = Type.F32, table: Type = Type.F32, stored: Any = None) -> Path:
+    """A file as llama.cpp's converter lays it out. kind: of matrices.  table, stored: type and bytes of the embeddings
+    by layer, None: theirs."""
+    config = theirs.config
+    writer = gguf_package.GGUFWriter(path, "gemma4")
+    _metadata(writer, config)
+    factors = [1.0] * 8 + [1e30] * 24  # a quarter of a head's pairs
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    for name, value in theirs.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        parts = name.split(".")
+        if "layers" not in parts:
+            made = f"{TOP[parts[1]]}.weight"
+        else:
+            inner = ".".join(parts[3:])
+            made = f"blk.{parts[2]}.{WHOLE.get(inner) or NAMES[inner.removesuffix('.weight')] + '.weight'}"
+        own = Type.F32 if value.dim() == 1 or any(part in made for part in ("gate_inp", "token_embd")) else kind
+        if stored is not None and made.startswith("per_layer_token"):
+            writer.add_tensor(made, stored, raw_dtype=table)
+            continue
+        writer.add_tensor(made, quantize(value.float().contiguous().numpy(), own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _metadata(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    wide = config.use_double_wide_mlp
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    widths = [config.intermediate_size * (2 if i >= own else 1) for i in range(config.num_hidden_layers)]
+    writer.add_feed_forward_length(widths if wide else config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    each = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    heads = [one.num_key_value_heads for one in each]
+    writer.add_head_count_kv(heads if config.attention_k_eq_v else heads[0])
+    writer.add_key_length(64)
+    writer.add_value_length(64)
+    writer.add_key_length_swa(32)
+    writer.add_value_length_swa(32)
+    writer.add_rope_dimension_count(64)
+    writer.add_rope_dimension_count_swa(32)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_freq_base_swa(1e4)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_token_list(["a", "<turn|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
+    writer.add_eos_token_id(0)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
