@@ -40,10 +40,10 @@ class ModelConfig:
 
     layers: of each its own spec, with the sizes of the whole model.  ropes: the rotary embeddings that their mixers
     name.  norm: of layers, heads and the last one.  embed_scale: what embeddings are multiplied with.  soft_cap: logits
-    x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved in, None where it does not
-    say.  stop_ids: end-of-text ids that the model's own config names.  max_positions: the context length.
-    weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices are
-    stored that are quantised in a way which any format takes, None: none are.
+    x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved in, None where it does
+    not say.  stop_ids: end-of-text ids that the model's own config names.  max_positions: the context length.
+    weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
+    are stored that are quantised in a way which any format takes, None: none are.
     """
 
     architecture: str

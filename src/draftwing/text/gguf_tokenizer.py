@@ -1,8 +1,9 @@
 """Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
-Two kinds of vocabulary are supported, named by `tokenizer.ggml.model`: `gpt2`, a byte-level BPE whose text is cut
-into words by the pre-tokenizer that `tokenizer.ggml.pre` names, and `llama`, a sentencepiece BPE with scores and byte
-tokens. A wrong pre-tokenizer gives working but worse tokens without any error, so unknown names are refused.
+Three kinds of vocabulary are supported, named by `tokenizer.ggml.model`: `gpt2`, a byte-level BPE whose text is cut
+into words by the pre-tokenizer that `tokenizer.ggml.pre` names, `llama`, a sentencepiece BPE with scores and byte
+tokens, and `gemma4`, the same with merges. A wrong pre-tokenizer gives working but worse tokens without any error, so
+unknown names are refused.
 """
 
 from __future__ import annotations
