@@ -21,7 +21,7 @@ CUDA = pytest.param(
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize("harness", ["windows", "blocks", RANKS, CUDA], indirect=True, scope="session"),
-    pytest.mark.further(harness=["blocks", "ranks"], case="dense"),
+    pytest.mark.further(case="dense"),
     pytest.mark.further(harness="ranks", case="experts"),
 ]
 

@@ -12,7 +12,8 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.further(kind="dense", dtype="float32")
+@pytest.mark.further(kind="dense", dtype=["float32", "auto"])
+@pytest.mark.further(kind=["per-layer", "experts"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:

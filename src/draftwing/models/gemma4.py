@@ -65,17 +65,13 @@ def _attention(fields: Fields, mixer: Any, kind: str, index: int) -> AttentionCo
     mixer = replace(mixer, scalar=1, v_norm=True)
     if kind == SLIDING:
         return replace(mixer, window=fields.whole("sliding_window", 1, 2**40, 512), rope=1)
-    alike = fields.flag("attention_k_eq_v")
-    heads = "num_global_key_value_heads" if alike and fields.get("num_global_key_value_heads") is not None else ""
-    own = fields.inner("per_layer_config").inner(str(index))  # as newer libraries write it
-    return replace(
-        mixer,
-        head_dim=own.whole("head_dim", 1, WIDEST, fields.whole("global_head_dim", 1, WIDEST, 512)),
-        kv_heads=own.whole(
-            "num_key_value_heads", 1, WIDEST, fields.whole(heads, 1, WIDEST) if heads else mixer.kv_heads
-        ),
-        values_are_keys=alike,
-    )
+    alike, size, heads = fields.flag("attention_k_eq_v"), mixer.head_dim, mixer.kv_heads
+    if fields.get("per_layer_config") is None:
+        size = fields.whole("global_head_dim", 1, WIDEST, 512)
+        heads = fields.whole("num_global_key_value_heads", 1, WIDEST, heads) if alike else heads
+    own = fields.inner("per_layer_config").inner(str(index))  # as newer libraries write it: what is not as in others
+    size, heads = own.whole("head_dim", 1, WIDEST, size), own.whole("num_key_value_heads", 1, WIDEST, heads)
+    return replace(mixer, head_dim=size, kv_heads=heads, values_are_keys=alike)
 
 
 def _per_layer(fields: Fields) -> int:

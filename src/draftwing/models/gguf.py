@@ -27,6 +27,7 @@ from draftwing.models.weight_map import QWEN_MTP_PREFIX, expert_names
 from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
 
+PER_LAYER = gguf_gemma4.PER_LAYER  # the tensor of embeddings by layer
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 OSS = "gpt-oss"
@@ -228,7 +229,7 @@ def tensors(
             done += file.raw(name).nbytes
             continue
         info = file.tensors[name]
-        if name == gguf_gemma4.PER_LAYER:  # larger than all others
+        if name == PER_LAYER:  # larger than all others
             raw = torch.from_numpy(file.raw(name))
             yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
             done += raw.nbytes

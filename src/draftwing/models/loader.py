@@ -115,6 +115,16 @@ def load_model(
     return model.requires_grad_(False)
 
 
+def mapped_bytes(path: Path, config: ModelConfig) -> int:
+    """Returns how many bytes of a checkpoint's files are read row by row from there, and held nowhere else on a CPU:
+    those of embeddings by layer, in a folder without a look at its files."""
+    if not config.per_layer:
+        return 0
+    if path.suffix == ".gguf":
+        return open_gguf(path).raw(gguf.PER_LAYER).nbytes
+    return config.vocab_size * config.num_layers * config.per_layer * (config.dtype or torch.bfloat16).itemsize
+
+
 def _tied(tensors: Tensors) -> Tensors:
     """The tensors. A head that is not the embedding, though the config says so, is left out, which is said: other
     libraries take it."""
