@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,21 @@ WHOLE = {
 }  # fmt: skip
 
 
-def write_gguf(path: Path, theirs: Any, kind: Type = Type.F32, table: Type = Type.F32, stored: Any = None) -> Path:
+def write_gguf(
+    path: Path,
+    theirs: Any,
+    kind: Type = Type.F32,
+    table: Type = Type.F32,
+    stored: Any = None,
+    suppressed: Sequence[int] = (),
+) -> Path:
     """A file as llama.cpp's converter lays it out. kind: of matrices.  table, stored: type and bytes of the embeddings
-    by layer, None: theirs."""
+    by layer, None: theirs.  suppressed: tokens that are never drawn."""
     config = theirs.config
     writer = gguf_package.GGUFWriter(path, "gemma4")
     _metadata(writer, config)
+    if suppressed:
+        writer.add_array("tokenizer.ggml.suppress_tokens", suppressed)
     factors = [1.0] * 8 + [1e30] * 24  # a quarter of a head's pairs
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     for name, value in theirs.state_dict().items():

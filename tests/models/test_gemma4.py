@@ -166,3 +166,17 @@ def test_what_is_mapped_is_not_counted(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", theirs)
     size = theirs.model.embed_tokens_per_layer.weight.nbytes
     assert [mapped_bytes(path, load_config(path)) for path in (tmp_path, file)] == [size, size]
+
+
+@pytest.mark.parametrize("stored", ["folder", "gguf"])
+@torch.inference_mode()
+def test_tokens_that_are_never_drawn(tmp_path: Path, stored: str) -> None:
+    """As the 12B's ends of images and of sound."""
+    theirs, ids = reference("dense"), tokens(20)
+    theirs.generation_config.suppress_tokens = [3, 90]
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path if stored == "folder" else write_gguf(tmp_path / "m.gguf", theirs, suppressed=[3, 90])
+    found, expected = whole_logits(load_model(path, torch.float32, "cpu"), ids), theirs(ids[None]).logits[0]
+    others = [i for i in range(101) if i not in (3, 90)]
+    torch.testing.assert_close(found[:, others], expected[:, others], atol=1e-4, rtol=1e-4)
+    assert found.isfinite().all() and not found.softmax(1)[:, [3, 90]].any()

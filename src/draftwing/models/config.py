@@ -41,7 +41,8 @@ class ModelConfig:
     layers: of each its own spec, with the sizes of the whole model.  ropes: the rotary embeddings that their mixers
     name.  norm: of layers, heads and the last one.  embed_scale: what embeddings are multiplied with.  soft_cap: logits
     x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved in, None where it does
-    not say.  stop_ids: end-of-text ids that the model's own config names.  max_positions: the context length.
+    not say.  stop_ids: end-of-text ids that the model's own config names.  suppressed: ids that are never drawn.
+    max_positions: the context length.
     weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
     are stored that are quantised in a way which any format takes, None: none are.
     """
@@ -58,6 +59,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()
     weight_format: WeightFormat = DENSE
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
@@ -114,6 +116,10 @@ class ModelConfig:
             divisors = len(self.ropes[rope].divisors)
             if divisors and divisors != head_dim // 2:
                 raise CheckpointError(f"expected {head_dim // 2} rope frequency factors, found {divisors}")
+        if any(token >= self.vocab_size for token in self.suppressed):
+            raise CheckpointError(
+                f"suppress_tokens: expected ids below {self.vocab_size}, found {max(self.suppressed)}"
+            )
         if len({layer.per_layer for layer in self.layers}) > 1:
             raise CheckpointError("expected embeddings of one size for all layers")
         pool_layers(self.layers)

@@ -180,6 +180,7 @@ class DecoderModel(nn.Module):
         # Rounded as the embedding is.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
         self._scatter: Tensor | None = None  # of its experts
+        self._suppressed: Tensor | None = None  # tokens that are never drawn, int64
         self._norms: list[
             RMSNorm
         ] = []  # of all layers and the last, where layers give results under the next norm, too
@@ -206,8 +207,10 @@ class DecoderModel(nn.Module):
 
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary tables; every position of a later `forward` must be below `positions`."""
+        device, ids = self.norm.weight.device, self.config.suppressed
         for rope in self.ropes:
-            cast(Rope, rope).make(positions, self.dtype, self.norm.weight.device)
+            cast(Rope, rope).make(positions, self.dtype, device)
+        self._suppressed = torch.tensor(ids, device=device) if ids else None
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, aux_layers: Sequence[int] = ()
@@ -260,7 +263,11 @@ class DecoderModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""
-        return self._capped(self.lm_head(hidden))
+        logits = self._capped(self.lm_head(hidden))
+        if self._suppressed is None:
+            return logits
+        fill = logits.index_fill if logits.requires_grad else logits.index_fill_
+        return fill(-1, self._suppressed, torch.finfo(logits.dtype).min)  # finite, for clients may ask for it
 
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., hidden] after the final norm, ids [..., K] -> the logits of those ids, [..., K] float32.
@@ -277,7 +284,7 @@ class DecoderModel(nn.Module):
     @property
     def rescored_by(self) -> Tensor | None:
         """The head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
-        return None if self.config.soft_cap else self.lm_head.op.stored
+        return None if self.config.soft_cap or self.config.suppressed else self.lm_head.op.stored
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...

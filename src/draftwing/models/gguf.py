@@ -126,7 +126,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
 
     stored = Fields(meta, str(file.path), f"{arch}.")
     fields = gguf_gemma4.of_first(stored) if arch == gguf_gemma4.ARCH else stored
-    size = fields.whole
+    size, tokenizer = fields.whole, Fields(meta, str(file.path), "tokenizer.ggml.")
     _refuse_unsupported(file, fields, arch)
     named = WITH_EXPERTS.get(arch, ARCHITECTURES[arch])
     experts = gguf_experts.experts(file, fields, FAMILIES[named], arch in WITH_EXPERTS)
@@ -190,7 +190,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
         embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
         soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0),
         tie_embeddings="output.weight" not in file.tensors,
-        stop_ids=_stop_ids(Fields(meta, str(file.path), "tokenizer.ggml.")),
+        stop_ids=_stop_ids(tokenizer),
+        suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
     )
 
@@ -406,6 +407,16 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
         truncate=arch != OSS,  # as the model was trained; files do not say
         attention_factor=given * yarn_attention_factor(factor),
     )
+
+
+def _ids(fields: Fields, key: str) -> tuple[int, ...]:
+    """Token ids of an array; none where there is none."""
+    value = fields.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not all(0 <= i <= LARGEST for i in value):
+        raise fields.unlike(key, "a list of token ids")
+    return tuple(value.tolist())
 
 
 def _stop_ids(fields: Fields) -> tuple[int, ...]:

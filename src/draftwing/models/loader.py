@@ -31,6 +31,7 @@ from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gemma4 import unread, with_values
+from draftwing.models.generation import suppressed
 from draftwing.models.gguf import Progress
 from draftwing.models.language_model import OTHER_SENSES
 from draftwing.models.latents import apart
@@ -61,7 +62,7 @@ def load_config(path: str | Path) -> ModelConfig:
     config = read_json(path / "config.json")
     if "auto_map" in config:
         logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
-    return from_hf(config)
+    return replace(from_hf(config), suppressed=suppressed(path))
 
 
 def load_model(
