@@ -1,5 +1,6 @@
 """What a checkpoint says about generating text: which token ids end an answer, which are never drawn, and how to
-sample where a request does not say. Checkpoints spread stop ids over several files, and each alone is often incomplete."""
+sample where a request does not say. Checkpoints spread stop ids over several files, and each alone is often
+incomplete."""
 
 from __future__ import annotations
 
