@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,13 @@ from draftwing.ops.attention import Attend, HeadShape
 from draftwing.ops.contracts import LayerWeights, WholeLayers
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
+
+
+class Narrowed(NamedTuple):
+    """Queries whose hidden states are wanted, of a forward of more, and the attention of these alone."""
+
+    queries: Tensor  # [F] int64
+    attend: Attend
 
 
 class DecoderLayer(nn.Module):
@@ -170,6 +177,7 @@ class DecoderModel(nn.Module):
         self.kv_scales = KVScales()
         # Which layer writes each pool layer, and what it keeps there of this rank.
         self.pool_owners = [pool_layer.index(at) for at in range(len({*pool_layer} - {None}))]
+        self.keepers = max(self.pool_owners, default=-1) + 1  # layers behind so many read what earlier ones kept
         self.kv_layers = [spec for i in self.pool_owners if (spec := layers[i].mixer.keeps()) is not None]
         # A table for each way in which layers turn their heads; one at least, which has the model's dtype.
         rotates = [layer.mixer.rotates for layer in layers]
@@ -213,14 +221,23 @@ class DecoderModel(nn.Module):
         self._suppressed = torch.tensor(ids, device=device) if ids else None
 
     def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, aux_layers: Sequence[int] = ()
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        aux_layers: Sequence[int] = (),
+        narrowed: Narrowed | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """ids, positions [M] int64 -> hidden states after the final norm [M, hidden], and the auxiliary hidden states.
 
         aux_layers: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
         wanted, `final_aux_layer` for what comes after the final norm; they come concatenated in the order given,
         [M, len(aux_layers) * hidden], or None when there are none.
+
+        narrowed: without auxiliary hidden states; those of other queries are zeros, for layers from `keepers` on, which
+        leave nothing to later ones, do not see them.
         """
+        assert narrowed is None or not aux_layers
         # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, inputs_ready). That is right as
         # long as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
@@ -236,6 +253,12 @@ class DecoderModel(nn.Module):
         embeddings = None if self.per_layer is None else self.per_layer(ids, x, self._ops)  # [M, layers, size]
         normed = self._norms[0](x) if self._norms else None
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
+            if narrowed is not None and i == self.keepers + 1:
+                at, attend = narrowed
+                x, turns = x[at], [(cos[at], sin[at]) for cos, sin in turns]
+                embeddings = None if embeddings is None else embeddings[at]
+                if not len(at):
+                    break
             cos, sin = turns[rope]
             if normed is None:
                 x = layer(x, cos, sin, attend)
@@ -245,6 +268,8 @@ class DecoderModel(nn.Module):
                 x = end(x, None if embeddings is None else embeddings[:, i - 1])
             if i in aux_layers:
                 streams[i] = x
+        if narrowed is not None:
+            return x.new_zeros(len(ids), x.shape[1]).index_copy_(0, narrowed.queries, self.norm(x)), None
         x = self.norm(x) if normed is None else normed
         streams[self.final_aux_layer] = x
         if len(aux_layers) < 2:

@@ -283,6 +283,16 @@ class Batch(NamedTuple):
             bound=max((self.bound, *lengths)) if self.bound else 0,
         )  # fmt: skip
 
+    def ends(self, queries: Tensor) -> Batch:
+        """Returns the batch of the last queries of the first chunks. queries [F] int64: where these are."""
+        at = self.positions[queries]
+        spans = [span._replace(offset=i, start=span.start + span.length - 1, length=1, saves=())
+                 for i, span in enumerate(self.chunks[: len(queries)])]  # fmt: skip
+        return self._replace(
+            rows=self.rows[: len(queries)], ids=self.ids[queries], positions=at,
+            write_slots=self.write_slots[queries], prefix_len=at, chunks=tuple(spans),
+        )  # fmt: skip
+
     def pages(self) -> Tensor:
         """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""
         return self.table[self.rows, : self.bound or self.table.shape[1]]
