@@ -41,13 +41,9 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
     torch.testing.assert_close(whole_logits(model, ids), expected.logits[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.further(native=False)
-@pytest.mark.parametrize("native", [False, True])
-def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path], native: bool) -> None:
-    theirs, _, folder = pair
-    model, ops = load_model(folder, torch.float32, "cpu"), make_ops(CPU)
-    model.pack(ops)
-    ids, pooled = tokens(40), Pooled(model, ops if native else None)
+def check_steps(theirs: Any, pooled: Pooled) -> None:
+    """Chunks, single tokens and a tree give the logits of the whole text."""
+    ids = tokens(40)
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
     found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
@@ -57,6 +53,25 @@ def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderMode
     pooled.accept(21, [0, 2, 4])
     found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.further(native=False)
+@pytest.mark.parametrize("native", [False, True])
+def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path], native: bool) -> None:
+    theirs, _, folder = pair
+    model, ops = load_model(folder, torch.float32, "cpu"), make_ops(CPU)
+    model.pack(ops)
+    check_steps(theirs, Pooled(model, ops if native else None))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.usefixtures("mended_interpreter")
+def test_the_kernels_of_a_gpu_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:
+    ops_of = pytest.importorskip("draftwing.ops.triton.ops")
+    theirs, _, folder = pair
+    model, ops = load_model(folder, torch.float32, "cpu"), ops_of.TritonOps(CPU)
+    model.pack(ops)
+    check_steps(theirs, Pooled(model, ops))
 
 
 def test_two_ranks_have_shares(pair: tuple[Any, DecoderModel, Path]) -> None:
