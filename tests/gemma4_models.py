@@ -13,6 +13,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import quantize
+from torch import Tensor
 
 VOCAB = 101
 SIZES = {
@@ -43,10 +44,13 @@ def reference(kind: str, **overrides: Any) -> Any:
     if "vocab_size" in overrides:
         settings["vocab_size_per_layer_input"] = overrides["vocab_size"]
     torch.manual_seed(0)
-    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings)).float().eval()
+    return filled(transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings)).float().eval())
+
+
+def filled(model: Any) -> Any:
     with torch.no_grad():
         for name, values in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("inv_freq", "embed_scale")):
+            if name.endswith(("inv_freq", "embed_scale", "token_ordering")):
                 continue
             if any(part in name for part in ("norm", "scale", "scalar")):
                 values.uniform_(0.5, 1.5)
@@ -148,3 +152,41 @@ def _metadata(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.top_k_experts)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def assistant_for(theirs: Any, **overrides: Any) -> Any:
+    """An assistant of transformers for such a model, with random weights."""
+    config = theirs.config
+    each = [config.per_layer_config[i] for i in range(2)]
+    text = {
+        **SIZES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": config.vocab_size,
+        "vocab_size_per_layer_input": 0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_key_value_heads": each[0].num_key_value_heads, "attention_k_eq_v": True,
+        "num_global_key_value_heads": each[1].num_key_value_heads, "num_kv_shared_layers": 3,
+        "sliding_window": config.sliding_window, "max_position_embeddings": config.max_position_embeddings,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    own = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**text), backbone_hidden_size=config.hidden_size, **overrides
+    )
+    return filled(transformers.Gemma4AssistantForCausalLM(own).float().eval())
+
+
+@torch.inference_mode()
+def drafted(theirs: Any, helper: Any, ids: Tensor, steps: int) -> list[Tensor]:
+    """Logits of transformers' assistant, which drafts the best tokens; ids: the last of them is not in the cache."""
+    out = theirs.model(ids[None, :-1], return_shared_kv_states=True)
+    window = theirs.config.sliding_window
+    shared = {
+        kind: tuple(part[:, :, -window:] if kind.startswith("sliding") else part for part in both)
+        for kind, both in out.shared_kv_states.items()
+    }
+    state, token, found = out.last_hidden_state[:, -1:], ids[None, -1:], []
+    for _ in range(steps):
+        made = helper(
+            inputs_embeds=torch.cat((theirs.model.embed_tokens(token), state), -1), shared_kv_states=shared,
+            position_ids=torch.tensor([[len(ids) - 1]]),
+        )  # fmt: skip
+        state, token = made.last_hidden_state, made.logits.argmax(-1)
+        found.append(made.logits[0, 0])
+    return found

@@ -242,9 +242,7 @@ class DecoderModel(nn.Module):
         # long as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
         whole = self._whole_layers(aux_layers)
-        x = self.embed(ids)  # [M, hidden]
-        if self._embed_scale != 1:
-            x = x * self._embed_scale
+        x = self.embedded(ids)
         outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
@@ -275,6 +273,11 @@ class DecoderModel(nn.Module):
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
         return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them."""
+        x = self.embed(ids)
+        return x if self._embed_scale == 1 else x * self._embed_scale
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final
