@@ -8,23 +8,27 @@ from typing import Any
 import pytest
 import torch
 from engine.test_hybrid_models import texts
+from engine.test_no_host_reads import SHAPES, FakeDevice, plans
 from gemma4_models import assistant_for, drafted, reference
 from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
 
 from draftwing import LLM, SamplingParams
+from draftwing.core import TreeShape
+from draftwing.models.config import from_hf
+from draftwing.models.heads.assistant import load_assistant
 from draftwing.ops.types import Draft
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.drafter import DraftStep
 
 pytestmark = pytest.mark.slow
-SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": False}
+TARGET = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": False}
 
 
 def written(folder: Path, kind: str) -> tuple[Any, Any]:
     """A target and its assistant."""
-    theirs = reference(kind, **SIZES)
+    theirs = reference(kind, **TARGET)
     helper = assistant_for(theirs)
     theirs.save_pretrained(folder / "target")
     write_tokenizer(folder / "target")
@@ -32,7 +36,8 @@ def written(folder: Path, kind: str) -> tuple[Any, Any]:
     return theirs, helper
 
 
-@pytest.mark.further(kind="dense", dtype="float32")
+@pytest.mark.further(kind="dense")
+@pytest.mark.further(kind="per-layer", dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 @pytest.mark.parametrize("kind", ["dense", "per-layer"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
@@ -71,3 +76,20 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, kind: str, monkeypatch
     assert len(found) > 3
     for ids, tokens in found:
         assert tokens.tolist() == [int(logits.argmax()) for logits in drafted(theirs, helper, ids, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_step_needs_no_data(on_cpu: Any, tmp_path: Path, shape: TreeShape) -> None:
+    """Neither of the target's, with embeddings and keys of its own kind, nor of the assistant's."""
+    theirs = reference("per-layer", vocab_size=on_cpu.VOCAB, max_position_embeddings=on_cpu.CONTEXT)
+    assistant_for(theirs).save_pretrained(tmp_path)
+    target = on_cpu.model_of(from_hf({**theirs.config.to_dict(), "architectures": ["Gemma4ForCausalLM"]}))
+    head = load_assistant(tmp_path, target, torch.float32, "cpu").to("meta")
+    target.to("meta")
+    device = FakeDevice()
+    with device.device:
+        drafter = AssistantDrafter(head, 7, shape.topk, torch.float32, device.ops)
+        rig = on_cpu.Rig(target, shapes=(shape,), drafter=drafter, fake_device=device)
+        for plan in plans(shape, SamplingParams(temperature=0.8)):
+            packed = rig.executor.commit(rig.executor.launch(plan)).download.wait()
+            assert tuple(packed.shape) == (len(plan.rows), 2 + plan.shape.max_commit + 2 * plan.shape.nodes)

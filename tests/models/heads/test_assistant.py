@@ -14,6 +14,7 @@ from hybrid_models import Pooled, tokens
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.assistant import load_assistant
+from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch
@@ -91,3 +92,10 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str)
     target: DecoderModel = load_model(tmp_path / "target", torch.float32, "cpu")
     with pytest.raises(CheckpointError, match=expected):
         load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+
+
+def test_other_drafters_say_what_it_is(both: tuple[Any, Any, Path]) -> None:
+    _, _, folder = both
+    target = load_model(folder / "target", torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match="expected --speculative-algorithm FROZEN_KV_MTP"):
+        load_draft_head(folder / "assistant", target, "EAGLE3", torch.float32, "cpu")
