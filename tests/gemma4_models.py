@@ -27,7 +27,7 @@ ALIKE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "dense": ALIKE,
     "per-layer": {
-        "num_key_value_heads": 1, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2,
+        "num_key_value_heads": 1, "hidden_size_per_layer_input": 64, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True, "num_hidden_layers": 5, "final_logit_softcapping": None,
         "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
     },
@@ -35,6 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {
         **ALIKE, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
         "num_hidden_layers": 3, "layer_types": None,
     },
+}  # fmt: skip
+
+
+# Of which the GEMMs of a GPU's deterministic mode take all matrices, with heads as the models have them.
+ON_GPU = {
+    "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 256, "global_head_dim": 512, "vocab_size": 320,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -159,10 +166,11 @@ def assistant_for(theirs: Any, **overrides: Any) -> Any:
     config = theirs.config
     each = [config.per_layer_config[i] for i in range(2)]
     text = {
-        **SIZES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": config.vocab_size,
+        **SIZES, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": config.vocab_size,
         "vocab_size_per_layer_input": 0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "num_key_value_heads": each[0].num_key_value_heads, "attention_k_eq_v": True,
         "num_global_key_value_heads": each[1].num_key_value_heads, "num_kv_shared_layers": 3,
+        "head_dim": each[0].head_dim, "global_head_dim": each[1].head_dim,
         "sliding_window": config.sliding_window, "max_position_embeddings": config.max_position_embeddings,
     }  # fmt: skip
     torch.manual_seed(3)

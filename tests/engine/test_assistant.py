@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.test_hybrid_models import texts
 from engine.test_no_host_reads import SHAPES, FakeDevice, plans
-from gemma4_models import assistant_for, drafted, reference
+from gemma4_models import ON_GPU, assistant_for, drafted, reference
 from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 TARGET = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": False}
 
 
-def written(folder: Path, kind: str) -> tuple[Any, Any]:
+def written(folder: Path, kind: str, sizes: dict[str, Any] = TARGET) -> tuple[Any, Any]:
     """A target and its assistant."""
-    theirs = reference(kind, **TARGET)
+    theirs = reference(kind, **sizes)
     helper = assistant_for(theirs)
     theirs.save_pretrained(folder / "target")
     write_tokenizer(folder / "target")
@@ -93,3 +93,14 @@ def test_a_step_needs_no_data(on_cpu: Any, tmp_path: Path, shape: TreeShape) -> 
         for plan in plans(shape, SamplingParams(temperature=0.8)):
             packed = rig.executor.commit(rig.executor.launch(plan)).download.wait()
             assert tuple(packed.shape) == (len(plan.rows), 2 + plan.shape.max_commit + 2 * plan.shape.nodes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["dense", "per-layer"])
+def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    written(tmp_path, kind, ON_GPU)
+    gpu = {"device": "cuda", "enable_deterministic_inference": True}
+    plain = texts(tmp_path / "target", "none", "bfloat16", **gpu)
+    own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
+    assert texts(tmp_path / "target", "FROZEN_KV_MTP", "bfloat16", **gpu, **own) == plain

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.test_hybrid_models import texts
-from gemma4_models import KINDS, reference
+from gemma4_models import KINDS, ON_GPU, reference
 from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
@@ -59,3 +59,17 @@ def test_text_equals_transformers(tmp_path: Path, kind: str, monkeypatch: pytest
     own = layers - theirs.config.num_kv_shared_layers
     few = layers - own
     assert seen[: 3 * own + few] == [*[40] * own, *[40] * own, *[10] * own, *[1] * few]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    """In float32 the text is a CPU's; where bits are promised drafts change nothing of it."""
+    reference(kind, **ON_GPU).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    assert texts(tmp_path, "none", "float32", device="cuda") == texts(tmp_path, "none", "float32")
+    exact = {"device": "cuda", "enable_deterministic_inference": True}
+    plain = texts(tmp_path, "none", "bfloat16", **exact)
+    for algorithm in ("NGRAM", "SUFFIX"):
+        assert texts(tmp_path, algorithm, "bfloat16", **exact) == plain, algorithm

@@ -139,7 +139,7 @@ def test_the_language_model_of_a_model_for_images_and_sound(tmp_path: Path, capl
 )
 def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
     config = {**reference("per-layer").config.to_dict(), "architectures": ["Gemma4ForCausalLM"]}
-    assert from_hf(config).per_layer == 32
+    assert from_hf(config).per_layer == 64
     with pytest.raises(CheckpointError, match=expected):
         from_hf({**config, **changes})
 
