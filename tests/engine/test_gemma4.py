@@ -32,6 +32,14 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm
 
 
+def test_keys_in_int8(tmp_path: Path) -> None:
+    """Of heads as large as the models'."""
+    reference("dense", **ON_GPU).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    plain = texts(tmp_path, "none", "auto", kv_cache_dtype="int8")
+    assert texts(tmp_path, "NGRAM", "auto", kv_cache_dtype="int8") == plain
+
+
 @pytest.mark.parametrize("kind", ["per-layer", "experts"])
 def test_text_equals_transformers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, of whose queries the last layers see those alone whose results are wanted."""
