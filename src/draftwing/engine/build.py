@@ -42,7 +42,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import resolve_model
-from draftwing.models.loader import load_config, load_model
+from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.sched.policy.cost import StepCost
@@ -140,7 +140,7 @@ def build(
         found = capability(device, ranks)
         if ranks.size > 1:
             log.info("%s", in_words(found))
-        files = bytes_of(path) + (0 if draft_path is None else bytes_of(draft_path))
+        files = bytes_of(path) - mapped_bytes(path, config) + (0 if draft_path is None else bytes_of(draft_path))
         log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
         model = load_with_progress(path, precision, device, options, ranks)
         broadcast.wait_loaded()

@@ -38,6 +38,11 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
     norm = FINAL_NORM.get(config.architecture, "model.norm")
     table[f"{norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
+    if config.per_layer:
+        rows, inner = config.num_layers * config.per_layer, "per_layer.norm.weight"
+        table |= named(DENSE, "model.embed_tokens_per_layer", "per_layer.embed.table", 0, config.vocab_size)
+        table |= named(config.weight_format, "model.per_layer_model_projection", "per_layer.project", 0, rows)
+        table["model.per_layer_projection_norm.weight"] = ParamSlice(inner, 0, config.per_layer)
     if not config.tie_embeddings:
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     for i in range(config.num_layers):
@@ -59,7 +64,7 @@ def layer_names(
     layer = whole.spread(ranks)
     inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
-    if layer.experts is None:
+    if layer.experts is None or layer.experts.beside:
         parts += (
             StoredMatrix("mlp.gate_proj", "mlp.gate_up", 0, layer.ffn, bias, Cut(0, inner)),
             StoredMatrix("mlp.up_proj", "mlp.gate_up", layer.ffn, layer.ffn, bias, Cut(0, inner)),
@@ -70,6 +75,17 @@ def layer_names(
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     if attn_norm is not None:
         norms[attn_norm] = "attn_norm"
+    if layer.per_layer:
+        whole_matrix = Cut(0, Share(0, layer.per_layer, layer.per_layer))
+        parts += (
+            StoredMatrix("per_layer_input_gate", "end.gate", 0, layer.per_layer, False, whole_matrix),
+            StoredMatrix("per_layer_projection", "end.out", 0, hidden, False, whole_matrix),
+        )
+        norms["post_per_layer_input_norm"] = "end.norm"
+    if layer.scaled:
+        parts.append(StoredVector("layer_scalar", "end.scalar", 1))
+    if layer.experts is not None and layer.experts.beside:
+        norms |= _BESIDE_NORMS
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks)
     names = LAYER_NAMES.get(config.architecture, {})
@@ -94,17 +110,23 @@ def _expert_names(
     """The router and the experts of one layer. experts: of this rank."""
     names, ffn, hidden = expert_names(config), experts.ffn, config.hidden_size
     inner = Share(ranks.rank * ffn, ffn, ranks.size * ffn)
-    table = named(DENSE, f"{checkpoint}.{names.router}", f"{model}.mlp.router", 0, experts.count)
+    own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
+    table = named(DENSE, f"{checkpoint}.{names.router}", f"{own}.router", 0, experts.count)
+    if experts.beside:
+        table[f"{checkpoint}.router.scale"] = ParamSlice(
+            f"{model}.beside.router_norm.weight", 0, hidden, times=hidden**-0.5
+        )
+        table[f"{checkpoint}.router.per_expert_scale"] = ParamSlice(f"{own}.scale", 0, experts.count)
     for stored, linear, first, rows, every, axis in (
         (names.gate, "gate_up", 0, ffn, 2 * ffn, 0),
         (names.up, "gate_up", ffn, ffn, 2 * ffn, 0),
         (names.down, "down", 0, hidden, hidden, 1),
     ):
         cut = Cut(axis, inner)
-        parts = named(config.weight_format, stored, f"{model}.mlp.{linear}", first, rows, cut)  # of the first expert
+        parts = named(config.weight_format, stored, f"{own}.{linear}", first, rows, cut)  # of the first expert
         if experts.bias:
             of_outputs = cut if axis == 0 and ranks.size > 1 else None
-            parts[f"{stored}.bias"] = ParamSlice(f"{model}.mlp.{linear}.bias", first, rows, cut=of_outputs)
+            parts[f"{stored}.bias"] = ParamSlice(f"{own}.{linear}.bias", first, rows, cut=of_outputs)
         for name, part in parts.items():
             for expert in range(experts.count):  # thousands of times: `_replace` would take twice as long
                 at = f"{checkpoint}.{names.experts}.{expert}.{name}"
@@ -128,6 +150,14 @@ def _expert_names(
     return table
 
 
+# Of experts beside an MLP.
+_BESIDE_NORMS = {
+    "post_feedforward_layernorm_1": "beside.mlp_out_norm",
+    "pre_feedforward_layernorm_2": "beside.in_norm",
+    "post_feedforward_layernorm_2": "beside.out_norm",
+}
+
+
 class ExpertNames(NamedTuple):
     """What a checkpoint calls the parts of a mixture of experts, below the layer; gate, up and down below an expert."""
 
@@ -143,6 +173,7 @@ class ExpertNames(NamedTuple):
 OTHER_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames("mlp.router"),
+    "Gemma4ForCausalLM": ExpertNames("router.proj", "experts"),
     **dict.fromkeys(NEXTN_MODELS, ExpertNames(shared="mlp.shared_experts")),
     "MiniMaxM2ForCausalLM": ExpertNames(
         "block_sparse_moe.gate",

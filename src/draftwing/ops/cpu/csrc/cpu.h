@@ -337,9 +337,10 @@ typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
     int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
-    double eps;
+    int64_t v_norm;     /* whether heads of values are normed, too, without weights */
+    double eps, cap;
     void *out, *kv;
-    const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* q_norm, k_norm: of heads, or NULL */
+    const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* weight, q_norm, k_norm: of heads: NULL where there is none */
     const int64_t *slots;
 } Rows;
 /* Of row i: all of it, elements, or heads [from, to). */
