@@ -46,6 +46,11 @@ COPY_TASKS = {
 }
 
 
+def engine(algorithm: str, threads: int) -> LLM:
+    """Without the model's own penalties: with them nothing is copied."""
+    return LLM("smollm2", speculative_algorithm=algorithm, num_threads=threads, sampling_defaults="openai")
+
+
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
 
@@ -216,7 +221,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     parts = args.parts.split(",")
-    plain = LLM("smollm2", speculative_algorithm="none", num_threads=args.threads)
+    plain = engine("none", args.threads)
     results: dict[str, Any] = {
         "machine": f"{platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}",
         "date": time.strftime("%Y-%m-%d"),
@@ -225,13 +230,13 @@ def main() -> None:
         results["single"] = single(plain, args.repeats)
     if "overhead" in parts:
         results["overhead"] = overhead(plain)
-        ngram = LLM("smollm2", speculative_algorithm="NGRAM", num_threads=args.threads)
+        ngram = engine("NGRAM", args.threads)
         results["overhead NGRAM"] = overhead(ngram)
     if "batch" in parts:
         results["batch"] = batch(plain, args.repeats)
     for part in ("copy", "mtbench"):
         if part in parts:
-            spec = LLM("smollm2", speculative_algorithm="NGRAM", num_threads=args.threads)
+            spec = engine("NGRAM", args.threads)
             prompts = (
                 {name: plain.engine.tokenizer.encode(text) for name, text in COPY_TASKS.items()}
                 if part == "copy"

@@ -75,7 +75,10 @@ def main() -> None:
     turns = [[{"role": "user", "content": turn}] for turn in mt_bench(16)]
     people = [[{"role": "user", "content": f"{ASK} Number {i}."}] for i in range(16)]
     for algorithm in args.algorithms.split(","):
-        llm = LLM("smollm2", speculative_algorithm=algorithm, num_threads=args.threads, max_total_tokens=40000)
+        llm = LLM(
+            "smollm2", speculative_algorithm=algorithm, num_threads=args.threads, max_total_tokens=40000,
+            sampling_defaults="openai",
+        )  # fmt: skip
         run(llm, 1, 8, {}, {}, turns)
         for batch in map(int, args.batches.split(",")):
             rows = [(name, turns, feature) for name, feature in FEATURES.items()]

@@ -11,37 +11,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from load_texts import mt_bench
+from same_text import FIXED, TREE, Way
+from same_text import ways as of_drafter
 
 from draftwing import LLM
 
 BUDGETS = 0, 1, 5, 12, 30, 60, -1
-CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
-TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
-FIXED = {"speculative_fixed_shape": True}
 
 
-def ways(pool: int) -> list[tuple[str, str, int, dict[str, Any]]]:
-    """Name, algorithm, requests at once and further options. pool: tokens of a pool that is too small."""
-    return [
-        ("none, 16 at once", "none", 16, {}),
-        ("NGRAM, one at a time", "NGRAM", 1, {}),
-        ("NGRAM, 16 at once, trees of 16", "NGRAM", 16, TREE | FIXED),
-        ("EAGLE3, 16 at once", "EAGLE3", 16, {}),
-        ("EAGLE3, 16 at once, trees of 16", "EAGLE3", 16, TREE | FIXED),
-        ("EAGLE3, 16 at once, chains of 5", "EAGLE3", 16, CHAIN | FIXED),
-        ("EAGLE3, one at a time, trees of 16", "EAGLE3", 1, TREE | FIXED),
-        ("EAGLE3, trees of 16, without overlap", "EAGLE3", 16, TREE | FIXED | {"disable_overlap_schedule": True}),
-        ("EAGLE3, trees of 16, preempted", "EAGLE3", 16, TREE | FIXED | {"max_total_tokens": pool}),
-        ("EAGLE3+NGRAM, 16 at once", "EAGLE3+NGRAM", 16, {}),
-    ]
+def ways(pool: int) -> list[Way]:
+    """pool: tokens of one that is too small."""
+    ngram = (
+        Way("NGRAM, one at a time", "NGRAM", 1, {}),
+        Way("NGRAM, 16 at once, trees of 16", "NGRAM", 16, TREE | FIXED),
+    )
+    return [*of_drafter("none", pool), *ngram, *of_drafter("EAGLE3", pool), *of_drafter("EAGLE3+NGRAM", pool)[:1]]
 
 
-def answers(
-    args: argparse.Namespace, algorithm: str, at_once: int, more: dict[str, Any]
-) -> tuple[list[list[int]], str]:
+def answers(args: argparse.Namespace, way: Way) -> tuple[list[list[int]], str]:
     """The tokens of all answers, and what else is to be said of the run."""
     asked = [[{"role": "user", "content": turn}] for turn in mt_bench(args.prompts)]
     params = [
@@ -49,9 +38,9 @@ def answers(
          "thinking_budget": BUDGETS[i % len(BUDGETS)]}
         for i in range(len(asked))
     ]  # fmt: skip
-    options = {"max_total_tokens": 16384, "max_running_requests": at_once, "random_seed": 1} | more
+    options = {"max_total_tokens": 16384, "max_running_requests": way.at_once, "random_seed": 1} | way.options
     with LLM(
-        args.model, reasoning_parser="deepseek-r1", speculative_algorithm=algorithm,
+        args.model, reasoning_parser="deepseek-r1", speculative_algorithm=way.drafter,
         enable_deterministic_inference=args.deterministic, **options,
     ) as llm:  # fmt: skip
         marker = llm.engine.tokenizer.encode("</think>", add_special_tokens=False)
@@ -84,13 +73,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="ways whose name has this")
     parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference: on a GPU")
     args = parser.parse_args()
-    expected, reported = answers(args, "none", 1, {})
+    expected, reported = answers(args, Way("", "none", 1, {}))
     print(f"{'none, one at a time':40s} {reported}", flush=True)
-    for name, algorithm, at_once, more in ways(args.pool):
-        if args.only in name:
-            texts, reported = answers(args, algorithm, at_once, more)
+    for way in ways(args.pool):
+        if args.only in way.name:
+            texts, reported = answers(args, way)
             same = sum(a == b for a, b in zip(texts, expected, strict=True))
-            print(f"{name:40s} {same} of {len(expected)} the same, {reported}", flush=True)
+            print(f"{way.name:40s} {same} of {len(expected)} the same, {reported}", flush=True)
 
 
 if __name__ == "__main__":

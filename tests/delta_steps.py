@@ -14,6 +14,7 @@ from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.torch.ops import TorchOps
 
 ROWS, NODES, LONGEST = 2, 8, 200
+SLOTS = 2 * ROWS + 2  # of states: two of each row, and two that are saved
 PARENTS = [0, 0, 0, 1, 1, 2, 5, 6]
 ACCEPTED = [0, 2, 5]  # of the tree
 Make = Callable[..., Tensor]  # of a shape, in the model's dtype
@@ -26,7 +27,7 @@ class DeltaSteps:
         self.ops, self.spec, self.dtype, self.make = ops, spec, dtype, make
         self.device = ops.device
         self.pool = KVPool([spec], ROWS * LONGEST, dtype, self.device)
-        self.states = RowStates({0: spec}, 2 * ROWS + 1, ROWS, NODES, dtype, self.device)
+        self.states = RowStates({0: spec}, SLOTS, ROWS, NODES, dtype, self.device)
         self.pool.states = self.states
         self.states.set(torch.tensor([[0, 1, 2, 0], [1, 3, 4, 0]], device=self.device))
         heads = spec.value_heads
@@ -91,7 +92,7 @@ class DeltaSteps:
 
     def all(self) -> Iterator[Tensor]:
         """What each step gives, and all that is kept at the end."""
-        for lengths, saves in (((3, 70), ()), ((80, 2), ((1, 5), (66, 5)))):
+        for lengths, saves in (((3, 70), ()), ((80, 2), ((1, 5), (66, 6)))):
             yield self.run(self.chunks(lengths, saves), self.inputs(sum(lengths)))
             self.kv_len += torch.tensor(lengths)
             self.advance(self.kv_len - 1)

@@ -18,6 +18,10 @@ class DenseCache(Attend):
         if layer in self.kv:
             k, v = torch.cat((self.kv[layer][0], k)), torch.cat((self.kv[layer][1], v))
         self.kv[layer] = (k, v)
+        return self.read(layer, q, kind)
+
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        k, v = self.kv[layer]
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [T, heads, head_dim]
         scores = torch.einsum("mhd,thd->hmt", q, k) * (kind.scalar or q.shape[-1]) ** -0.5

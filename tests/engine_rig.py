@@ -61,6 +61,8 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
             elif name.endswith("mixer.norm"):
                 weight.fill_(1)
+            elif name.endswith(("end.scalar", "experts.scale")):
+                weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
             elif name.endswith("decay"):
                 weight.copy_(-torch.rand(weight.shape, generator=generator))
             elif name.endswith("sinks"):

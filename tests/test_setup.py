@@ -8,28 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from stand_in_compiler import stand_in_compiler
 
 from draftwing.ops.cpu.isa import known_sets
 
 pytestmark = pytest.mark.slow  # processes of their own
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILER = """#!{python}
-import pathlib, sys
-if {refused!r} in sys.argv:
-    sys.exit("unrecognized command-line option")
-pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_text(" ".join(sys.argv))
-"""
 
 
 def build(folder: Path, refused: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Builds into folder / "lib". refused: a flag that the compiler does not know."""
-    compiler = folder / "cc"
-    compiler.write_text(COMPILER.format(python=sys.executable, refused=refused))
-    compiler.chmod(0o755)
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
-    names = {"CC": str(compiler), "LDSHARED": f"{compiler} -shared", **environ}
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **names}, capture_output=True, text=True)
+    environ = {**os.environ, **stand_in_compiler(folder, refused), **environ}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
 
 
 def built(folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from scripts import script
+from stand_in_compiler import stand_in_compiler
 
 from draftwing import __version__
 from draftwing.ops.cpu.isa import known_sets
@@ -19,32 +20,16 @@ pytestmark = pytest.mark.slow  # builds a wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
-COMPILER = """#!{python}
-import pathlib, sys
-pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).touch()
-"""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    compiler = folder / "cc"
-    compiler.write_text(COMPILER.format(python=sys.executable))
-    compiler.chmod(0o755)
-    environ = {**os.environ, "CC": str(compiler), "LDSHARED": f"{compiler} -shared"}
+    environ = os.environ | stand_in_compiler(folder)
     environ.pop("DRAFTWING_BUILD_ISA", None)
     base = ["egg_info", "--egg-base", folder, "build", "--build-base", folder / "build"]
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        *base,
-        "bdist_wheel",
-        "--compression",
-        "stored",
-        "--dist-dir",
-        folder / "dist",
-    ]
+    command = [sys.executable, "setup.py", "-q", *base, "bdist_wheel", "--compression", "stored"]
+    command += ["--dist-dir", folder / "dist"]
     subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
     (found,) = (folder / "dist").iterdir()
     return found

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from quantised import MODELS, PRODUCTS, READ_RATE, WIDTHS, Product, call, check, each_us, inputs, table, weights_of
+from quantised import MODELS, PRODUCTS, WIDTHS, Product, call, check, each_us, inputs, table, weights_of
+from timing import read_rate
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_groups
@@ -203,9 +204,9 @@ def sweep(workers: ProcessPoolExecutor, most: float, until: float) -> dict[int, 
             continue
         if (bits, product) not in made:
             weights = weights_of(product, LABELS[bits])
-            made[bits, product] = weights[: max(2, int(GRAPH * READ_RATE / weights[0].nbytes))]
+            made[bits, product] = weights[: max(2, int(GRAPH * read_rate() / weights[0].nbytes))]
         weights, known = made[bits, product], known_kernels(bits, device)
-        bound = weights[0].nbytes / READ_RATE
+        bound = weights[0].nbytes / read_rate()
         if job.shapes:
             found = list(timed(job, weights, known))
             wrong = [shape.call for _, _, shape, same in found if not same]

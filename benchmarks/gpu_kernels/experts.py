@@ -1,5 +1,5 @@
 """Mixtures of experts: the kernels of ops/triton/expert{s,_gemm}.py and ops/cuda/gemm_experts.py, right and how fast,
-at the sizes of three models.
+at the sizes of four models.
 
     python benchmarks/gpu_kernels/experts.py                 # all models and formats of weights
     python benchmarks/gpu_kernels/experts.py gpt-oss-20b     # one of them
@@ -10,8 +10,8 @@ at the sizes of three models.
 First each format is compared with its matrices multiplied out in float64, and a token alone with the same token in a
 batch, bit for bit; what differs is said to be WRONG. Then a layer's router, GEMMs and sum are timed, over several
 layers of different weights and choices, which are in no cache. Tokens choose independently of each other. The floor is
-the time to read the experts that were chosen, at `READ_RATE`. Kernels are compiled by processes without a GPU first,
-into Triton's cache.
+the time to read the experts that were chosen, at `timing.read_rate`. Kernels are compiled first, by processes without a
+GPU, into Triton's cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
-from timing import READ_RATE, replay_us
+from timing import read_rate, replay_us
 from torch import Tensor
 
 from draftwing.engine.startup import precompile
@@ -80,6 +80,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "qwen3-30b-a3b": Model(128, 8, 2048, 768, 0.0, ("bfloat16", "fp8", "w4a16")),
+    "qwen3.5-35b-a3b": Model(256, 8, 2048, 512, 0.0, ("bfloat16", "fp8")),
     "gpt-oss-20b": Model(32, 4, 2880, 2880, 7.0, ("bfloat16", "mxfp4")),
     "gpt-oss-120b": Model(128, 4, 2880, 2880, 7.0, ("mxfp4",)),
 }
@@ -291,7 +292,7 @@ class Bench:
         self._downs = [ExpertGemm(layer.down, model.count) for layer in layers]
         self.distinct = sum(r.experts.unique().numel() for r in self._routes) / len(layers)
         share = self.distinct / model.count
-        self.floors = [share * nbytes(part) / READ_RATE for part in layers[0]]
+        self.floors = [share * nbytes(part) / read_rate() for part in layers[0]]
 
     def route(self) -> None:
         for each in self._logits:

@@ -6,7 +6,7 @@
 
 Shapes are those of an 8B Llama model; with `32b`, here and in cuts.py and tall.py, of Qwen2.5-32B (whole steps are
 those of 8B). Weights are not in cache: each product runs over so many different ones. The floor of a product is the
-time to read its weight, scales included, at `READ_RATE`. cuts.py tries other shapes.
+time to read its weight, scales included, at `timing.read_rate`. cuts.py tries other shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import step
 import torch
-from timing import READ_RATE, replay_us
+from timing import read_rate, replay_us
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shapes, SmallMGemm, small_m_gemm
@@ -196,8 +196,8 @@ def unpack_first(ours: GroupGemm, x: Tensor, w: PackedGroups) -> Tensor:
 
 def show(what: str, line: list[tuple[float, int]]) -> None:
     """line: microseconds and bytes, by rows."""
-    cells = "".join(f"{took:10.1f} {size / took / 1e3:6.0f} {size / READ_RATE / took:6.0%}" for took, size in line)
-    print(f"{what:28s}{line[0][1] / READ_RATE:8.1f}  {cells}", flush=True)
+    cells = "".join(f"{took:10.1f} {size / took / 1e3:6.0f} {size / read_rate() / took:6.0%}" for took, size in line)
+    print(f"{what:28s}{line[0][1] / read_rate():8.1f}  {cells}", flush=True)
 
 
 def chain(ours: SmallMGemm | GroupGemm, weights: list[list[Any]], rows: int) -> Tensor:

@@ -14,7 +14,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from timing import READ_RATE, replay_us
+from timing import read_rate, replay_us
 from torch import Tensor
 
 HIDDEN, FFN, QKV, VOCAB = 4096, 14336, 6144, 128256
@@ -51,7 +51,7 @@ def bench() -> list[tuple[str, float]]:
         }
         for name, (product, of) in alone.items():
             every = [layer[name] for layer in layers]
-            bound = every[0].nbytes / READ_RATE
+            bound = every[0].nbytes / read_rate()
             for label, fn in (("skinny", product), ("cuBLAS", lambda w, of=of: torch.mm(of, w.T))):
                 took = replay_us(lambda fn=fn, every=every: [fn(w) for w in every]) / DISTINCT
                 results.append((f"{rows} rows, {name}, {label} (floor {bound:.1f})", took))
@@ -73,7 +73,7 @@ def bench() -> list[tuple[str, float]]:
                 gate, up = F.linear(F.rms_norm(x, (HIDDEN,), norm, 1e-5), w["gate_up"]).chunk(2, -1)
                 x = x + F.linear(F.silu(gate) * up, w["down"])
 
-        bound = LAYERS * sum(w.nbytes for w in layers[0].values()) / READ_RATE
+        bound = LAYERS * sum(w.nbytes for w in layers[0].values()) / read_rate()
         results.append((f"{rows} rows, chain of {LAYERS} layers, skinny (floor {bound:.0f})", replay_us(chain)))
         results.append((f"{rows} rows, chain of {LAYERS} layers, cuBLAS and torch", replay_us(plain)))
     return results

@@ -6,7 +6,7 @@ Random weights, from configs that are written here; `--config` names the config.
 those of the engine; `speculative_algorithm=EAGLE3`, `DSPARK`, `DFLASH` and `STANDALONE` get a draft model of their
 usual size, of which `--draft` changes keys. The rows' contexts are empty. Of a mixture of experts they choose
 independently of each other. The floor of a step is the time to read what the target reads of its weights, at
-`READ_RATE`.
+`timing.read_rate`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import READ_RATE
+from timing import read_rate
 
 from draftwing.ops.contracts import Routing
 
@@ -121,7 +121,7 @@ def print_steps(parts: Any, undrafted: dict[Any, float], totals: dict[Any, float
     for key in sorted(totals, key=lambda key: (key.size, key.shape.queries)):
         tokens = key.size * key.shape.queries
         size, distinct = weights_read(parts, tokens)
-        bound, target, step = size / READ_RATE, undrafted[key], totals[key]
+        bound, target, step = size / read_rate(), undrafted[key], totals[key]
         print(
             f"{tuple(key.shape)!s:29s} {key.size:7d} {tokens:7d} {distinct:7.0f} {size / 1e6:7.0f} {bound:7.0f} "
             f"{target:7.0f} {bound / target:7.0%} {step:7.0f} {bound / step:7.0%}", flush=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 
@@ -9,7 +10,14 @@ import torch
 
 LAUNCHES = 20  # of a call in a graph
 REPLAYS = 50
-READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
+READ_BYTES = 1 << 32  # of a pure read: many times what the L2 cache holds
+
+
+@functools.cache
+def read_rate() -> float:
+    """Bytes per microsecond of a pure read, of this GPU: a sum of float32."""
+    x = torch.zeros(READ_BYTES // 4, device="cuda")
+    return READ_BYTES / replay_us(x.sum, least=True)
 
 
 def replayed(call: Callable[[], object], calls: int = LAUNCHES) -> float:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 from served import MIX, TIMES, ClosedLoop, DraftModel, LongPrompts, OpenLoop, gap_with_a_crowd, wave
@@ -28,6 +29,16 @@ from draftwing.sched.policy.tree_policy import TreePolicy
 Figures = dict[str, float]
 CELLS: dict[str, Callable[[], Figures]] = {}
 LIMIT = 1024  # queries of a step that count for the best shape
+BASELINE = Path(__file__).with_name("baseline.json")
+MORE_IS_BETTER = ("none", "best", "share")
+NOISE = {"steps": 20.0, "most": 20.0, "us": 40.0, "record": 40.0}  # in their own units: less says nothing
+
+
+def worse(name: str, figure: float, known: float) -> bool:
+    """Returns whether a figure is worse than a known one by more than noise."""
+    if name in MORE_IS_BETTER:
+        return figure < 0.98 * known
+    return figure > 1.1 * known + NOISE.get(name, 0.0)
 
 
 def possible(world: World, batch: int) -> list[TreeShape]:

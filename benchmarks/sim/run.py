@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from cells import CELLS, Figures, possible
+from cells import BASELINE, CELLS, Figures, possible, worse
 from timeline import PHASES, STEPS, shares
 from worlds import MACHINES, TREE
 
@@ -24,17 +24,6 @@ from draftwing.sched.policy.tree_policy import TreePolicy
 
 sys.path.append(str(Path(__file__).parents[1]))
 from svg_plot import Line, Panel, render
-
-BASELINE = Path(__file__).with_name("baseline.json")
-MORE_IS_BETTER = ("none", "best", "share")
-NOISE = {"steps": 20.0, "most": 20.0, "us": 40.0, "record": 40.0}  # in their own units: less says nothing
-
-
-def worse(name: str, figure: float, known: float) -> bool:
-    """Returns whether a figure is worse than a known one by more than noise."""
-    if name in MORE_IS_BETTER:
-        return figure < 0.98 * known
-    return figure > 1.1 * known + NOISE.get(name, 0.0)
 
 
 def timelines() -> dict[str, list[float]]:

@@ -41,6 +41,9 @@ def harness(request):
 
         def model(*args, **kw):
             return spread(tiny_model(*args, **kw), pick_device("cpu").ops)
+
+        def of_config(*args, **kw):
+            return spread(model_of(*args, **kw), pick_device("cpu").ops)
     elif request.param == "blocks":
         device, ops = "cpu", pick_device("cpu").ops
         ops = ops if ops.block_kinds else BlockTorchOps(ops.device)

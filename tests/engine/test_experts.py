@@ -67,7 +67,7 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
 @pytest.mark.further(harness=["blocks", "ranks"], case=["softmax", "renormalised"])
 @pytest.mark.further(harness=["blocks", "ranks"], lag=0)
 @pytest.mark.further(shape=CHAIN, lag=0)
-@pytest.mark.further(case="softmax", shape=CHAIN)
+@pytest.mark.further(case=["softmax", "renormalised"], shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_text_is_that_of_plain_decoding(harness, case, shape, lag):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +15,11 @@ from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
-from draftwing.config.options import Options
-from draftwing.engine import build
-from draftwing.engine.devices.cuda import defaults_for
-from draftwing.errors import ConfigError
 
 TOKENS = 40
 
 
-def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[int]]:
+def texts(folder: Path, algorithm: str, dtype: str, **more: Any) -> list[list[int]]:
     """Of prompts shorter and longer than a chunk, greedy and seeded."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 256, (count,), generator=generator).tolist() for count in (5, 40, 130, 7)]
@@ -36,19 +32,16 @@ def texts(folder: Path, algorithm: str, dtype: str, **more: str) -> list[list[in
         return [done.token_ids for done in llm.generate(prompts, params)]
 
 
-@pytest.mark.slow
-def test_a_gpu_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path, reference("qwen3.5"))
-    (folder / "model.safetensors").unlink()
-    ops = SimpleNamespace(batch_invariant=True, title="stand-in")
-    device = SimpleNamespace(
-        ops=ops, defaults=defaults_for(80 << 30), names=lambda ranks: ["gpu"], has_own_memory=True,
-        set_threads=lambda count, processors: None,
-    )  # fmt: skip
-    monkeypatch.setattr(build, "pick_device", lambda name: device)
-    monkeypatch.setattr(build, "check_target", lambda *args: None)
-    with pytest.raises(ConfigError, match=r"gated delta nets on a GPU.*expected --device cpu"):
-        build.build(Options(model=str(folder), speculative_algorithm="none").resolve(), folder)
+def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
+    """A checkpoint with its prediction layer, if the kind has one, and what can draft for it. changes: of its sizes."""
+    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
+    predicts = kind != "lfm2"
+    if predicts:
+        with_layer(folder, theirs, layer_weights(theirs))
+    else:
+        saved(folder, theirs)
+    write_tokenizer(folder)
+    return folder, ["NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())]
 
 
 @pytest.mark.slow
@@ -58,17 +51,27 @@ def test_a_gpu_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
-    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
-    predicts = kind != "lfm2"
-    if predicts:
-        with_layer(tmp_path, theirs, layer_weights(theirs))
-    else:
-        saved(tmp_path, theirs)
-    write_tokenizer(tmp_path)
-    plain = texts(tmp_path, "none", dtype)
+    folder, drafters = written(tmp_path, kind)
+    plain = texts(folder, "none", dtype)
     assert all(len(set(ids)) > 10 for ids in plain)
-    for algorithm in ("NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())):
-        assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+    for algorithm in drafters:
+        assert texts(folder, algorithm, dtype) == plain, algorithm
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
+def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    """In float32 the text is a CPU's; in the deterministic mode drafts change nothing."""
+    ffn = {"intermediate_size": 192}  # exact kernels take multiples of 64
+    if kind in ("qwen3.5-moe", "qwen3-next"):
+        ffn |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    folder, drafters = written(tmp_path, kind, **ffn | ({"block_multiple_of": 64} if kind == "lfm2" else {}))
+    assert texts(folder, "none", "float32", device="cuda") == texts(folder, "none", "float32")
+    exact = {"device": "cuda", "enable_deterministic_inference": True}
+    plain = texts(folder, "none", "bfloat16", **exact)
+    for algorithm in drafters:
+        assert texts(folder, algorithm, "bfloat16", **exact) == plain, algorithm
 
 
 @pytest.mark.slow

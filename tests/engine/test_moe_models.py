@@ -13,7 +13,8 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.further(kind="glm4-moe", dtype="float32")
+@pytest.mark.further(kind=["glm4-moe", "deepseek-v3"], dtype="float32")
+@pytest.mark.further(kind=["glm4-moe-groups", "minimax-m2", "glm4-moe-lite"], dtype="bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-groups", "minimax-m2", "deepseek-v3", "glm4-moe-lite"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:

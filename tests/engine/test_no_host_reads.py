@@ -109,12 +109,12 @@ PARAMS = {
 }
 
 
-@pytest.mark.further(drafter=["suffix", "STANDALONE", *FURTHER], shape=[PLAIN, SHAPES[1]])
+@pytest.mark.further(drafter=["suffix", "STANDALONE", "NEXTN 3", *FURTHER], shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=[*FURTHER, "suffix", "STANDALONE", "NEXTN 3"], sampling="greedy")
 @pytest.mark.further(drafter=["suffix", *FURTHER, "STANDALONE", "NEXTN 3"], sampling="mixed")
 @pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=PLAIN)
 @pytest.mark.further(drafter=["EAGLE3", "DFLASH"], shape=SHAPES[1])
-@pytest.mark.further(drafter=["DSPARK", "DFLASH"], sampling=["greedy", "mixed"])
+@pytest.mark.further(drafter=["DSPARK", "DFLASH", "ngram"], sampling=["greedy", "mixed"])
 @pytest.mark.parametrize(
     ("drafter", "shape", "sampling"),
     [
@@ -209,7 +209,7 @@ def liked(tokens, logits):
 
 
 @pytest.mark.further(own=True, drafter=[None, "oracle", "ngram", "suffix", "STANDALONE"])
-@pytest.mark.further(own=False, drafter=["ngram", "STANDALONE"])  # which are the parts of the pair
+@pytest.mark.further(own=False, drafter=[None, "oracle", "ngram", "STANDALONE"])  # which are the parts of the pair
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "the CPU's own operations"])
 @pytest.mark.parametrize("drafter", [None, "oracle", "ngram", "suffix", "STANDALONE", "STANDALONE+NGRAM"])
 def test_special_rows_talk_with_the_host_by_uploads_and_downloads(on_cpu, drafter, own, monkeypatch):

@@ -65,7 +65,7 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
     params = [h.seeded(40, seed=i, temperature=temperature) for i in range(4)]
     same = h.device, dtype, temperature
     alone = texts[same] = texts.get(same) or h.plain_answers(model, prompts, params)
-    own = {} if h.device == "cuda" else {"attn": pick_device("cpu").ops.attention}
+    own = {"attn": pick_device(h.device).ops.attention}
     rig = h.Rig(model, shapes=(shape,), lag=lag, drafter="ngram" if shape is CHAIN else None, **own)
     reqs = [rig.submit(str(i), prompt, params[i]) for i, prompt in enumerate(prompts)]
 
@@ -97,7 +97,7 @@ def test_an_answer_ends_before_what_would_spoil_it(harness: Any, lag: int, by: s
         i: next((at for at in range(9, 28) if text[at] not in {*text[:at], *prompts[i]}), 0)
         for i, text in enumerate(expected.tokens[str(i)] for i in range(4))
     }
-    own = {} if h.device == "cuda" else {"attn": pick_device("cpu").ops.attention}
+    own = {"attn": pick_device(h.device).ops.attention}
     met = 0
     for i, at in ((i, at) for i, at in new.items() if at):
         text = expected.tokens[str(i)]

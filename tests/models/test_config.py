@@ -9,6 +9,9 @@ import torch
 from reference.hf_configs import (
     DEEPSEEK_V3,
     GEMMA3_1B,
+    GEMMA4_26B,
+    GEMMA4_31B,
+    GEMMA4_E2B,
     GLM45,
     GLM47_FLASH,
     GPT_OSS_20B,
@@ -225,6 +228,20 @@ def test_gemma3() -> None:
     assert [layer.mixer.rotates for layer in config.layers[4:7]] == [(1, 256), (0, 256), (1, 256)]
     larger = {**GEMMA3_1B, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     assert from_hf(larger).ropes == (RopeConfig(1e6, "linear", 8.0), RopeConfig(1e4))
+
+
+def test_gemma4() -> None:
+    config, small, mixture = map(from_hf, (GEMMA4_31B, GEMMA4_E2B, GEMMA4_26B))
+    assert windows(config) == ((1024,) * 5 + (0,)) * 10 and config.soft_cap == 30 and config.tie_embeddings
+    assert [layer.mixer.shape for layer in config.layers[4:6]] == [(32, 16, 256), (32, 4, 512)]
+    assert [layer.mixer.rotates for layer in config.layers[4:6]] == [(1, 256), (0, 512)]
+    assert config.ropes == (RopeConfig(1e6, "proportional", share=0.25), RopeConfig(1e4))
+    assert 30.0e9 < config.matrix_weights < 31.5e9 and config.per_layer == 0 and config.experts is None
+    assert small.per_layer == 256 and small.stop_ids == (1,)
+    assert [layer.mixer.kv_from for layer in small.layers] == [None] * 15 + [13, 13, 13, 13, 14] * 4
+    assert [layer.ffn for layer in small.layers] == [6144] * 15 + [12288] * 20
+    assert 2.2e9 < small.matrix_weights < 2.5e9  # of the 5.1e9 of all
+    assert 25e9 < mixture.matrix_weights < 26.5e9 and mixture.experts is not None and mixture.experts.beside
 
 
 @pytest.mark.parametrize(

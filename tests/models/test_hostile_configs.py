@@ -19,6 +19,9 @@ from hybrid_models import KINDS, reference
 from reference.hf_configs import (
     DEEPSEEK_V3,
     GEMMA3_1B,
+    GEMMA4_26B,
+    GEMMA4_31B,
+    GEMMA4_E2B,
     GLM45,
     GLM47_FLASH,
     GPT_OSS_20B,
@@ -55,7 +58,7 @@ from draftwing.models.loader import load_config, load_model
 MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 EVERY = (
     LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
-    GPT_OSS_20B,
+    GPT_OSS_20B, GEMMA4_31B, GEMMA4_26B, GEMMA4_E2B,
     GEMMA3_1B, QWEN35_9B, QWEN35_TEXT, QWEN35_35B, QWEN3_NEXT_80B, LFM2_12B, GLM45, MINIMAX_M2,
     DEEPSEEK_V3, GLM47_FLASH,
 )  # fmt: skip

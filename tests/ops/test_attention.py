@@ -223,7 +223,8 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
 @pytest.mark.further(backend="torch", shape=[(4, 2, 128), (4, 4, 16), (5, 1, 40)])
 @pytest.mark.further(backend="torch", shape=(9, 3, 64), dtype=torch.float32)
 @pytest.mark.further(shape=[(9, 3, 64), (4, 4, 16)], dtype=torch.float32)
-@pytest.mark.further(shape=(4, 2, 128), dtype=torch.bfloat16)
+@pytest.mark.further(shape=(4, 2, 128), dtype=[torch.bfloat16, torch.int8])
+@pytest.mark.further(shape=(4, 2, 16), dtype=torch.float32)
 @pytest.mark.further(shape=(9, 3, 64), backend="torch")
 @pytest.mark.parametrize(
     "backend",

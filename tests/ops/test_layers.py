@@ -172,6 +172,20 @@ def test_gelu_mul(ffn: int, dtype: torch.dtype, ops: TorchOps) -> None:
     assert torch.equal(ops.gelu_mul(x[3:4]), found[3:4])
 
 
+@pytest.mark.parametrize("size", [31, 576])
+def test_soft_cap(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x = made(ops, dtype, 5, size) * 20
+    x[0, :4] = torch.tensor([-1e4, 1e3, 0.0, -0.0], dtype=dtype)
+    expected = 30 * torch.tanh(x.double() / 30)
+    alone = ops.soft_cap(x[3:4].clone(), 30.0)
+    found = ops.soft_cap(x.clone(), 30.0)
+    assert found.dtype == dtype and torch.equal(alone, found[3:4])
+    if dtype == torch.float32:  # near 0 the sum of 30 and what is nearly -30
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=8e-6)
+    else:
+        close(found, expected, ops)
+
+
 @pytest.mark.parametrize("size", [104, 576])
 def test_norms_with_weights_in_float32(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     """Rounded once, at the end."""

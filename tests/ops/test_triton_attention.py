@@ -91,6 +91,20 @@ def test_masked_trees_in_one_lane_and_several(lanes: int, device: torch.device) 
     torch.testing.assert_close(found.double(), case.expected(), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("chain", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+def test_nan_of_a_node_reaches_its_descendants_alone(exact: bool, chain: bool, device: torch.device) -> None:
+    case = make_case([37, 70, 0], 6, device, (4, 2), dim=16, chain=chain)
+    before, node = case.run(exact), 2
+    case.kv[case.table[case.rows[0], case.prefix[0] + node]] = torch.nan
+    after = case.run(exact)
+    sees = [node in case.path[0, each, : case.path_len[0, each]].tolist() for each in range(6)]
+    assert any(sees) and not all(sees)
+    for each, seen in enumerate(sees):
+        assert after[each].isnan().all() if seen else torch.equal(after[each], before[each])
+    assert torch.equal(after[6:12], before[6:12])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU: kernels do not overlap in the interpreter")
 @pytest.mark.parametrize("nodes, exact", [(1, True), (16, False), (32, True)])
@@ -135,7 +149,7 @@ def test_a_window_too_wide_to_be_masked(device: torch.device, monkeypatch: pytes
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU: the interpreter's memory has no end")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim, nodes", [(64, 300), (128, 140), (256, 70), (256, 300)])
+@pytest.mark.parametrize("dim, nodes", [(64, 300), (128, 140), (256, 70), (256, 300), (512, 40), (512, 300)])
 def test_wide_windows_fit(dtype: torch.dtype, dim: int, nodes: int, device: torch.device) -> None:
     case = make_case([50, 0], nodes, device, (4, 2), dim, dtype)
     tiling = common.pick_tiling(case.kv)
@@ -144,7 +158,8 @@ def test_wide_windows_fit(dtype: torch.dtype, dim: int, nodes: int, device: torc
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("dim", [48, 128])
+@pytest.mark.further(dim=512, dtype=[torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [48, 128, 512])
 def test_dtypes_and_head_sizes(dtype: torch.dtype, dim: int, device: torch.device) -> None:
     case = make_case([50, 0], 3, device, (4, 2), dim, dtype)
     for exact in (True, False):
@@ -172,6 +187,8 @@ REAL = [  # of chains of 4, and of trees
     (BF16, (9, 3), 64, 7), (BF16, (9, 3), 64, 60), (BF16, (8, 8), 128, 32), (BF16, (8, 2), 256, 4),
     (BF16, (8, 2), 256, 32), (BF16, (28, 4), 128, 32), (FP16, (32, 8), 128, 32), (FP16, (9, 3), 64, 4),
     (FP16, (8, 8), 256, 60), (FP32, (32, 8), 128, 7), (FP32, (9, 3), 64, 32), (FP32, (8, 8), 256, 4),
+    (BF16, (32, 4), 512, 4), (BF16, (8, 1), 512, 32), (BF16, (16, 2), 512, 60), (FP16, (8, 2), 512, 7),
+    (FP32, (8, 1), 512, 4),
 ]  # fmt: skip
 
 
@@ -222,8 +239,10 @@ def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("dim, norm", [(128, False), (48, False), (64, True)])
-def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "dim, norm, v_norm", [(128, False, False), (48, False, False), (64, True, False), (512, True, True)]
+)
+def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, v_norm: bool, device: torch.device) -> None:
     rng = torch.Generator().manual_seed(dim)
     heads, kv_heads, count = 6, 2, 5
     qkv = torch.randn(count, heads + 2 * kv_heads, dim, generator=rng).to(device, dtype)
@@ -237,6 +256,8 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
     if norm:
         q, k = norms[0](q), norms[1](k)
+    if v_norm:
+        v = RMSNorm(dim, 1e-6, dtype, device)(v)
     cos, sin = table[positions].unsqueeze(2).unbind(1)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     expected = torch.zeros(10, kv_heads, 2, dim, device=device, dtype=dtype)
@@ -244,10 +265,10 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.
 
     kv = torch.zeros_like(expected)
     weights = [layer.weight.data for layer in norms] if norm else [None, None]
-    rope.rope_and_write(qkv, cos, sin, slots, kv, *weights, 1e-6)
+    rope.rope_and_write(qkv, cos, sin, slots, kv, *weights, 1e-6, v_norm=v_norm)
     torch.testing.assert_close(qkv[:, :heads], q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(kv, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert torch.equal(kv[:, :, 1], expected[:, :, 1])
+    assert v_norm or torch.equal(kv[:, :, 1], expected[:, :, 1])
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -47,31 +47,7 @@ def forced_ids() -> Case:
 
 def mtp(layers: int) -> Case:
     target = checkpoints.mimo(5, layers, vocab_size=VOCAB)
-    several = layers > 1
-    return Case(target, None, "NEXTN", lambda tokens: (mtp_rows if several else draft_heads.mtp)(*target, tokens))
-
-
-def mtp_rows(target: Any, config: Any, tokens: list[int]) -> draft_heads.DraftPass:
-    """`draft_heads.mtp` as it reads several layers, and what it leaves out: steps past the last layer, which goes on
-    with its own output as a single layer does, and texts too short to give every layer a row."""
-    n, w, last = config["num_nextn_predict_layers"], draft_heads.cast(target, torch.float64), len(tokens) - 1
-    embed, features = w["model.embed_tokens.weight"], draft_heads.run_target(target, config, tokens[:-1]).hidden
-
-    def rows(layer: int, text: list[int], fed: torch.Tensor) -> tuple[torch.Tensor, draft_heads.KV]:
-        follow = embed[torch.tensor(text[1 + layer : 1 + layer + len(fed)], dtype=torch.int64)]
-        return draft_heads.mtp_step(w, config, layer, follow, fed[: len(follow)], torch.arange(len(follow)))
-
-    def output(path: tuple[int, ...]) -> torch.Tensor:
-        fed = features
-        for s in range(n, len(path) + 1):
-            fed = torch.cat((fed, rows(n - 1, [*tokens, *path[: s - 1]], fed)[0][-1:]))
-        out = rows(min(len(path), n - 1), [*tokens, *path], fed)[0]
-        assert len(out) == last + max(len(path) - n + 1, 0)
-        return out[-1]
-
-    head = draft_heads.lm_head_weight(w)
-    kv = [rows(j, tokens, features)[1] for j in range(n)]
-    return draft_heads.DraftPass(tokens, kv, torch.arange(len(head)), lambda path: head @ output(path), output(()))
+    return Case(target, None, "NEXTN", lambda tokens: draft_heads.mtp(*target, tokens))
 
 
 def standalone() -> Case:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,11 +124,9 @@ def lm_head_weight(tensors: Tensors) -> Tensor:
     return tensors["lm_head.weight"] if "lm_head.weight" in tensors else tensors["model.embed_tokens.weight"]
 
 
-def run_target(
-    tensors: Tensors, config: Config, tokens: Sequence[int], dtype: torch.dtype = torch.float64
-) -> TargetPass:
+def run_target(tensors: Tensors, config: Config, tokens: Sequence[int]) -> TargetPass:
     """A Llama, Qwen2, Qwen3 or MiMo target over `tokens` at positions 0, 1, .. (MTP layers are not looked at)."""
-    w = cast(tensors, dtype)
+    w = cast(tensors, torch.float64)
     positions = torch.arange(len(tokens))
     x = w["model.embed_tokens.weight"][torch.as_tensor(tokens)]
     streams, kvs = [x], []
@@ -218,19 +216,15 @@ def own_names(tensors: Tensors) -> dict[str, Tensor]:
     return out
 
 
-def shared_ids(vocab: int, token_map: Sequence[int] | None) -> Tensor:
-    """Target id of each row of a head that shares the target's: all of them, or the map's without duplicates."""
-    return torch.arange(vocab) if token_map is None else torch.tensor(list(dict.fromkeys(token_map)))
-
-
 def eagle2(
     target: Tensors, target_config: Config, head: Tensors, config: Config, tokens: Sequence[int],
-    dtype: torch.dtype = torch.float64, token_map: Sequence[int] | None = None,
+    token_map: Sequence[int] | None = None,
 ) -> DraftPass:  # fmt: skip
     """EAGLE-1/2: z = fc([e; f]), one layer without an input norm, the target's head on its output without a norm."""
-    w, t = own_names(cast(head, dtype)), cast(target, dtype)
-    features = run_target(target, target_config, tokens[:-1], dtype).hidden
-    ids = shared_ids(target_config["vocab_size"], token_map)
+    w, t = own_names(cast(head, torch.float64)), cast(target, torch.float64)
+    features = run_target(target, target_config, tokens[:-1]).hidden
+    # All of the target's ids, or the map's without duplicates.
+    ids = torch.tensor(list(dict.fromkeys(token_map or range(target_config["vocab_size"]))))
 
     def step(e: Tensor, f: Tensor, positions: Tensor) -> StepOut:
         x, kvs = linear(torch.cat((e, f), -1), w, "fc"), []
@@ -269,14 +263,14 @@ def aux_boundaries(config: Config, layers: int, convention: str | None = None) -
 
 def eagle3(
     target: Tensors, target_config: Config, head: Tensors, config: Config, tokens: Sequence[int],
-    dtype: torch.dtype = torch.float64, convention: str | None = None,
+    convention: str | None = None,
 ) -> DraftPass:  # fmt: skip
     """EAGLE-3 with its variants. Draft layers after the first are plain decoder layers over the residual stream; their
     norm before attention is whichever of `hidden_norm` and `input_layernorm` the file has."""
-    w, t, c = own_names(cast(head, dtype)), cast(target, dtype), flat_config(config)
+    w, t, c = own_names(cast(head, torch.float64)), cast(target, torch.float64), flat_config(config)
     eps = c["rms_norm_eps"]
     nested = c.get("eagle_config") or {}
-    streams = run_target(target, target_config, tokens[:-1], dtype).streams
+    streams = run_target(target, target_config, tokens[:-1]).streams
     chosen = [streams[k] for k in aux_boundaries(c, target_config["num_hidden_layers"], convention)]
     if c.get("fc_norm") or c.get("use_aux_norm"):
         chosen = [rms_norm(x, w[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(chosen)]
@@ -325,63 +319,38 @@ def mtp_step(
     return rms_norm(y, w[f"{name}.final_layernorm.weight"], eps), kv
 
 
-def mtp(
-    target: Tensors, config: Config, tokens: Sequence[int],
-    dtype: torch.dtype = torch.float64, token_map: Sequence[int] | None = None,
-    reading: Literal["target features", "chained", "first layer's rows"] = "target features",
-) -> DraftPass:  # fmt: skip
-    """MiMo's built-in heads.
-
-    One layer is chained: the draft-produced row T - 1 + s sits at position T - 1 + s. Several layers run one per step,
-    of which there is more than one reading; all agree on one layer, and on the first step of several.
-
-    "target features": row i of layer j combines the target's feature f_i with e(x_{i+1+j}), at position i, and
+def mtp(target: Tensors, config: Config, tokens: Sequence[int]) -> DraftPass:
+    """MiMo's built-in heads. Row i of layer j combines the target's feature f_i with e(x_{i+1+j}), at position i, and
     predicts x_{i+2+j}; step s reads layer s at row T - 1 of the text continued by the path. Layer j's KV is a function
-    of the committed text for rows 0 .. T - 1 - j only.
-    "chained": the same, but layer j > 0 takes the output of layer j - 1 at row i in place of f_i.
-    "first layer's rows": every layer sees the rows of the first. Row i < T is (f_i, e(x_{i+1})) for all of them, row
-    T - 1 + s is (what layer s - 1 gave at the row before, e(c_s)), at its own position. Step s reads layer s at row
-    T - 1 + s; past the last layer the last goes on.
+    of the committed text for rows 0 .. T - 1 - j only. Past the last layer that one goes on with its own output.
     """
-    w = cast(target, dtype)
-    ids = shared_ids(config["vocab_size"], token_map)
-    head_weight, embed = lm_head_weight(w)[ids], w["model.embed_tokens.weight"]
-    features = run_target(target, config, tokens[:-1], dtype).hidden  # [T, H]
-    layers = config["num_nextn_predict_layers"]
-    if reading == "first layer's rows":
-        return _mtp_first_rows(w, config, list(tokens), features, ids)
-    if layers == 1:
+    n, w, last = config["num_nextn_predict_layers"], cast(target, torch.float64), len(tokens) - 1
+    embed, features = w["model.embed_tokens.weight"], run_target(target, config, tokens[:-1]).hidden  # [T, H]
 
-        def step(e: Tensor, f: Tensor, positions: Tensor) -> StepOut:
-            out, kv = mtp_step(w, config, 0, e, f, positions)
-            return StepOut(out, out @ head_weight.T, [kv])
+    def rows(layer: int, text: Sequence[int], fed: Tensor) -> tuple[Tensor, KV]:
+        follow = embed[torch.tensor(text[1 + layer : 1 + layer + len(fed)], dtype=torch.int64)]
+        return mtp_step(w, config, layer, follow, fed[: len(follow)], torch.arange(len(follow)))
 
-        return chained(tokens, features, embed, ids, step)
+    def output(path: tuple[int, ...]) -> Tensor:
+        fed = features
+        for s in range(n, len(path) + 1):
+            fed = torch.cat((fed, rows(n - 1, [*tokens, *path[: s - 1]], fed)[0][-1:]))
+        out = rows(min(len(path), n - 1), [*tokens, *path], fed)[0]
+        assert len(out) == last + max(len(path) - n + 1, 0)
+        return out[-1]
 
-    def run(text: list[int], layer_count: int) -> tuple[Tensor, list[KV]]:
-        """The outputs of the last of `layer_count` layers, on as many rows as the text has tokens for."""
-        x, kvs = features, []
-        for j in range(layer_count):
-            follow = text[1 + j : 1 + j + len(features)]
-            n = len(follow)
-            fed = x if reading == "chained" else features
-            x, kv = mtp_step(w, config, j, embed[torch.tensor(follow)], fed[:n], torch.arange(n))
-            kvs.append(kv)
-        return x, kvs
-
-    def at(path: tuple[int, ...]) -> Tensor:
-        assert len(path) < layers, "several MTP layers run one per step"
-        out, _ = run([*tokens, *path], len(path) + 1)
-        assert len(out) == len(features)
-        return out[-1] @ head_weight.T
-
-    assert len(tokens) > layers
-    seed, _ = run(list(tokens), 1)
-    return DraftPass(list(tokens), run(list(tokens), layers)[1], ids, at, seed[-1])
+    head = lm_head_weight(w)
+    kv = [rows(j, tokens, features)[1] for j in range(n)]
+    return DraftPass(list(tokens), kv, torch.arange(len(head)), lambda path: head @ output(path), output(()))
 
 
-def _mtp_first_rows(w: Tensors, config: Config, tokens: list[int], features: Tensor, ids: Tensor) -> DraftPass:
-    embed, layers = w["model.embed_tokens.weight"], config["num_nextn_predict_layers"]
+def mtp_of_first_rows(target: Tensors, config: Config, tokens: Sequence[int]) -> DraftPass:
+    """The same of one layer; of several each sees the rows of the first, as in training. Row i < T is (f_i, e(x_{i+1}))
+    for all of them, row T - 1 + s is (what layer s - 1 gave at the row before, e(c_s)), at its own position. Step s
+    reads layer s at row T - 1 + s; past the last layer the last goes on.
+    """
+    w, layers = cast(target, torch.float64), config["num_nextn_predict_layers"]
+    embed, features = w["model.embed_tokens.weight"], run_target(target, config, tokens[:-1]).hidden
 
     def last_output(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """The layer of this level on all rows: its output at the last of them, and all features so far."""
@@ -395,22 +364,20 @@ def _mtp_first_rows(w: Tensors, config: Config, tokens: list[int], features: Ten
 
     follow = embed[torch.tensor(tokens[1:])]
     kvs = [mtp_step(w, config, j, follow, features, torch.arange(len(follow)))[1] for j in range(layers)]
-    head = lm_head_weight(w)[ids]
-    return DraftPass(tokens, kvs, ids, lambda path: head @ last_output(path)[0], last_output(())[0])
+    head = lm_head_weight(w)
+    ids = torch.arange(len(head))
+    return DraftPass(list(tokens), kvs, ids, lambda path: head @ last_output(path)[0], last_output(())[0])
 
 
-def standalone(
-    draft: Tensors, config: Config, tokens: Sequence[int],
-    dtype: torch.dtype = torch.float64, token_map: Sequence[int] | None = None,
-) -> DraftPass:  # fmt: skip
+def standalone(draft: Tensors, config: Config, tokens: Sequence[int]) -> DraftPass:
     """A plain language model on the unshifted text. Its KV has rows 0 .. T - 1, like the target's; the row of x_T,
     whose output predicts x_{T+1}, belongs to the next step."""
-    ids = shared_ids(config["vocab_size"], token_map)
 
     def at(path: tuple[int, ...]) -> Tensor:
-        return run_target(draft, config, [*tokens, *path], dtype).logits[-1, ids]
+        return run_target(draft, config, [*tokens, *path]).logits[-1]
 
-    return DraftPass(list(tokens), run_target(draft, config, tokens[:-1], dtype).kv, ids, at)
+    ids = torch.arange(config["vocab_size"])
+    return DraftPass(list(tokens), run_target(draft, config, tokens[:-1]).kv, ids, at)
 
 
 # --- the EAGLE-2 tree ------------------------------------------------------------------------------------------------
@@ -507,17 +474,3 @@ def draft_tree(
         return logits.log_softmax(-1).tolist()
 
     return grow(log_probs, draft.ids.tolist(), draft.tokens[-1], last, steps, topk, nodes)
-
-
-def verify_greedy(
-    target: Tensors, config: Config, committed: Sequence[int], tree: Tree, dtype: torch.dtype = torch.float64
-) -> list[int]:
-    """The tokens a greedy target commits in one step: the accepted drafts and its own next token."""
-    node, out = 0, []
-    while True:
-        logits = run_target(target, config, [*committed, *out], dtype).logits[-1]
-        out.append(int(logits.argmax()))
-        children = [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] == out[-1]]
-        if not children:
-            return out
-        node = children[0]

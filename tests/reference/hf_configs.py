@@ -164,6 +164,40 @@ GEMMA3_1B: dict[str, Any] = {  # as it was published
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16", "vocab_size": 262144,
 }  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "dtype": "bfloat16", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "model_type": "gemma4_text", "pad_token_id": 0, "rms_norm_eps": 1e-06, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+GEMMA4_31B: dict[str, Any] = {
+    **_GEMMA4, "architectures": ["Gemma4ForCausalLM"], "attention_k_eq_v": True, "enable_moe_block": False,
+    "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10, "max_position_embeddings": 262144,
+    "num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0, "sliding_window": 1024, "use_bidirectional_attention": "vision",
+}  # fmt: skip
+GEMMA4_26B: dict[str, Any] = {
+    **GEMMA4_31B, "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5, "moe_intermediate_size": 704,
+    "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_hidden_layers": 30,
+    "num_key_value_heads": 8, "top_k_experts": 8,
+}  # fmt: skip
+GEMMA4_E2B: dict[str, Any] = {  # around its text model there are others
+    "architectures": ["Gemma4ForConditionalGeneration"], "audio_token_id": 258881, "dtype": "bfloat16",
+    "eos_token_id": [1, 106], "image_token_id": 258880, "model_type": "gemma4", "vision_config": {"hidden_size": 768},
+    "text_config": {
+        **_GEMMA4, "attention_k_eq_v": False, "enable_moe_block": False, "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7, "max_position_embeddings": 131072,
+        "num_attention_heads": 8, "num_global_key_value_heads": None, "num_hidden_layers": 35,
+        "num_key_value_heads": 1, "num_kv_shared_layers": 20, "sliding_window": 512, "use_double_wide_mlp": True,
+    },
+}  # fmt: skip
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,

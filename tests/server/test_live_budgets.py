@@ -40,7 +40,7 @@ def write_model(folder: Path, marker_tokens: int) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 8])
+@pytest.fixture(scope="module", params=[8, pytest.param(1, marks=pytest.mark.exhaustive)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """A server's URL, and the tokens of its end marker."""
     folder = write_model(tmp_path_factory.mktemp("models") / "tiny", request.param)

@@ -50,6 +50,22 @@ def sentencepiece(**keys: Any) -> dict[str, Any]:
     }
 
 
+def gemma4() -> dict[str, Any]:
+    merges = ["t h", "th e", "▁ the", "▁ ▁", "a t", "▁ a"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "t", "h", "e", "a"]
+    tokens += ["".join(merge.split(" ")) for merge in merges] + ["<|channel>"]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [6] * 256 + [1] * (len(tokens) - 261) + [4],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
 def pieces(metadata: dict[str, Any], text: str) -> list[str]:
     return build_backend(metadata).encode(text, add_special_tokens=False).tokens
 
@@ -240,3 +256,14 @@ def test_a_token_without_end_is_refused_at_once() -> None:
     metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * 4}
     with pytest.raises(CheckpointError, match="token 3: expected at most 512 characters, found 3000000"):
         build_backend(metadata)
+
+
+def test_merges_of_gemma4() -> None:
+    """In their order, over spaces, too; there is no space in front, and BOS is added."""
+    assert pieces(gemma4(), "the the") == ["the", "▁the"]
+    assert pieces(gemma4(), "  that") == ["▁▁", "th", "at"]
+    assert pieces(gemma4(), "the<|channel>é") == ["the", "<|channel>", "<0xC3>", "<0xA9>"]
+    backend = build_backend(gemma4())
+    assert backend.encode("a").ids == [2, 264]
+    text = " the  hat\n é"
+    assert backend.decode(backend.encode(text, add_special_tokens=False).ids) == text

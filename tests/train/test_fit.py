@@ -67,7 +67,7 @@ def block_head(target: DecoderModel) -> BlockHead:
     return new_block_head(target, block, layers=2)
 
 
-@pytest.mark.further(algorithm=["EAGLE3", "DSPARK"])  # which a run by command trains
+@pytest.mark.further(algorithm=["EAGLE3", "DSPARK", "EAGLE"])  # a run by command trains the first two
 @pytest.mark.parametrize("algorithm", LESSONS)
 def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
     """Of chains of 4 drafts, where 5 is the most."""

@@ -167,6 +167,7 @@ DRAFTERS = (
         heads=("mtp", "eagle"),
         training=Training("MTP", "Multi-token prediction layer", {}),
     ),
+    DrafterSpec("FROZEN_KV_MTP", "draftwing.spec.build:assistant", aliases=("ASSISTANT",), draft_model="required"),
 )
 NAMES = tuple(spec.name for spec in DRAFTERS)
 NO_DRAFTER = DRAFTERS[0]

@@ -35,14 +35,14 @@ from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import DeltaSpec, KVPool, check_int8
+from draftwing.kv.pool import KVPool, check_int8
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import resolve_model
-from draftwing.models.loader import load_config, load_model
+from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.sched.policy.cost import StepCost
@@ -140,7 +140,7 @@ def build(
         found = capability(device, ranks)
         if ranks.size > 1:
             log.info("%s", in_words(found))
-        files = bytes_of(path) + (0 if draft_path is None else bytes_of(draft_path))
+        files = bytes_of(path) - mapped_bytes(path, config) + (0 if draft_path is None else bytes_of(draft_path))
         log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
         model = load_with_progress(path, precision, device, options, ranks)
         broadcast.wait_loaded()
@@ -166,11 +166,6 @@ def build(
 
 def check_device(options: Options, device: Device, config: ModelConfig) -> None:
     """Raises ConfigError for what options and the model ask for and the device cannot give."""
-    if any(isinstance(layer.mixer.keeps(), DeltaSpec) for layer in config.layers) and device.has_own_memory:
-        raise ConfigError(
-            "gated delta nets on a GPU: texts with and without drafts are not yet compared on one; "
-            "expected --device cpu"
-        )
     if any(isinstance(layer.mixer, LatentAttentionConfig) for layer in config.layers) and device.has_own_memory:
         raise ConfigError(
             "latent attention on a GPU: there are no kernels that read it from the KV pool; expected --device cpu"

@@ -203,7 +203,7 @@ class CommitStage:
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
         if logits.dtype.itemsize < 4:
-            rescoring = Rescoring(hidden, self._model.lm_head.op.stored, self._model.exact_logits)
+            rescoring = Rescoring(hidden, self._model.rescored_by, self._model.exact_logits)
         asked = groups, filtered, rescoring, edits
         return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, *asked)
 

@@ -28,12 +28,12 @@ from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
-from draftwing.engine.row_table import RowTable
+from draftwing.engine.row_table import RowTable, Upload
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
 from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
-from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import AttnBackend, Batch, MixedAttend, TiledAttention
+from draftwing.models.decoder import DecoderModel, Narrowed
+from draftwing.ops.attention import Attend, AttnBackend, Batch, MixedAttend, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
 from draftwing.sched.guidance import Guides
@@ -356,7 +356,8 @@ class Executor:
         pending = self._upload_prefill(plan, marks, guidance)
         assert pending.batch is not None
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None
-        return pending._replace(verified=Verified(*found or self._target(pending.batch)))
+        assert pending.upload is not None
+        return pending._replace(verified=Verified(*found or self._prompts(plan, pending.upload, pending.batch)))
 
     def _upload_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
         """All that comes before the target's forward. marks: as `Pending.started`."""
@@ -364,6 +365,16 @@ class Executor:
         marks = marks[0], self._show(plan, marks[1])
         batch = self._batches.prompts(plan, upload, self._tail)
         return Pending(plan, marks, None, upload, batch, guidance=guidance)
+
+    def _prompts(self, plan: Plan, upload: Upload, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """What the target makes of a prefill. Where its last layers keep nothing they get the queries alone whose
+        results somebody wants: the last of each prompt."""
+        if self.model.keepers == self.model.config.num_layers or self.aux_layers or plan.prompt_parts:
+            return self._target(batch)
+        ends = batch.ends(upload.last)
+        narrowed = Narrowed(upload.last, self.attn.bind(ends, 0) if ends.chunks else Attend())
+        attend = self.attn.bind(batch, 0, inputs_ready=True)
+        return self.model(batch.ids, batch.positions, attend, (), narrowed)
 
     # -- both in one forward ----------------------------------------------------------------------------------------
 

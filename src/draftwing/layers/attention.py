@@ -33,6 +33,8 @@ class AttentionConfig(MixerConfig):
     makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the matrix of
     queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
     are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
+    v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
+    matrix for keys, before their norm, and values, which then fills both (`models.gemma4.with_values`).
     """
 
     heads: int
@@ -49,6 +51,8 @@ class AttentionConfig(MixerConfig):
     gated: bool = False
     rotary: int = 0
     whole_norms: bool = False
+    v_norm: bool = False
+    values_are_keys: bool = False
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -190,7 +194,9 @@ class Attention(Mixer):
         self.q_norm = RMSNorm(q_size, eps, wide, device) if config.qk_norm else None
         self.k_norm = RMSNorm(k_size, eps, wide, device) if has_k_norm else None
         self.whole_norms, self._ranks = config.whole_norms, layer.ranks
+        self.v_norm = config.v_norm and not self.reads_others
         assert not (self.whole_norms and (self.reads_others or self.gated))
+        assert not self.v_norm or (has_k_norm and not self.whole_norms)
         self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), layer.ranks)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
@@ -230,7 +236,7 @@ class Attention(Mixer):
             return
         k, v = qkv[:, -2 * self.kv_heads :].split(self.kv_heads, 1)
         k = k if self.k_norm is None or self.whole_norms else self.k_norm(k)
-        attend.write(self.pool_layer, rotate(k, cos, sin), v)
+        attend.write(self.pool_layer, rotate(k, cos, sin), self._normed_values(v))
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -258,7 +264,13 @@ class Attention(Mixer):
         if self.q_norm is None or self.k_norm is None or self.whole_norms:
             return None
         assert self.q_norm.eps == self.k_norm.eps
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.v_norm)
+
+    def _normed_values(self, v: Tensor) -> Tensor:
+        """v [M, kv_heads, head_dim] -> the same"""
+        if not self.v_norm or self.k_norm is None:
+            return v
+        return self.ops.rms_norm(v, torch.ones_like(self.k_norm.weight), self.k_norm.eps)
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
@@ -272,7 +284,7 @@ class Attention(Mixer):
         if self.q_norm is not None and self.k_norm is not None and not self.whole_norms:
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
         qk = rotate(qk, cos, sin)
-        v = qkv[:, self.heads + self.kv_heads :]
+        v = self._normed_values(qkv[:, self.heads + self.kv_heads :])
         return attend(self.pool_layer, qk[:, : self.heads], qk[:, self.heads :], v, self.kind)
 
     def _with_others(self, q: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

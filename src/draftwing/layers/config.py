@@ -44,7 +44,7 @@ class ExpertConfig:
     router_bias, bias: of the router, and of the experts' GEMMs.  limit: of a clamped gate (`ExpertOps.clamped_swiglu`),
     0: the gate is SiLU.  shared: width, of this rank, of one more that every row goes to; 0: there is none.
     shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
-    float32.
+    float32.  beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).
     """
 
     count: int
@@ -56,6 +56,7 @@ class ExpertConfig:
     shared: int = 0
     shared_gate: bool = False
     wide_router: bool = False
+    beside: bool = False
 
     def check(self) -> None:
         """Raises CheckpointError for groups of experts that cannot be."""
@@ -77,9 +78,11 @@ class ExpertConfig:
 class LayerConfig:
     """One decoder layer, with the sizes of this rank where a model is spread over several.
 
-    mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`.
-    activation: of the MLP's gate.  out_norms: whether there are norms behind mixer and MLP, too, before the residual
-    stream is added.  weight_format: of its matrices, see `ModelConfig.spread`.
+    mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`,
+    or beside it.  activation: of the MLP's gate.  out_norms: whether there are norms behind mixer and MLP, too, before
+    the residual stream is added.  per_layer: size of an embedding of the token that this layer alone reads
+    (`layers.end`), 0: there is none.  scaled: whether its output has a factor.  weight_format: of its matrices, see
+    `ModelConfig.spread`.
     """
 
     hidden: int
@@ -90,17 +93,21 @@ class LayerConfig:
     experts: ExpertConfig | None = None
     activation: Literal["silu", "gelu"] = "silu"
     out_norms: bool = False
+    per_layer: int = 0
+    scaled: bool = False
     weight_format: WeightFormat = DENSE
     ranks: Ranks = ALONE
 
     @property
     def weights(self) -> int:
         """Values in its matrices."""
-        mlp = 3 * self.hidden * self.ffn
-        if self.experts is not None:
-            mlp = self.experts.count * self.hidden * (3 * self.experts.ffn + 1)
-            mlp += self.hidden * (3 * self.experts.shared + self.experts.shared_gate)
-        return self.mixer.weights(self.hidden) + mlp
+        experts, values = self.experts, 2 * self.hidden * self.per_layer
+        if experts is None or experts.beside:
+            values += 3 * self.hidden * self.ffn
+        if experts is not None:
+            values += experts.count * self.hidden * (3 * experts.ffn + 1)
+            values += self.hidden * (3 * experts.shared + experts.shared_gate)
+        return self.mixer.weights(self.hidden) + values
 
     def check(self) -> None:
         """Raises CheckpointError for sizes that cannot be."""
@@ -119,8 +126,9 @@ class LayerConfig:
         mixer, experts, kind = self.mixer.spread(ranks), self.experts, "intermediate size"
         ffn = self.ffn if experts is None else experts.ffn
         if experts is not None:
-            kind, shared = f"experts' {kind}", experts.shared
-            experts, ffn = replace(experts, ffn=ffn // size, shared=shared // size), math.gcd(ffn, shared)
+            kind, others = f"experts' {kind}", math.gcd(experts.shared, self.ffn * experts.beside)
+            experts = replace(experts, ffn=ffn // size, shared=experts.shared // size)
+            ffn = math.gcd(ffn, others)
         if ffn % size:
             raise ConfigError(
                 f"--tp-size {size}: expected a number that divides the model's {kind} of {ffn}; found {size}"

@@ -79,8 +79,8 @@ class DeltaNetConfig(MixerConfig):
         outputs = ordered(1, self._values(heads, self.value_dim), self.made)
         channels, share = own.keeps().channels, Share(0, own.made, own.made)
 
-        def matrix(name: str, ours: str, first: int, rows: int, order: Order | None) -> StoredMatrix:
-            return StoredMatrix(f"linear_attn.{name}", ours, first, rows, False, Cut(0, Share(0, rows, rows)), order)
+        def matrix(name: str, param: str, first: int, rows: int, order: Order | None) -> StoredMatrix:
+            return StoredMatrix(f"linear_attn.{name}", param, first, rows, False, Cut(0, Share(0, rows, rows)), order)
 
         if self.by_key_head:
             made = [

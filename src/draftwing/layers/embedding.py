@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.layers.config import NormConfig
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.mapped import MappedFormat
+from draftwing.layers.norm import RMSNorm
 from draftwing.ops.torch.layer_ops import LayerOps
 
 
@@ -41,3 +46,37 @@ class Embedding(nn.Module):
         None and the rows [M, size] themselves where the table is not stored as such."""
         weight = self.table.op.stored
         return (None, self.table.rows(ids)) if weight is None else (ids, weight)
+
+
+class PerLayerEmbedding(nn.Module):
+    """What each layer has of a token besides the residual stream: a row of its own table, joined by a product of the
+    token's embedding. The tables are one matrix, which may be larger than all the rest, and stays in its file."""
+
+    def __init__(
+        self,
+        hidden: int,
+        size: int,
+        layers: int,
+        vocab: int,
+        norm: NormConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: WeightFormat,
+    ) -> None:
+        """size: of a layer's embedding.  form: of the matrix that is multiplied with."""
+        super().__init__()
+        self._shape = layers, size
+        self.embed = Embedding(Linear(layers * size, vocab, False, dtype, device, MappedFormat()))
+        self.project = Linear(hidden, layers * size, False, dtype, device, form)
+        self.norm = RMSNorm(size, norm.eps, norm.dtype(dtype), device)
+        # The root is rounded as the table is.
+        self._factors = hidden**-0.5, torch.tensor(size**0.5, dtype=dtype).item(), 2**-0.5
+
+    def forward(self, ids: Tensor, x: Tensor, ops: LayerOps) -> Tensor:
+        """ids [M]; x [M, hidden], the scaled embedding -> [M, layers, size]"""
+        known, rows = self.embed.source(ids)
+        own = (rows if known is None else ops.take_rows(rows, known)) * self._factors[1]
+        made = self.norm((self.project(x) * self._factors[0]).view(-1, self._shape[1]))
+        return ((made.view(own.shape) + own) * self._factors[2]).view(-1, *self._shape)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ class ExpertMLP(nn.Module):
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         experts, hidden, form = config.experts, config.hidden, config.weight_format
-        assert experts is not None and config.activation == "silu"
-        self.experts, self._ranks = experts, config.ranks
+        assert experts is not None and (config.activation == "silu" or not experts.limit)
+        self.experts, self._ranks, self._gelu = experts, config.ranks, config.activation == "gelu"
         self.router = Router(hidden, experts.count, experts.router_bias, dtype, device, experts.wide_router)
         self.correction: nn.Parameter | None = None
         if experts.routing.sigmoid:
@@ -44,6 +45,8 @@ class ExpertMLP(nn.Module):
             self.correction = nn.Parameter(torch.zeros(experts.count, dtype=wide, device=device), False)
         self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)
         self.down = ExpertLinear(experts.ffn, hidden, experts.count, experts.bias, dtype, device, form)
+        # Factors of experts' weights.
+        self.scale = nn.Parameter(torch.ones(experts.count, dtype=dtype, device=device)) if experts.beside else None
         self.shared: GatedMLP | None = None
         if experts.shared:
             self.shared = GatedMLP(replace(config, experts=None, ffn=experts.shared), dtype, device)
@@ -59,17 +62,18 @@ class ExpertMLP(nn.Module):
         """When the parts are packed."""
         self._ops, self._exact = ops, mode.deterministic
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
-        if gate_up and down and self._ranks.size == 1:
+        if gate_up and down and self._ranks.size == 1 and self.scale is None and not self._gelu:
             router = self.router.dense_weight(), self.router.bias, self.correction
             more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
             self._whole = ops.whole_mixture(MixtureWeights(*router, gate_up, down, *more))
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
+    def forward(self, x: Tensor, residual: Tensor | None = None, by: Tensor | None = None) -> Tensor:
+        """x [M, hidden]; residual [M, hidden] is added; by [M, hidden]: what experts are chosen by, None: x
+        -> [M, hidden]"""
         residual = self._with_shared(x, residual)
         if self._whole is not None:
             return self._whole(x, residual, self.scatter)
-        inner, routed = self._inner(x)
+        inner, routed = self._inner(x, by)
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)
         outs = self.down(inner, routed, with_bias=self._ranks.rank == 0)  # which the sum over ranks has once
@@ -97,10 +101,33 @@ class ExpertMLP(nn.Module):
         made = self._ops.gate(gate, torch.ones_like(gate)).to(x.dtype) * self.shared(x)
         return made if residual is None else residual + made
 
-    def _inner(self, x: Tensor) -> tuple[Tensor, Routed]:
+    def _inner(self, x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Routed]:
         """-> what the gates let through, [pairs, ffn]"""
-        routed = self._ops.route(self.router(x), self.experts.routing, self.correction, self._exact, self.scatter)
+        logits = self.router(x if by is None else by)
+        routed = self._ops.route(logits, self.experts.routing, self.correction, self._exact, self.scatter)
+        if self.scale is not None:
+            routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
+        if self._gelu:
+            return self._ops.gelu_mul(self.gate_up(x, routed)), routed
         return self.gate_up.gated(x, routed, self.experts.limit), routed
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+
+class ExpertsBeside(nn.Module):
+    """A mixture of experts beside a layer's MLP, each with a norm behind it. It reads the residual stream by a norm of
+    its own, and its router by another one."""
+
+    def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        norm = partial(RMSNorm, config.hidden, config.norm.eps, config.norm.dtype(dtype), device)
+        self.mlp_out_norm, self.in_norm, self.router_norm, self.out_norm = norm(), norm(), norm(), norm()
+        self.experts = ExpertMLP(config, dtype, device)
+
+    def forward(self, made: Tensor, x: Tensor) -> Tensor:
+        """made [M, hidden] by the MLP, residual stream x [M, hidden] -> the sum of both, [M, hidden]"""
+        mixed = self.experts(self.in_norm(x), by=self.router_norm(x))
+        return self.mlp_out_norm(made) + self.out_norm(mixed)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # `LayerConfig` has a mixer
 class StoredMatrix(NamedTuple):
     """A matrix of a checkpoint, which is some outputs of a `Linear`. Names are below the layer, and below the mixer."""
 
-    theirs: str
-    ours: str
+    checkpoint: str
+    param: str
     first: int  # output
     rows: int
     bias: bool
@@ -36,8 +36,8 @@ class StoredMatrix(NamedTuple):
 class StoredVector(NamedTuple):
     """Any other tensor of a checkpoint, which is a parameter. Names are below the layer, and below the mixer."""
 
-    theirs: str
-    ours: str
+    checkpoint: str
+    param: str
     rows: int
     cut: Cut | None = None  # None: all of it
     is_norm: bool = False  # `NormConfig.offset` is added

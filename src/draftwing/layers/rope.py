@@ -27,11 +27,12 @@ class RopeConfig:
     divisors: one factor per inverse frequency (head_dim / 2 of them) that it is divided by; a GGUF file stores the
     llama3 scaling in this form.  beta_fast, beta_slow, truncate: of YaRN (`inverse_frequencies`).  attention_factor:
     what cosines and sines are multiplied with.  dims: elements of a head that are turned, paired among themselves as
-    `AttentionConfig.rotary` puts them; 0: all of them.
+    `AttentionConfig.rotary` puts them; 0: all of them.  share: of pairs that are turned, of a proportional one; the
+    others are the last of the head's.
     """
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -42,6 +43,7 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     dims: int = 0
+    share: float = 1.0
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -70,9 +72,11 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32
     with decimal.localcontext(prec=40):
         powers = [float(decimal.Decimal(config.theta) ** decimal.Decimal(float(x))) for x in exponent]
     freq = 1 / np.array(powers, np.float32)  # [head_dim / 2]
-    if config.kind == "linear":
+    if config.kind in ("linear", "proportional"):
         freq = freq / np.float32(config.factor)
-    elif config.kind == "llama3":
+    if config.kind == "proportional":
+        freq[int(config.share * head_dim // 2) :] = 0
+    if config.kind == "llama3":
         turns = np.float32(config.original_max_positions) * freq / np.float32(2 * math.pi)
         low, high = np.float32(config.low_freq_factor), np.float32(config.high_freq_factor)
         keep = ((turns - low) / (high - low)).clip(0, 1)

@@ -22,6 +22,7 @@ from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
 from draftwing.models import expert_fields
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
+from draftwing.models.gemma4 import gemma4_keys, gemma4_layers
 from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen3_next_layers
 from draftwing.models.language_model import language_model
 from draftwing.models.latents import LATENT
@@ -38,10 +39,12 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     layers: of each its own spec, with the sizes of the whole model.  ropes: the rotary embeddings that their mixers
-    name.  norm: of layers, heads and the last one.  embed_scale: what embeddings are multiplied with.  dtype: what the
-    checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's own config names.
-    max_positions: the context length.  weight_format: of the layers' matrices.  vocab_format: of the embedding and the
-    head.  quantization: how matrices are stored that are quantised in a way which any format takes, None: none are.
+    name.  norm: of layers, heads and the last one.  embed_scale: what embeddings are multiplied with.  soft_cap: logits
+    x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved in, None where it does
+    not say.  stop_ids: end-of-text ids that the model's own config names.  suppressed: ids that are never drawn.
+    max_positions: the context length.
+    weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
+    are stored that are quantised in a way which any format takes, None: none are.
     """
 
     architecture: str
@@ -52,9 +55,11 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
     norm: NormConfig = NORM
     embed_scale: float = 1.0
+    soft_cap: float = 0.0
     tie_embeddings: bool = False
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()
     weight_format: WeightFormat = DENSE
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
@@ -74,6 +79,11 @@ class ModelConfig:
         return next(mixer for mixer in mixers if isinstance(mixer, AttentionConfig))
 
     @property
+    def per_layer(self) -> int:
+        """Size of the embedding that each layer has of its own, 0 where they have none."""
+        return self.layers[0].per_layer
+
+    @property
     def experts(self) -> ExpertConfig | None:
         """Experts of the first layer that has them; None where none has."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
@@ -89,8 +99,9 @@ class ModelConfig:
 
     @property
     def matrix_weights(self) -> int:
-        """Values in all matrices: of the layers, the embedding and the head."""
-        return self.layer_weights + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        """Values in all matrices that memory must hold: of the layers, the embedding and the head."""
+        vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.layer_weights + vocab + self.hidden_size * self.per_layer * self.num_layers
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "vocab_size"):
@@ -105,6 +116,12 @@ class ModelConfig:
             divisors = len(self.ropes[rope].divisors)
             if divisors and divisors != head_dim // 2:
                 raise CheckpointError(f"expected {head_dim // 2} rope frequency factors, found {divisors}")
+        if any(token >= self.vocab_size for token in self.suppressed):
+            raise CheckpointError(
+                f"suppress_tokens: expected ids below {self.vocab_size}, found {max(self.suppressed)}"
+            )
+        if len({layer.per_layer for layer in self.layers}) > 1:
+            raise CheckpointError("expected embeddings of one size for all layers")
         pool_layers(self.layers)
 
 
@@ -208,6 +225,22 @@ FAMILIES: dict[str, Family] = {
         attention_scalar=256,
         tied=True,
         reads=("query_pre_attn_scalar",),
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text",
+        qk_norm=True,
+        head_dim=256,
+        theta=1e6,
+        local_theta=1e4,
+        wide_norms=True,
+        out_norms=True,
+        activation="gelu",
+        scaled_embeddings=True,
+        tied=True,
+        experts="gemma",
+        layers=gemma4_layers,
+        keys=gemma4_keys,
+        reads=("attention_k_eq_v", "final_logit_softcapping", "use_bidirectional_attention"),
     ),
     "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", **QWEN_HYBRID),
@@ -320,6 +353,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
+        soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0),
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.embedding import Embedding
-from draftwing.layers.experts import ExpertLinear, ExpertMLP
+from draftwing.layers.embedding import Embedding, PerLayerEmbedding
+from draftwing.layers.end import LayerEnd
+from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
@@ -30,6 +31,13 @@ from draftwing.ops.attention import Attend, HeadShape
 from draftwing.ops.contracts import LayerWeights, WholeLayers
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
+
+
+class Narrowed(NamedTuple):
+    """Queries whose hidden states are wanted, of a forward of more, and the attention of these alone."""
+
+    queries: Tensor  # [F] int64
+    attend: Attend
 
 
 class DecoderLayer(nn.Module):
@@ -55,7 +63,10 @@ class DecoderLayer(nn.Module):
         self.attn_out_norm = norm() if config.out_norms else None
         self.mlp_norm = norm()
         self.mlp_out_norm = norm() if config.out_norms else None
-        self.mlp = (GatedMLP if config.experts is None else ExpertMLP)(config, dtype, device)
+        beside = config.experts is not None and config.experts.beside
+        self.mlp = (GatedMLP if config.experts is None or beside else ExpertMLP)(config, dtype, device)
+        self.beside = ExpertsBeside(config, dtype, device) if beside else None
+        self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
         self._wide_norms = config.norm.wide
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
@@ -69,6 +80,8 @@ class DecoderLayer(nn.Module):
         """Lets the device add residuals as it does it best; without packing."""
         self._ops = ops
         self.mixer.use(ops)
+        if self.end is not None:
+            self.end.use(ops)
 
     def linears(self) -> list[Linear]:
         """All but experts', in the order of their calls."""
@@ -77,10 +90,12 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
-        wide norms or four of them, or a mixer that is no attention with keys and values of its own, no gate and no
-        norms but those of heads."""
+        wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and values
+        of its own, no gate and no norms but those of heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
         if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
+            return None
+        if self.end is not None or getattr(attention, "v_norm", False):
             return None
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
@@ -99,7 +114,7 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
+        """x [M, hidden] -> [M, hidden], without what `end` does; cos, sin [M, 1, head_dim]"""
         if self.attn_norm is None:
             return self.mix(x, x, cos, sin, attend)
         outs = None if self._whole is None else self._whole(x, None, cos, sin, attend)
@@ -130,7 +145,8 @@ class DecoderLayer(nn.Module):
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
             out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
             x, normed = self.mlp_norm.of_sum(x, out)
-            return x + self.mlp_out_norm(self.mlp(normed))
+            made = self.mlp(normed)
+            return x + self.mlp_out_norm(made if self.beside is None else self.beside(made, x))
         if self._ops.norm_adds_residual:
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
         else:
@@ -152,6 +168,7 @@ class DecoderModel(nn.Module):
         self.config, self.ranks = config, ranks
         layers, pool_layer = config.spread(ranks), pool_layers(config.layers)
         self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
+        self.per_layer = _per_layer(config, dtype, device) if config.per_layer else None
         self.layers = nn.ModuleList(
             DecoderLayer(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
@@ -160,6 +177,7 @@ class DecoderModel(nn.Module):
         self.kv_scales = KVScales()
         # Which layer writes each pool layer, and what it keeps there of this rank.
         self.pool_owners = [pool_layer.index(at) for at in range(len({*pool_layer} - {None}))]
+        self.keepers = max(self.pool_owners, default=-1) + 1  # layers behind so many read what earlier ones kept
         self.kv_layers = [spec for i in self.pool_owners if (spec := layers[i].mixer.keeps()) is not None]
         # A table for each way in which layers turn their heads; one at least, which has the model's dtype.
         rotates = [layer.mixer.rotates for layer in layers]
@@ -170,6 +188,7 @@ class DecoderModel(nn.Module):
         # Rounded as the embedding is.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
         self._scatter: Tensor | None = None  # of its experts
+        self._suppressed: Tensor | None = None  # tokens that are never drawn, int64
         self._norms: list[
             RMSNorm
         ] = []  # of all layers and the last, where layers give results under the next norm, too
@@ -196,44 +215,69 @@ class DecoderModel(nn.Module):
 
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary tables; every position of a later `forward` must be below `positions`."""
+        device, ids = self.norm.weight.device, self.config.suppressed
         for rope in self.ropes:
-            cast(Rope, rope).make(positions, self.dtype, self.norm.weight.device)
+            cast(Rope, rope).make(positions, self.dtype, device)
+        self._suppressed = torch.tensor(ids, device=device) if ids else None
 
     def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, aux_layers: Sequence[int] = ()
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        aux_layers: Sequence[int] = (),
+        narrowed: Narrowed | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """ids, positions [M] int64 -> hidden states after the final norm [M, hidden], and the auxiliary hidden states.
 
         aux_layers: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
         wanted, `final_aux_layer` for what comes after the final norm; they come concatenated in the order given,
         [M, len(aux_layers) * hidden], or None when there are none.
+
+        narrowed: without auxiliary hidden states; those of other queries are zeros, for layers from `keepers` on, which
+        leave nothing to later ones, do not see them.
         """
+        assert narrowed is None or not aux_layers
         # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, inputs_ready). That is right as
         # long as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
         whole = self._whole_layers(aux_layers)
-        x = self.embed(ids)  # [M, hidden]
-        if self._embed_scale != 1:
-            x = x * self._embed_scale
+        x = self.embedded(ids)
         outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
             return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
         streams = {0: x} if 0 in aux_layers else {}
+        embeddings = None if self.per_layer is None else self.per_layer(ids, x, self._ops)  # [M, layers, size]
         normed = self._norms[0](x) if self._norms else None
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
+            if narrowed is not None and i == self.keepers + 1:
+                at, attend = narrowed
+                x, turns = x[at], [(cos[at], sin[at]) for cos, sin in turns]
+                embeddings = None if embeddings is None else embeddings[at]
+                if not len(at):
+                    break
             cos, sin = turns[rope]
             if normed is None:
                 x = layer(x, cos, sin, attend)
             else:
                 x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)
+            if (end := cast(DecoderLayer, layer).end) is not None:
+                x = end(x, None if embeddings is None else embeddings[:, i - 1])
             if i in aux_layers:
                 streams[i] = x
+        if narrowed is not None:
+            return x.new_zeros(len(ids), x.shape[1]).index_copy_(0, narrowed.queries, self.norm(x)), None
         x = self.norm(x) if normed is None else normed
         streams[self.final_aux_layer] = x
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
         return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them."""
+        x = self.embed(ids)
+        return x if self._embed_scale == 1 else x * self._embed_scale
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final
@@ -247,7 +291,11 @@ class DecoderModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""
-        return self.lm_head(hidden)
+        logits = self._capped(self.lm_head(hidden))
+        if self._suppressed is None:
+            return logits
+        fill = logits.index_fill if logits.requires_grad else logits.index_fill_
+        return fill(-1, self._suppressed, torch.finfo(logits.dtype).min)  # finite, for clients may ask for it
 
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., hidden] after the final norm, ids [..., K] -> the logits of those ids, [..., K] float32.
@@ -255,7 +303,16 @@ class DecoderModel(nn.Module):
         A half-precision GEMM rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
         as ties or reversed. A few candidates computed again from the same weights, summed in float32, decide them.
         """
-        return self.lm_head.exact_logits(hidden, ids)
+        return self._capped(self.lm_head.exact_logits(hidden, ids))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.soft_cap
+        return self._ops.soft_cap(logits, cap) if cap else logits
+
+    @property
+    def rescored_by(self) -> Tensor | None:
+        """The head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
+        return None if self.config.soft_cap or self.config.suppressed else self.lm_head.op.stored
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...
@@ -264,6 +321,8 @@ class DecoderModel(nn.Module):
         dense = self.dtype
         for part in self.modules():  # a tied head once
             if not isinstance(part, Linear) or (part is self.embed.table and part is not self.lm_head):
+                continue
+            if self.per_layer is not None and part is self.per_layer.embed.table:
                 continue
             values = part.out_features * part.in_features
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
@@ -285,7 +344,8 @@ class DecoderModel(nn.Module):
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         multiply_out_beside_attention([[linear.op for linear in some] for layer in layers if (some := layer.linears())])
-        if self.config.experts is not None and ops.mixes_under_norms:
+        out_norms = any(layer.out_norms for layer in self.config.layers)
+        if self.config.experts is not None and ops.mixes_under_norms and not out_norms:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
             self._norms = [norm for norm in (*first, self.norm) if norm is not None]
         if self.config.experts is not None:
@@ -299,6 +359,11 @@ class DecoderModel(nn.Module):
         of tokens that have nothing in common. For a packed model; graphs know of it, too."""
         if self._scatter is not None:
             self._scatter.fill_(int(on))
+
+
+def _per_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> PerLayerEmbedding:
+    sizes = config.hidden_size, config.per_layer, config.num_layers, config.vocab_size
+    return PerLayerEmbedding(*sizes, config.norm, dtype, device, config.weight_format)
 
 
 def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Linear:

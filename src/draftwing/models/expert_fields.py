@@ -10,7 +10,8 @@ from draftwing.models.positions import refused
 from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 
-Kind = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "minimax"]  # whose keys speak of experts; "": nobody's
+# Whose keys speak of experts; "": nobody's.
+Kind = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "minimax", "gemma"]
 _COUNTS = ("num_experts", "num_local_experts")  # keys of how many there are
 
 
@@ -24,6 +25,8 @@ def experts(fields: Fields, kind: Kind, shared: bool, layers: int) -> ExpertConf
     keys of Qwen."""
     if not kind:
         return None
+    if kind == "gemma":
+        return _beside(fields, layers)
     if kind in ("deepseek", "minimax"):
         return _by_sigmoids(fields, kind == "deepseek", layers)
     # One key in files of old, the other in those of newer libraries.
@@ -45,6 +48,15 @@ def experts(fields: Fields, kind: Kind, shared: bool, layers: int) -> ExpertConf
         shared=fields.whole("shared_expert_intermediate_size", high=WIDEST) if shared else 0,
         shared_gate=shared,
     )
+
+
+def _beside(fields: Fields, layers: int) -> ExpertConfig | None:
+    """Of Gemma 4: beside the MLP of every layer, or of none."""
+    if not fields.flag("enable_moe_block"):
+        return None
+    count = fields.whole("num_experts", high=max_experts(layers))
+    ffn = fields.whole("moe_intermediate_size", high=WIDEST)
+    return ExpertConfig(count, Routing(fields.whole("top_k_experts", high=count)), ffn, beside=True)
 
 
 def _by_sigmoids(fields: Fields, deepseek: bool, layers: int) -> ExpertConfig:

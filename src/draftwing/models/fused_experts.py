@@ -19,7 +19,7 @@ from draftwing.ops.types import MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
 from draftwing.parallel.cut import Cut
 
-FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 Value = Tensor | QuantizedRows | MXRows
 

@@ -1,5 +1,6 @@
-"""What a checkpoint says about generating text: which token ids end an answer, and how to sample where a request does
-not say. Checkpoints spread stop ids over several files, and each alone is often incomplete."""
+"""What a checkpoint says about generating text: which token ids end an answer, which are never drawn, and how to
+sample where a request does not say. Checkpoints spread stop ids over several files, and each alone is often
+incomplete."""
 
 from __future__ import annotations
 
@@ -30,6 +31,11 @@ def stop_ids(path: str | Path, config: ModelConfig, others: Iterable[int | None]
     ids = set(config.stop_ids) | {i for i in others if i is not None}
     ids.update(Fields(_generation_config(path), "generation_config.json").ids("eos_token_id"))
     return tuple(sorted(ids))
+
+
+def suppressed(path: Path) -> tuple[int, ...]:
+    """Returns the ids that a folder's `generation_config.json` wants never drawn (`suppress_tokens`), mostly none."""
+    return Fields(_generation_config(path), "generation_config.json").ids("suppress_tokens")
 
 
 def sampling_defaults(path: str | Path, model: str = "") -> dict[str, Any]:

@@ -18,7 +18,7 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig, NormConfig
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.rope import RopeConfig, yarn_attention_factor
-from draftwing.models import gguf_experts, gguf_hybrids
+from draftwing.models import gguf_experts, gguf_gemma4, gguf_hybrids
 from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields
 from draftwing.models.positions import context
@@ -27,6 +27,7 @@ from draftwing.models.weight_map import QWEN_MTP_PREFIX, expert_names
 from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
 
+PER_LAYER = gguf_gemma4.PER_LAYER  # the tensor of embeddings by layer
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 OSS = "gpt-oss"
@@ -36,6 +37,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    gguf_gemma4.ARCH: "Gemma4ForCausalLM",
     OSS: "GptOssForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
@@ -47,6 +49,7 @@ TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    **gguf_gemma4.TOP_NAMES,
 }
 BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -69,6 +72,7 @@ GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
 # Names that an architecture has besides, or in place of these.
 OTHER_NAMES = {
     "Gemma3ForCausalLM": GEMMA_NAMES,
+    "Gemma4ForCausalLM": GEMMA_NAMES | gguf_gemma4.NAMES,
     "GptOssForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
     "Glm4MoeForCausalLM": BLOCK_NAMES
     | {
@@ -108,7 +112,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 # Files often name only one end-of-text id, or a wrong one; tokens of these names always end an answer.
 END_TOKENS = (
     "<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|return|>",
-    "<|call|>",
+    "<|call|>", "<turn|>",
 )  # fmt: skip
 
 
@@ -120,8 +124,9 @@ def model_config(file: GGUFFile) -> ModelConfig:
             f"{file.path}: unknown architecture {show(arch)}; expected one of {', '.join(ARCHITECTURES)}"
         )
 
-    fields = Fields(meta, str(file.path), f"{arch}.")
-    size = fields.whole
+    stored = Fields(meta, str(file.path), f"{arch}.")
+    fields = gguf_gemma4.of_first(stored) if arch == gguf_gemma4.ARCH else stored
+    size, tokenizer = fields.whole, Fields(meta, str(file.path), "tokenizer.ggml.")
     _refuse_unsupported(file, fields, arch)
     named = WITH_EXPERTS.get(arch, ARCHITECTURES[arch])
     experts = gguf_experts.experts(file, fields, FAMILIES[named], arch in WITH_EXPERTS)
@@ -165,8 +170,12 @@ def model_config(file: GGUFFile) -> ModelConfig:
         out_norms=family.out_norms,
     )
     dense = {i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors}
-    reach, local_rope = _windows(fields, layers, family, positions), _local_rope(fields, family)
+    local_rope = _local_rope(fields, family)
+    reach = () if arch == gguf_gemma4.ARCH else _windows(fields, layers, family, positions)
     made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
+    if arch == gguf_gemma4.ARCH:
+        own = gguf_gemma4.layers(file, stored, layer, layers)
+        made = tuple(replace(one, experts=like.experts) for one, like in zip(own, made, strict=True))
     if arch in gguf_hybrids.ARCHITECTURES:
         hybrid = gguf_hybrids.layers(file, fields, arch, layer, layers)
         made = tuple(replace(one, experts=like.experts) for one, like in zip(hybrid, made, strict=True))
@@ -179,8 +188,10 @@ def model_config(file: GGUFFile) -> ModelConfig:
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
+        soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0),
         tie_embeddings="output.weight" not in file.tensors,
-        stop_ids=_stop_ids(Fields(meta, str(file.path), "tokenizer.ggml.")),
+        stop_ids=_stop_ids(tokenizer),
+        suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
     )
 
@@ -219,6 +230,11 @@ def tensors(
             done += file.raw(name).nbytes
             continue
         info = file.tensors[name]
+        if name == PER_LAYER:  # larger than all others
+            raw = torch.from_numpy(file.raw(name))
+            yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
+            done += raw.nbytes
+            continue
         as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
         attention = config.attention
@@ -304,7 +320,7 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
         return f"{layer}.{expert_names(config).router}{suffix}"
     if part == "exp_probs_b":
         return f"{layer}.{expert_names(config).correction}"
-    if part in ("attn_sinks", "ssm_a", "ssm_dt"):
+    if part in WHOLE_NAMES:
         return f"{layer}.{WHOLE_NAMES[part]}"
     if part in gguf_hybrids.NEXTN_NAMES:
         return f"{QWEN_MTP_PREFIX}{gguf_hybrids.NEXTN_NAMES[part]}{suffix}"
@@ -322,6 +338,8 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for key, neutral in NEUTRAL_VALUES.items():
         value = fields.get(key)
+        if key == "final_logit_softcapping" and arch == gguf_gemma4.ARCH:
+            continue
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
     for name in file.tensors:
@@ -332,6 +350,7 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
 # Without what their names end with.
 WHOLE_NAMES = {
     "attn_sinks": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
+    "layer_output_scale": "layer_scalar",
 }  # fmt: skip
 
 
@@ -388,6 +407,16 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
         truncate=arch != OSS,  # as the model was trained; files do not say
         attention_factor=given * yarn_attention_factor(factor),
     )
+
+
+def _ids(fields: Fields, key: str) -> tuple[int, ...]:
+    """Token ids of an array; none where there is none."""
+    value = fields.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not all(0 <= i <= LARGEST for i in value):
+        raise fields.unlike(key, "a list of token ids")
+    return tuple(value.tolist())
 
 
 def _stop_ids(fields: Fields) -> tuple[int, ...]:

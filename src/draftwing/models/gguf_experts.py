@@ -50,6 +50,7 @@ def experts(file: GGUFFile, fields: Fields, family: Family, dense_ffn: bool) -> 
         shared=shared,
         shared_gate=family.shared,
         wide_router=by_sigmoids,
+        beside=family.experts == "gemma",
     )
 
 

@@ -131,13 +131,13 @@ def _conv(fields: Fields, layer: LayerConfig) -> MixerConfig:
     return ShortConvConfig(layer.hidden, fields.whole("shortconv.l_cache", high=MOST_TAPS))
 
 
-def made(theirs: str, values: Tensor) -> Tensor:
-    """A tensor as a folder's checkpoint has it. theirs: its name there."""
-    if theirs.endswith(".A_log"):
+def made(name: str, values: Tensor) -> Tensor:
+    """A tensor as a folder's checkpoint has it. name: there."""
+    if name.endswith(".A_log"):
         return (-values).log()
-    if theirs.endswith(("conv1d.weight", "conv.conv.weight")):
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return values.unsqueeze(1)
-    return values.view(1, -1) if theirs.endswith("shared_expert_gate.weight") else values
+    return values.view(1, -1) if name.endswith("shared_expert_gate.weight") else values
 
 
 def taken_apart(name: str, value: Stored, net: DeltaNetConfig) -> Iterator[tuple[str, Stored]]:

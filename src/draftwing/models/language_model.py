@@ -16,6 +16,10 @@ class Whole(NamedTuple):
     defaults: Mapping[str, Any]
 
 
+_GEMMA4 = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+}  # fmt: skip
 WHOLES = {
     "Gemma3ForConditionalGeneration": Whole(
         "gemma3",
@@ -41,9 +45,19 @@ WHOLES = {
             "num_key_value_heads": 2, "max_position_embeddings": 32768,
         },
     ),
+    "Gemma4ForConditionalGeneration": Whole("gemma4", "Gemma4ForCausalLM", _GEMMA4),
+    "Gemma4UnifiedForConditionalGeneration": Whole(
+        "gemma4_unified",
+        "Gemma4ForCausalLM",
+        _GEMMA4 | {"max_position_embeddings": 262144, "hidden_size_per_layer_input": 0},
+    ),
 }  # fmt: skip
 _OF_BOTH = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
-VISION_PREFIX = "model.visual."  # of the tensors that Qwen's models read images with
+# Of the tensors that Qwen's and Gemma 4's models read images and sound with.
+OTHER_SENSES = (
+    "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+    "model.vision_embedder.",
+)  # fmt: skip
 _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",

@@ -30,8 +30,10 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
+from draftwing.models.gemma4 import unread, with_values
+from draftwing.models.generation import suppressed
 from draftwing.models.gguf import Progress
-from draftwing.models.language_model import VISION_PREFIX
+from draftwing.models.language_model import OTHER_SENSES
 from draftwing.models.latents import apart
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
@@ -60,7 +62,7 @@ def load_config(path: str | Path) -> ModelConfig:
     config = read_json(path / "config.json")
     if "auto_map" in config:
         logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
-    return from_hf(config)
+    return replace(from_hf(config), suppressed=suppressed(path))
 
 
 def load_model(
@@ -96,13 +98,14 @@ def load_model(
     if most_bytes is not None:
         check_size(config, dtype, most_bytes)
     model = DecoderModel(config, dtype, "meta", ranks)
-    harmless = {"lm_head.weight"} if config.tie_embeddings else set()
+    harmless = unread(config.layers) | ({"lm_head.weight"} if config.tie_embeddings else set())
     if dummy:
         in_mxfp4 = config.quantization is not None and config.quantization.method == "mxfp4"
         fill_random(model, device, SEED + ranks.rank, in_mxfp4, _schemes(config, ranks))
     else:
         checked = _tied(tensors) if config.tie_embeddings else tensors
-        fill_parameters(model, checkpoint_names(config, ranks), checked, device, harmless)
+        every = with_values(checked, config.layers)
+        fill_parameters(model, checkpoint_names(config, ranks), every, device, harmless)
     model.kv_scales = kv_scales
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters()) + sum(op.sizes.total() for op in operations(model))
@@ -111,6 +114,16 @@ def load_model(
     log_blocks(model)
     log_groups(model)
     return model.requires_grad_(False)
+
+
+def mapped_bytes(path: Path, config: ModelConfig) -> int:
+    """Returns how many bytes of a checkpoint's files are read row by row from there, and held nowhere else on a CPU:
+    those of embeddings by layer, in a folder without a look at its files."""
+    if not config.per_layer:
+        return 0
+    if path.suffix == ".gguf":
+        return open_gguf(path).raw(gguf.PER_LAYER).nbytes
+    return config.vocab_size * config.num_layers * config.per_layer * (config.dtype or torch.bfloat16).itemsize
 
 
 def _tied(tensors: Tensors) -> Tensors:
@@ -193,15 +206,16 @@ def open_checkpoint(
 
 
 def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Those of the language model itself: without prediction layers, which the drafter loads, and what reads images."""
+    """Those of the language model itself: without prediction layers, which the drafter loads, and what reads images and
+    hears."""
     aside = size = 0
     for name, value in tensors:
-        if name.startswith(VISION_PREFIX):
+        if name.startswith(OTHER_SENSES):
             aside, size = aside + 1, size + value.nbytes
         elif not name.startswith(MTP_PREFIXES) and nextn_layer(name, config) is None:
             yield name, value
     if aside:
-        logger.info("%d tensors that read images are left aside, %.2f GB: images are not served", aside, size / 1e9)
+        logger.info("%d tensors that read images or sound are left aside, %.2f GB", aside, size / 1e9)
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
@@ -266,7 +280,7 @@ def fill_parameters(
                 raise CheckpointError(f"{name}: expected {wanted}, found {tensor.dtype}")
             if param.is_meta:
                 param = params[part.param] = allocate(module, part.param, param, device)
-            uploader.copy(part.of(param), part.made(tensor.to(param.dtype)) if part.added or part.is_log else tensor)
+            uploader.copy(part.of(param), part.made(tensor.to(param.dtype)) if part.changes else tensor)
     for label in sorted({label for label, _ in multiplied_out}):
         logger.info(
             "matrices in %s are multiplied out, which takes %.2f GB in place of %.2f",

@@ -10,7 +10,7 @@ from draftwing.layers.rope import MAX_POSITIONS, RopeConfig, yarn_attention_fact
 from draftwing.models.fields import LARGEST, Fields
 from draftwing.requests.refusals import show
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Whether `use_sliding_window` decides, and then all layers have the window, or those from `max_window_layers` on.
 WindowSwitch = Literal["", "all", "upper"]
 _FIRST_WINDOWED = 28  # of families with a switch, where the config does not say `max_window_layers`
@@ -26,7 +26,7 @@ def windows(
     but where layers follow a pattern, those with a window may differ in more.
     """
     kinds = fields.texts("layer_types")
-    for kind in set(kinds) - {_FULL, _SLIDING}:
+    for kind in set(kinds) - {FULL, SLIDING}:
         raise refused(fields, "layer_types", kind)
     window = fields.whole("sliding_window", 0, 2**40, -1) if fields.has("sliding_window") else default or -1
     if default is None or (switch and not fields.flag("use_sliding_window")):
@@ -35,15 +35,15 @@ def windows(
         raise fields.unlike("layer_types", f"one for each of {layers} layers")
     if not kinds and switch == "upper":
         first = fields.whole("max_window_layers", 0, default=_FIRST_WINDOWED)
-        kinds = [_FULL if i < first else _SLIDING for i in range(layers)]
+        kinds = [FULL if i < first else SLIDING for i in range(layers)]
     elif not kinds:
         every = fields.whole("sliding_window_pattern", 1, default=pattern) if pattern else 0
-        kinds = [_FULL if every and not (i + 1) % every else _SLIDING for i in range(layers)]
-    if _SLIDING not in kinds[:layers] or (not pattern and (window < 0 or window >= max_positions)):
+        kinds = [FULL if every and not (i + 1) % every else SLIDING for i in range(layers)]
+    if SLIDING not in kinds[:layers] or (not pattern and (window < 0 or window >= max_positions)):
         return ()
     if window < 1:
         raise fields.unlike("sliding_window", "1 or more")
-    return tuple(window if kind == _SLIDING else 0 for kind in kinds[:layers])
+    return tuple(window if kind == SLIDING else 0 for kind in kinds[:layers])
 
 
 def ropes(
@@ -64,9 +64,9 @@ def ropes(
             raise refused(fields, f"{key} per layer type", dict(given.items()))
         return rope(given, theta, max_positions, partial), None
     local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta)
-    by_kind = any(given.get(kind) is not None for kind in (_FULL, _SLIDING))
-    of_all = given.inner(_FULL) if by_kind else given
-    return rope(of_all, theta, max_positions), rope(given.inner(_SLIDING), local_theta, max_positions)
+    by_kind = any(given.get(kind) is not None for kind in (FULL, SLIDING))
+    of_all = given.inner(FULL) if by_kind else given
+    return rope(of_all, theta, max_positions), rope(given.inner(SLIDING), local_theta, max_positions)
 
 
 def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
@@ -82,7 +82,7 @@ def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
 def _check_beside(fields: Fields, given: Fields) -> None:
     """Refuses keys beside `given` that say something else: who adds `rope_scaling` to a file with `rope_parameters`
     wants it read."""
-    full = given.inner(_FULL) if isinstance(given.get(_FULL), Mapping) else given
+    full = given.inner(FULL) if isinstance(given.get(FULL), Mapping) else given
     kinds = {"type": "rope_type", "rope_type": "rope_type"}
     said = {kinds.get(key, key): value for key, value in full.items()}
     for key, value in fields.inner("rope_scaling").items():
@@ -96,9 +96,12 @@ def _check_beside(fields: Fields, given: Fields) -> None:
 def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = False) -> RopeConfig:
     """One rotary embedding; theta: where `scaling` has none.  partial: as `ropes` has it."""
     theta = scaling.number("rope_theta", 1, 1e15, theta)
-    if not partial and scaling.number("partial_rotary_factor", 0, 1, 1) != 1:
-        raise refused(scaling, "partial_rotary_factor", scaling.get("partial_rotary_factor"))
     kind = scaling.text("rope_type", scaling.text("type", "default"))
+    share = scaling.number("partial_rotary_factor", 0, 1, 1)
+    if kind == "proportional":
+        return RopeConfig(theta, "proportional", scaling.number("factor", 1e-3, 1e6, 1.0), share=share)
+    if not partial and share != 1:
+        raise refused(scaling, "partial_rotary_factor", share)
     # The dynamic rule changes nothing up to the trained context, and contexts beyond that are refused.
     if kind == "default" or (kind == "dynamic" and scaling.get("alpha") is None):
         return RopeConfig(theta)

@@ -38,6 +38,11 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
     norm = FINAL_NORM.get(config.architecture, "model.norm")
     table[f"{norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
+    if config.per_layer:
+        rows, inner = config.num_layers * config.per_layer, "per_layer.norm.weight"
+        table |= named(DENSE, "model.embed_tokens_per_layer", "per_layer.embed.table", 0, config.vocab_size)
+        table |= named(config.weight_format, "model.per_layer_model_projection", "per_layer.project", 0, rows)
+        table["model.per_layer_projection_norm.weight"] = ParamSlice(inner, 0, config.per_layer)
     if not config.tie_embeddings:
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     for i in range(config.num_layers):
@@ -47,8 +52,8 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
 
 def layer_names(
     config: ModelConfig,
-    theirs: str,
-    ours: str,
+    checkpoint: str,
+    model: str,
     attn_norm: str | None = "input_layernorm",
     ranks: Ranks = ALONE,
     index: int = 0,
@@ -58,8 +63,8 @@ def layer_names(
     whole, hidden, size = config.layers[index], config.hidden_size, ranks.size
     layer = whole.spread(ranks)
     inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
-    parts = [part._replace(ours=f"mixer.{part.ours}") for part in whole.mixer.stored(hidden, ranks)]
-    if layer.experts is None:
+    parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
+    if layer.experts is None or layer.experts.beside:
         parts += (
             StoredMatrix("mlp.gate_proj", "mlp.gate_up", 0, layer.ffn, bias, Cut(0, inner)),
             StoredMatrix("mlp.up_proj", "mlp.gate_up", layer.ffn, layer.ffn, bias, Cut(0, inner)),
@@ -70,12 +75,23 @@ def layer_names(
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     if attn_norm is not None:
         norms[attn_norm] = "attn_norm"
+    if layer.per_layer:
+        whole_matrix = Cut(0, Share(0, layer.per_layer, layer.per_layer))
+        parts += (
+            StoredMatrix("per_layer_input_gate", "end.gate", 0, layer.per_layer, False, whole_matrix),
+            StoredMatrix("per_layer_projection", "end.out", 0, hidden, False, whole_matrix),
+        )
+        norms["post_per_layer_input_norm"] = "end.norm"
+    if layer.scaled:
+        parts.append(StoredVector("layer_scalar", "end.scalar", 1))
+    if layer.experts is not None and layer.experts.beside:
+        norms |= _BESIDE_NORMS
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
-    table = {} if layer.experts is None else _expert_names(config, layer.experts, theirs, ours, ranks)
+    table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks)
     names = LAYER_NAMES.get(config.architecture, {})
     for part in parts:
-        module, weight = part.theirs.removesuffix(".weight"), ".weight" * part.theirs.endswith(".weight")
-        name, param = f"{theirs}.{names.get(module, module)}{weight}", f"{ours}.{part.ours}"
+        module, weight = part.checkpoint.removesuffix(".weight"), ".weight" * part.checkpoint.endswith(".weight")
+        name, param = f"{checkpoint}.{names.get(module, module)}{weight}", f"{model}.{part.param}"
         if isinstance(part, StoredVector):
             added = layer.norm.offset if part.is_norm else 0.0
             table[name] = ParamSlice(param, 0, part.rows, 0, part.cut, added, part.order, part.is_log)
@@ -89,25 +105,31 @@ def layer_names(
 
 
 def _expert_names(
-    config: ModelConfig, experts: ExpertConfig, theirs: str, ours: str, ranks: Ranks
+    config: ModelConfig, experts: ExpertConfig, checkpoint: str, model: str, ranks: Ranks
 ) -> dict[str, ParamSlice]:
     """The router and the experts of one layer. experts: of this rank."""
     names, ffn, hidden = expert_names(config), experts.ffn, config.hidden_size
     inner = Share(ranks.rank * ffn, ffn, ranks.size * ffn)
-    table = named(DENSE, f"{theirs}.{names.router}", f"{ours}.mlp.router", 0, experts.count)
+    own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
+    table = named(DENSE, f"{checkpoint}.{names.router}", f"{own}.router", 0, experts.count)
+    if experts.beside:
+        table[f"{checkpoint}.router.scale"] = ParamSlice(
+            f"{model}.beside.router_norm.weight", 0, hidden, times=hidden**-0.5
+        )
+        table[f"{checkpoint}.router.per_expert_scale"] = ParamSlice(f"{own}.scale", 0, experts.count)
     for stored, linear, first, rows, every, axis in (
         (names.gate, "gate_up", 0, ffn, 2 * ffn, 0),
         (names.up, "gate_up", ffn, ffn, 2 * ffn, 0),
         (names.down, "down", 0, hidden, hidden, 1),
     ):
         cut = Cut(axis, inner)
-        parts = named(config.weight_format, stored, f"{ours}.mlp.{linear}", first, rows, cut)  # of the first expert
+        parts = named(config.weight_format, stored, f"{own}.{linear}", first, rows, cut)  # of the first expert
         if experts.bias:
             of_outputs = cut if axis == 0 and ranks.size > 1 else None
-            parts[f"{stored}.bias"] = ParamSlice(f"{ours}.mlp.{linear}.bias", first, rows, cut=of_outputs)
+            parts[f"{stored}.bias"] = ParamSlice(f"{own}.{linear}.bias", first, rows, cut=of_outputs)
         for name, part in parts.items():
             for expert in range(experts.count):  # thousands of times: `_replace` would take twice as long
-                at = f"{theirs}.{names.experts}.{expert}.{name}"
+                at = f"{checkpoint}.{names.experts}.{expert}.{name}"
                 table[at] = ParamSlice(part.param, first + expert * every, part.size, part.axis, part.cut, part.added)
     if experts.shared:
         wide = experts.shared
@@ -117,15 +139,23 @@ def _expert_names(
             (names.up, "gate_up", wide, wide, 0),
             (names.down, "down", 0, hidden, 1),
         ):
-            matrix = f"{theirs}.{names.shared}.{stored}"
-            table |= named(config.weight_format, matrix, f"{ours}.mlp.shared.{linear}", first, rows, Cut(axis, share))
+            matrix = f"{checkpoint}.{names.shared}.{stored}"
+            table |= named(config.weight_format, matrix, f"{model}.mlp.shared.{linear}", first, rows, Cut(axis, share))
     if experts.shared_gate:
-        table[f"{theirs}.{names.shared}_gate.weight"] = ParamSlice(f"{ours}.mlp.shared_gate", 0, 1)
+        table[f"{checkpoint}.{names.shared}_gate.weight"] = ParamSlice(f"{model}.mlp.shared_gate", 0, 1)
     if experts.routing.sigmoid:
-        table[f"{theirs}.{names.correction}"] = ParamSlice(f"{ours}.mlp.correction", 0, experts.count)
+        table[f"{checkpoint}.{names.correction}"] = ParamSlice(f"{model}.mlp.correction", 0, experts.count)
     if experts.router_bias:
-        table[f"{theirs}.{names.router}.bias"] = ParamSlice(f"{ours}.mlp.router.bias", 0, experts.count)
+        table[f"{checkpoint}.{names.router}.bias"] = ParamSlice(f"{model}.mlp.router.bias", 0, experts.count)
     return table
+
+
+# Of experts beside an MLP.
+_BESIDE_NORMS = {
+    "post_feedforward_layernorm_1": "beside.mlp_out_norm",
+    "pre_feedforward_layernorm_2": "beside.in_norm",
+    "post_feedforward_layernorm_2": "beside.out_norm",
+}
 
 
 class ExpertNames(NamedTuple):
@@ -143,6 +173,7 @@ class ExpertNames(NamedTuple):
 OTHER_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames("mlp.router"),
+    "Gemma4ForCausalLM": ExpertNames("router.proj", "experts"),
     **dict.fromkeys(NEXTN_MODELS, ExpertNames(shared="mlp.shared_experts")),
     "MiniMaxM2ForCausalLM": ExpertNames(
         "block_sparse_moe.gate",
@@ -176,8 +207,8 @@ def expert_names(config: ModelConfig) -> ExpertNames:
 
 def named(
     form: WeightFormat,
-    theirs: str,
-    ours: str,
+    checkpoint: str,
+    model: str,
     start: int,
     rows: int,
     cut: Cut | None = None,
@@ -186,8 +217,8 @@ def named(
     """The entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names. cut: what
     of it is, which is nothing else where it is all.  order: of its rows or columns there, in place of a cut."""
     some = cut if order is None and cut is not None and cut.share.size < cut.share.whole else None
-    slices = form.slices(ours, start, rows).items()
-    return {f"{theirs}.{suffix}": part._replace(cut=some, order=order) for suffix, part in slices}
+    slices = form.slices(model, start, rows).items()
+    return {f"{checkpoint}.{suffix}": part._replace(cut=some, order=order) for suffix, part in slices}
 
 
 def nextn_layer(name: str, config: ModelConfig) -> int | None:

@@ -21,11 +21,12 @@ from draftwing.ops.torch.delta_net import delta_net, over_sequences
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of the heads of queries and keys."""
+    """RMS norms of the heads of queries and keys, and perhaps of values, without weights."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # [head_dim]
     eps: float
+    values: bool = False
 
 
 class HeadShape(NamedTuple):
@@ -280,6 +281,16 @@ class Batch(NamedTuple):
             positions=torch.cat((self.positions, at)), write_slots=torch.cat((self.write_slots, zeros)),
             prefix_len=torch.cat((self.prefix_len, none)), chunks=(*self.chunks, *spans),
             bound=max((self.bound, *lengths)) if self.bound else 0,
+        )  # fmt: skip
+
+    def ends(self, queries: Tensor) -> Batch:
+        """Returns the batch of the last queries of the first chunks. queries [F] int64: where these are."""
+        at = self.positions[queries]
+        spans = [span._replace(offset=i, start=span.start + span.length - 1, length=1, saves=())
+                 for i, span in enumerate(self.chunks[: len(queries)])]  # fmt: skip
+        return self._replace(
+            rows=self.rows[: len(queries)], ids=self.ids[queries], positions=at,
+            write_slots=self.write_slots[queries], prefix_len=at, chunks=tuple(spans),
         )  # fmt: skip
 
     def pages(self) -> Tensor:

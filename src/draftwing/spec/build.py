@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import cast
 
 from draftwing.errors import ConfigError
+from draftwing.models.heads.assistant import load_assistant
 from draftwing.models.heads.base import DraftHead, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext
 from draftwing.spec.heads import DraftLM
@@ -82,6 +84,18 @@ def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
         )  # fmt: skip
     head.pack(context.ops)
     return _drafter(context, head)
+
+
+def assistant(context: DraftContext) -> AssistantDrafter:
+    """A model drafts that reads the target's keys and values."""
+    if context.target.ranks.size > 1:
+        raise ConfigError(f"{context.options.drafter}: expected --tp-size 1, found {context.target.ranks.size}")
+    head = load_assistant(
+        context.draft_path, context.target, context.dtype, context.device, context.options.dummy, context.head_weights
+    )
+    head.pack(context.ops)
+    check_topk(context.shape.topk, head.vocab, str(context.draft_path))
+    return AssistantDrafter(head, context.rows, context.shape.topk, context.dtype, context.ops)
 
 
 def pair(context: DraftContext) -> PairDrafter:

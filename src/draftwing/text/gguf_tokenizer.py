@@ -1,8 +1,9 @@
 """Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
-Two kinds of vocabulary are supported, named by `tokenizer.ggml.model`: `gpt2`, a byte-level BPE whose text is cut
-into words by the pre-tokenizer that `tokenizer.ggml.pre` names, and `llama`, a sentencepiece BPE with scores and byte
-tokens. A wrong pre-tokenizer gives working but worse tokens without any error, so unknown names are refused.
+Three kinds of vocabulary are supported, named by `tokenizer.ggml.model`: `gpt2`, a byte-level BPE whose text is cut
+into words by the pre-tokenizer that `tokenizer.ggml.pre` names, `llama`, a sentencepiece BPE with scores and byte
+tokens, and `gemma4`, the same with merges. A wrong pre-tokenizer gives working but worse tokens without any error, so
+unknown names are refused.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "tekken"})
 
 _LONGEST = 512  # characters of a sentencepiece token that is looked at in all its parts
 
+_GEMMA4 = "gemma4"  # pieces of sentencepiece with spaces, joined by merges that the file lists
 _SPACE = "\u2581"  # sentencepiece's visible space
 _SPECIAL_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -106,9 +108,11 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
     Raises CheckpointError for a kind of vocabulary or a pre-tokenizer that is not supported, and for broken metadata.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", _GEMMA4):
         found = "no tokenizer" if kind is None else f"a tokenizer of kind {kind!r}"
-        raise CheckpointError(f"the GGUF file has {found}; supported are 'gpt2' (byte-level BPE) and 'llama' (SPM)")
+        raise CheckpointError(
+            f"the GGUF file has {found}; supported are 'gpt2' (byte-level BPE), 'llama' (SPM) and 'gemma4'"
+        )
     tokens = _required(metadata, "tokenizer.ggml.tokens")
     stated = metadata.get("tokenizer.ggml.token_type")
     types = [int(TokenType.NORMAL)] * len(tokens) if stated is None else [int(kind) for kind in stated]
@@ -183,18 +187,22 @@ def _byte_level(metadata: Metadata, vocab: dict[str, int]) -> tuple[tokenizers.T
 def _sentencepiece(
     metadata: Metadata, vocab: dict[str, int], tokens: Sequence[str], types: Sequence[int]
 ) -> tokenizers.Tokenizer:
-    scores = _required(metadata, "tokenizer.ggml.scores")
-    unk_id = special_token_ids(metadata)["unk_token"]
+    own_merges = metadata.get("tokenizer.ggml.model") == _GEMMA4
+    if own_merges:
+        merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    else:
+        merges = _merges_from_scores(vocab, tokens, types, _required(metadata, "tokenizer.ggml.scores"))
+    unk = special_token_ids(metadata).get("unk_token")
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab,
-            _merges_from_scores(vocab, tokens, types, scores),
-            unk_token=tokens[unk_id],
+            merges,
+            unk_token=None if unk is None else tokens[unk],
             fuse_unk=True,
             byte_fallback=TokenType.BYTE in types,
         )
     )
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", not own_merges))
     decoding: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         decoding.append(decoders.Strip(" ", 1, 0))

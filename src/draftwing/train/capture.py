@@ -144,7 +144,7 @@ class Causal(DenseAttend):
         norms: HeadNorms | None = None,
         kind: AttentionKind = FULL,
     ) -> Tensor | None:
-        if not self._kv_heads or not kernels_take(qkv):
+        if not self._kv_heads or not kernels_take(qkv) or (norms is not None and norms.values):
             return None
         from draftwing.train.kernels.rope_backward import turn
 

@@ -79,6 +79,8 @@ def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
     [(None, PLAIN), ("ngram", TREE), ("suffix", TREE), ("ngram", TREE._replace(nodes=12, verified=3))],
     ids=["none", "ngram", "suffix", "some nodes"],
 )
+@pytest.mark.further(rows=1, lag=1)
+@pytest.mark.further(rows=2, lag=0)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_text_is_the_same(harness, case, drafter, shape, rows, lag):
@@ -196,6 +198,9 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.further(asked=["temperature", "filters", "bans"], rows=1)
+@pytest.mark.further(asked=["temperature", "filters", "penalties"], rows=2, drafter=None)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 @pytest.mark.parametrize("rows", [1, 2])

@@ -60,7 +60,7 @@ def test_the_text_is_the_same(harness, model, monkeypatch, exact):
 def test_layers_of_several_shapes_have_tiles_of_their_own(harness, monkeypatch, kind):
     model = harness.model_of(config_of(KINDS[kind], harness.CONTEXT))
     prompts = harness.prompts_for(3)
-    params = [harness.greedy(3) for _ in prompts]
+    params = [harness.greedy(2) for _ in prompts]
     expected = harness.plain_answers(model, prompts, params)
     rig = rig_of(harness, model, monkeypatch, (16, 24), chunk=24)
     counts = watch(rig.executor.prefills)

@@ -123,6 +123,7 @@ HYBRID = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive  # the others show that launches of an engine are found
 def test_gated_delta_nets_have_one_kernel_for_chunks_and_trees(
     job: precompile.Job, tmp_path: Path, printed_by: Printed
 ) -> None:

@@ -45,8 +45,7 @@ def stored_otherwise(case: Case, suffix: str = "", unsaid: str = "") -> Case:
 def mtp(layers: int) -> Case:
     """Of which every layer sees the rows of the first, as in training."""
     target = checkpoints.mimo(5, layers, vocab_size=VOCAB)
-    reading: Any = "first layer's rows"
-    return Case(target, None, "NEXTN", lambda tokens: draft_heads.mtp(*target, tokens, reading=reading))
+    return Case(target, None, "NEXTN", lambda tokens: draft_heads.mtp_of_first_rows(*target, tokens))
 
 
 HEADS: dict[str, Callable[[], Case]] = {

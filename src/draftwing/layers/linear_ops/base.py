@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ParamSlice(NamedTuple):
     """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`. cut: what of it does,
     None: all. added: to the stored values. order: in which its rows or columns go there, where that is another one.
-    is_log: -exp of the stored values goes there."""
+    is_log: -exp of the stored values goes there. times: what they are multiplied with."""
 
     param: str
     start: int
@@ -32,6 +32,12 @@ class ParamSlice(NamedTuple):
     added: float = 0.0
     order: Order | None = None
     is_log: bool = False
+    times: float = 1.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether other values go there than those that are stored."""
+        return self.is_log or self.added != 0 or self.times != 1
 
     def of(self, param: Tensor) -> Tensor:
         """The part of the parameter, a view."""
@@ -41,11 +47,13 @@ class ParamSlice(NamedTuple):
         """What goes there of a stored tensor, but for its type."""
         if self.is_log:
             tensor = -tensor.exp()
+        tensor = tensor * self.times if self.times != 1 else tensor
         return tensor + self.added if self.added else tensor
 
     def stored(self, own: Tensor) -> Tensor:
         """The tensor as it is stored. own: what `of` gives."""
         own = own - self.added if self.added else own
+        own = own / self.times if self.times != 1 else own
         own = (-own).log() if self.is_log else own
         return own if self.order is None else self.order.back(own)
 

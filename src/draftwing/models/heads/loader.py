@@ -254,6 +254,11 @@ def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
             return "mtp"
         if _UNSERVED_MTP.search(name):
             raise _unserved_mtp(path, name)
+    if "pre_projection.weight" in weights:
+        raise CheckpointError(
+            f"{path} holds an assistant of Gemma 4, which reads the target's keys and values: expected "
+            "--speculative-algorithm FROZEN_KV_MTP"
+        )
     if "mask_hidden" in weights:
         raise CheckpointError(f"{path} holds a head for parallel drafting (mask_hidden), which is not supported")
     if {"fc.weight", "hidden_norm.weight"} <= set(weights):

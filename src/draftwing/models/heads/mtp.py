@@ -123,15 +123,15 @@ class MTPHead(FeatureHead):
             return self._qwen_names()
         hidden, table = self.config.hidden_size, {}
         for i in range(self.config.num_layers):
-            theirs, ours = f"{MTP_PREFIX}{i}", f"layers.{i}"
+            checkpoint, model = f"{MTP_PREFIX}{i}", f"layers.{i}"
             for name, param in (
                 ("token_layernorm", "token_norm"),
                 ("hidden_layernorm", "hidden_norm"),
                 ("final_layernorm", "final_norm"),
             ):
-                table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, hidden)
-            table |= named(self.config.weight_format, f"{theirs}.input_proj", f"{ours}.input_proj", 0, hidden)
-            table |= layer_names(self.config, theirs, f"{ours}.layer", ranks=self.ranks, index=i)
+                table[f"{checkpoint}.{name}.weight"] = ParamSlice(f"{model}.{param}.weight", 0, hidden)
+            table |= named(self.config.weight_format, f"{checkpoint}.input_proj", f"{model}.input_proj", 0, hidden)
+            table |= layer_names(self.config, checkpoint, f"{model}.layer", ranks=self.ranks, index=i)
         return table
 
     def _qwen_names(self) -> dict[str, ParamSlice]:

@@ -128,7 +128,7 @@ class CpuAttend(KernelAttend):
         self._raw.rope_write(
             qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
             kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_type, *heads_at,
-            self._workers.address, wide, eps,
+            self._workers.address, wide, norms is not None and norms.values, eps,
         )  # fmt: skip
         return True
 

@@ -78,6 +78,17 @@ class CpuLayerOps(LayerOps):
         )  # fmt: skip
         return out
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        if x.dtype not in DTYPES or type(x) is not Tensor:
+            return super().soft_cap(x, cap)
+        x = x.contiguous()
+        size = x.shape[-1]
+        self.raw.soft_cap(
+            x.data_ptr(), x.data_ptr(), x.numel() // max(size, 1), size, x.dtype == torch.bfloat16,
+            self.workers.address, cap,
+        )  # fmt: skip
+        return x
+
     def fuse_inputs(
         self,
         ids: Tensor | None,

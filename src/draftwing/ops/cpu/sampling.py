@@ -144,7 +144,7 @@ class CpuSamplingOps(SamplingOps):
             changes, width = torch.empty(batch, nodes, count, 2, dtype=torch.float32), edits.path.shape[2]
             numbers = *_numbers_of(edits), changes.data_ptr()
         # One size for trees of all depths: the kernel has a stride of its own.
-        scratch = self._scratch(self.workers.most, 4 * (-(-vocab // 16) * 16) + -(-width // 256) * 256)
+        scratch = self._scratch(self.workers.most, 5 * (-(-vocab // 16) * 16) + -(-width // 256) * 256)
         self.raw.draw(
             ids.data_ptr(), noise.data_ptr(), count, held[0].data_ptr(), logits.dtype == torch.bfloat16,
             batch * nodes, nodes, vocab, held[1].data_ptr(), held[2].data_ptr(), *fields, bans, scratch.data_ptr(),

@@ -76,6 +76,11 @@ class LayerOps(ExpertOps):
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """x of any shape, which may be overwritten -> cap * tanh(x / cap), in float32 or wider and rounded once"""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (cap * torch.tanh(wide / cap)).to(x.dtype)
+
     def fuse_inputs(
         self,
         ids: Tensor | None,
@@ -139,6 +144,11 @@ class LayerOps(ExpertOps):
     def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
         """source [R, ...], index [M] int64 -> source[index], [M, ...]"""
         return source.index_select(0, index)
+
+    def held_rows(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
+        """A matrix [count, n] of which `rows` gives the rows of ids [M], on the device, for `take_rows`; None where the
+        device shares the host's memory, and rows are read from where they are."""
+        return None
 
     def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
         """target [R, T], index [M] int64, source [M, T]: target[index] = source"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from draftwing.ops.torch import onednn
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.torch.layer_ops import LayerOps
+
+_UPLOADED = 64 << 20  # bytes of a matrix that are on their way to a device together
 
 
 class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, LayerOps):
@@ -43,6 +45,15 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     @property
     def reads_routes(self) -> bool:  # type: ignore[override]
         return self.device.type == "cpu"
+
+    def held_rows(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
+        if self.device.type == "cpu":
+            return None
+        first = rows(torch.zeros(1, dtype=torch.int64))
+        out = torch.empty(count, first.shape[1], dtype=first.dtype, device=self.device)
+        for ids in torch.arange(count).split(max(_UPLOADED // first.nbytes, 1)):
+            out[ids[0] : ids[0] + len(ids)].copy_(rows(ids))
+        return out
 
     def even_rows(self, count: int) -> int:
         """As how many rows so many of a prompt are best multiplied outside of graphs."""

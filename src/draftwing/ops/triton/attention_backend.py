@@ -77,8 +77,8 @@ class TritonAttend(KernelAttend):
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._backend.pool.kv[self._first_layer + layer]
         scales = self._backend.pool.scales[self._first_layer + layer]
-        q_norm, k_norm, eps = norms or (None, None, 0.0)
-        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales)
+        q_norm, k_norm, eps, v_norm = norms or (None, None, 0.0, False)
+        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm)
         return True
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:

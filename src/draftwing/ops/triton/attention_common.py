@@ -69,6 +69,8 @@ TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16
 TILING_WIDE = Tiling(  # heads of more than 128
     unit=32, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=64
 )
+# Of heads of more than 256: keys and values of two units and of 16 own ones, and 16 queries, take 112 KB of 16 bits.
+TILING_WIDEST = TILING_WIDE._replace(unit=16, stages=2, own=16, prefill_stages=2, fast_rows=32)
 ROUNDING = {"enable_fp_fusion": False}  # else `den * fade` is rounded before a zero is added, not before a weight
 ANY_ALIGNMENT = ["rows", "prefix_len", "path", "path_len"]  # they may be parts of larger tensors
 
@@ -78,7 +80,7 @@ def pick_tiling(kv: Tensor) -> Tiling:
     if kv.dtype == torch.float32:
         return TILING_FLOAT32
     if kv.shape[3] > 128:
-        return TILING_WIDE
+        return TILING_WIDE if kv.shape[3] <= 256 else TILING_WIDEST
     return TILING_HOPPER if kv.device.type != "cpu" and _is_hopper() else TILING
 
 

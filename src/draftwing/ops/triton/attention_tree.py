@@ -123,6 +123,14 @@ def _store_context(
 
 
 @triton.jit
+def _load_own(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """As load_kv. A weight of 0 times NaN would spoil the tile's other nodes, so NaN among values becomes 0. Whoever
+    sees the node has NaN from its keys, which are NaN where its values are."""
+    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    return k, tl.where(v == v, v, 0.0)
+
+
+@triton.jit
 def _own_keys(
     kv, table_row, path, path_len, prefix, head, node, low, dim, first, start_at, stop, queries,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
@@ -140,7 +148,7 @@ def _own_keys(
     step = at - prefix
     entry = tl.load(path + own_node * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
     slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
-    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
     mine = (node[:, None] == own_node[None, :]) & ok[None, :]
     if WINDOW > 0:
         mine = mine & (at[None, :] >= low[:, None])
@@ -166,7 +174,7 @@ def _window_keys(
     on = on & (entry < window)[None, :]
     ok = tl.max(on.to(tl.int32), 0) > 0
     slot = tl.load(table_row + prefix + entry, mask=ok, other=0)
-    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
     return k, v, on
 
 

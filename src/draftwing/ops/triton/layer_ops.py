@@ -28,6 +28,7 @@ class TritonLayerOps(LayerOps):
     mix_norm = staticmethod(experts.mix_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_mul = staticmethod(layers.silu_mul)
+    soft_cap = staticmethod(layers.soft_cap)
     gelu_mul = staticmethod(layers.gelu_mul)
     fuse_inputs = staticmethod(layers.fuse_inputs)
     sum_parts = staticmethod(layers.sum_parts)

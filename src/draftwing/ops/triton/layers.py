@@ -106,6 +106,16 @@ def _silu_mul_kernel(
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _soft_cap_kernel(out, x, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start(PDL)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    # tanh(y) = 1 - 2 / (1 + exp(2y))
+    value = cap - 2.0 * cap / (1.0 + tl.exp(value * (2.0 / cap)))
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def _sum_parts_kernel(
     out, parts, part_stride, bias, residual, residual_stride,
@@ -291,6 +301,18 @@ def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
         return out
     _silu_mul_kernel[(rows, triton.cdiv(ffn, _SHORT))](
         out, gate_up, gate_up.stride(0), GELU=gelu, FFN=ffn, BLOCK=_SHORT, num_warps=4, **launch_options(gate_up.device)
+    )
+    return out
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """x of any shape -> cap * tanh(x / cap), in float32 and rounded once"""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel() == 0:
+        return out
+    _soft_cap_kernel[(triton.cdiv(out.numel(), _SHORT),)](
+        out, x, x.numel(), cap, BLOCK=_SHORT, num_warps=4, **launch_options(x.device)
     )
     return out
 

@@ -43,10 +43,11 @@ def _to_e4m3(x):
 def _rope_kernel(
     qkv, kv, slots, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, EIGHT: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, V_NORM: tl.constexpr, EIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. EIGHT: the
-    pool holds codes of float8_e4m3fn, of keys times k_by and of values times v_by."""
+    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. V_NORM: v
+    is normed, too, without weights. EIGHT: the pool holds codes of float8_e4m3fn, of keys times k_by and of values
+    times v_by."""
     start(PDL)
     m = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,6 +66,9 @@ def _rope_kernel(
     sin_low, sin_high = tl.load(sin, mask=ok, other=0.0), tl.load(sin + HALF, mask=ok, other=0.0)
     dtype = low.dtype
     a, b = low.to(tl.float32), high.to(tl.float32)
+    if V_NORM:
+        by = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+        low, high = (a * by).to(dtype), (b * by).to(dtype)
     if NORM:
         qa, qb = _normed(a, b, q_norm, half, ok, eps, DIM)
         ka, kb = _normed(a, b, k_norm, half, ok, eps, DIM)
@@ -103,13 +107,14 @@ def rope_and_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
+    v_norm: bool = False,
 ) -> None:
     """`layers.rope.rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
 
     qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, heads perhaps 0; cos, sin [M, ..., head_dim]:
     the halves of rows of a `rope_table`. write_slots [M] int64; kv [slots, kv_heads, 2, head_dim], in float8_e4m3fn
     divided by `scales`, those of keys and of values. q_norm, k_norm [head_dim]: weights of an RMS norm of each head
-    before it is turned.
+    before it is turned.  v_norm: whether heads of values have one, too, without weights.
     """
     count, all_heads, dim = qkv.shape
     kv_heads = kv.shape[1]
@@ -124,5 +129,5 @@ def rope_and_write(
         qkv, kv.view(torch.uint8) if eight else kv, write_slots, cos, sin, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, 1 / scales[0], 1 / scales[1], qkv.stride(0), cos.stride(0),
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=triton.next_power_of_2(dim // 2),
-        BLOCK=block, NORM=q_norm is not None, EIGHT=eight, num_warps=4, **launch_options(qkv.device),
+        BLOCK=block, NORM=q_norm is not None, V_NORM=v_norm, EIGHT=eight, num_warps=4, **launch_options(qkv.device),
     )  # fmt: skip

@@ -148,10 +148,15 @@ static void add_values(const Tile *t, const char *const *at, const char *const *
     (t->a->kv_type == INT8 ? add_values_8 : add_values_float)(t, at, after, chunk, from, end, r, last);
 }
 
-/* Addresses of keys [from, end) of one or all queries, and more of the last, up to 16s. */
+/* Addresses of keys [from, end) of one or all queries, and more of the last, up to 16s. Two loops: of one with a choice
+   in it compilers make loads with a mask, of addresses that are none, which CPUs are slow to leave out. */
 static void addresses(const Tile *t, const char **to, int64_t from, int64_t end, const int64_t *path) {
-    for (int64_t j = from; j < end; j++)
-        *to++ = key_at(t, j < t->prefix || !path ? j : t->prefix + path[j - t->prefix]);
+    const Attention *a = t->a;
+    const int64_t *table = t->table, size = a->parts * row_bytes(a), stride = a->kv_heads * size;
+    const int64_t shared = path ? least(most(t->prefix, from), end) : end;
+    const char *base = (const char *)a->kv + t->head * size;
+    for (int64_t j = from; j < shared; j++) *to++ = base + table[j] * stride;
+    for (int64_t j = shared; j < end; j++) *to++ = base + table[t->prefix + path[j - t->prefix]] * stride;
     for (int64_t j = end; j % LANES; j++, to++) to[0] = to[-1];
 }
 

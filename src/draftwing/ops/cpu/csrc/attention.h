@@ -130,6 +130,55 @@ INLINE pf exp2_part(pf x) {
     p = fused(p, f, 1.0f - (pf){0});
     return (pf)(((pi)p + (n << 23)) & normal);
 }
+/* The greater of each lane; y where x is no number, or both are zeros. */
+INLINE pf greater(pf x, pf y) {
+#if PART == 16
+    return (pf)_mm512_max_ps((__m512)x, (__m512)y);
+#elif PART == 8
+    return (pf)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+    const pi above = (pi)(x > y);
+    return (pf)((above & (pi)x) | (~above & (pi)y));
+#endif
+}
+INLINE pi greater_int(pi x, pi y) {
+#if PART == 16
+    return (pi)_mm512_max_epi32((__m512i)x, (__m512i)y);
+#elif PART == 8
+    return (pi)_mm256_max_epi32((__m256i)x, (__m256i)y);
+#else
+    const pi above = (pi)(x > y);
+    return (above & x) | (~above & y);
+#endif
+}
+INLINE int any_lane(pi v) {
+#if PART == 16
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#elif PART == 8
+    return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#else
+    return (v[0] | v[1] | v[2] | v[3]) != 0;
+#endif
+}
+/* Of numbers, the greatest. */
+INLINE float greatest_lane(const Parted *x) {
+    float s[4];
+#if PART == 16
+    const __m512 v = (__m512)x->f;
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#elif PART == 8
+    const __m256 half = (__m256)greater(x->floats[0], x->floats[1]);
+#endif
+#if PART > 4
+    const __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+    const pf quarter = greater(greater(x->floats[0], x->floats[2]), greater(x->floats[1], x->floats[3]));
+#endif
+    memcpy(s, &quarter, sizeof s);
+    const float one = s[0] > s[2] ? s[0] : s[2], other = s[1] > s[3] ? s[1] : s[3];
+    return one > other ? one : other;
+}
+
 /* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. Returns their sum,
    which 16 lanes have in the order of positions; no number where one of the scores is none. */
 INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
@@ -144,19 +193,15 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
     for (int64_t j = from + LANES; j < end; j += LANES) {
         EACH_REGISTER {
             const pf x = part_at(s + j + c * PART);
-            const pi above = (pi)(x > parts[c]);
             lost[c] |= (pi)(x != x);
-            parts[c] = (pf)((above & (pi)x) | (~above & (pi)parts[c]));
+            parts[c] = greater(x, parts[c]);
         }
     }
     EACH_REGISTER greatest.floats[c] = parts[c];
-    float lanes[LANES];
-    storef(lanes, greatest.f);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) lanes[l] = lanes[l] > lanes[l + half] ? lanes[l] : lanes[l + half];
     int any = 0;
-    for (int l = 0; l < PART; l++) EACH_REGISTER any |= lost[c][l];
-    const pf max = lanes[0] - (pf){0};
+    EACH_REGISTER any |= any_lane(lost[c]);
+    const float highest = greatest_lane(&greatest);
+    const pf max = highest - (pf){0};
     EACH_REGISTER parts[c] = (pf){0};
     for (int64_t j = from; j < end; j += LANES) {
         EACH_REGISTER {
@@ -166,7 +211,7 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
         }
     }
     EACH_REGISTER sum.floats[c] = parts[c];
-    *top = any ? 0 : lanes[0];
+    *top = any ? 0 : highest;
     return any ? NAN : sum_lanes(sum.f);
 }
 

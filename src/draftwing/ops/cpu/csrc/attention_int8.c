@@ -40,13 +40,11 @@ INLINE vf to_float(vi v) {
 /* The greatest size of x[0, count), a multiple of 16; no number where one is none. */
 static float greatest(const float *x, int64_t count) {
     pi most = {0};
-    for (int64_t c = 0; c < count; c += PART) {
-        const pi size = (pi)part_at(x + c) & 0x7fffffff, above = (pi)(size > most);
-        most = (above & size) | (~above & most);
-    }
+    for (int64_t c = 0; c < count; c += PART) most = greater_int((pi)part_at(x + c) & 0x7fffffff, most);
     int32_t lanes[PART];
     memcpy(lanes, &most, sizeof most);
-    for (int l = 1; l < PART; l++) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
+    for (int half = PART / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] = lanes[l] > lanes[l + half] ? lanes[l] : lanes[l + half];
     float value;
     memcpy(&value, lanes, 4);
     return value;

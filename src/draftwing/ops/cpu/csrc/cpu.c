@@ -26,7 +26,8 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)n + (float)r->eps));
     for (int64_t c = 0; c < n; c += LANES) {
         vf x = load(r->x, at + c, n - c, half) * factor;
-        if (half && r->wide) x *= load(r->weight, c, n - c, 0);
+        if (!r->weight) {}
+        else if (half && r->wide) x *= load(r->weight, c, n - c, 0);
         else x = rounded(x, half) * load(r->weight, c, n - c, half);
         store(r->out, at + c, n - c, half, x);
     }
@@ -34,6 +35,18 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
 static void norm_float(const Rows *r, int64_t i) { norm_row(r, i, 0); }
 static void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
 void norm_part(const Rows *r, int64_t i) { (r->half ? norm_half : norm_float)(r, i); }
+
+/* cap * tanh(x / cap) = cap - 2 * cap / (1 + exp(2x / cap)) */
+INLINE void cap_row(const Rows *r, int64_t i, const int half) {
+    const float cap = (float)r->cap;
+    for (int64_t c = 0; c < r->size; c += LANES) {
+        vf power = load(r->x, i * r->size + c, r->size - c, half) * splat(2.88539008f / cap);
+        power = select_f(above(power, splat(126.0f)), splat(126.0f), power);
+        store(r->out, i * r->size + c, r->size - c, half, cap - 2 * cap / (1.0f + exp2_16(power)));
+    }
+}
+static void cap_float(const Rows *r, int64_t i) { cap_row(r, i, 0); }
+static void cap_half(const Rows *r, int64_t i) { cap_row(r, i, 1); }
 
 /* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
    multiplied, as in torch. Or gelu(gate), by tanh: x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)),
@@ -87,10 +100,14 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
         if (round) round_row(key, wide, dim);
     }
     for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++) {
-        char *value = slot + (2 * (h - turned) + 1) * bytes;
+        char *value = slot + (2 * (h - turned) + 1) * bytes, *from = row + h * dim * width;
+        if (r->v_norm) {
+            const Rows norm = {.out = from, .x = from, .size = dim, .eps = r->eps};
+            norm_row(&norm, 0, half);
+        }
         void *to = kv_type == INT8 ? (char *)wide : value;
         for (int64_t c = 0; c < dim; c += LANES)
-            store(to, c, dim - c, kv_type == HALF, load(row + h * dim * width, c, dim - c, half));
+            store(to, c, dim - c, kv_type == HALF, load(from, c, dim - c, half));
         if (kv_type == INT8) round_row(value, wide, dim);
     }
 }
@@ -137,11 +154,24 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t g
     return go(&r, POINTER(n[5]), 2 * n[2] * n[3]);
 }
 
+/* out, x, rows, size, half, workers; cap */
+static PyObject *py_soft_cap(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[6];
+    if (!numbers(args, given - 1, 6, n)) return NULL;
+    Rows r = {.row = n[4] ? cap_half : cap_float,
+              .out = POINTER(n[0]),
+              .x = POINTER(n[1]),
+              .rows = n[2],
+              .size = n[3],
+              .cap = PyFloat_AsDouble(args[6])};
+    return PyErr_Occurred() ? NULL : go(&r, POINTER(n[5]), 2 * n[2] * n[3]);
+}
+
 /* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, type of kv, norms
-   of the heads of q and k or zeros, workers, whether these norms are wide; eps */
+   of the heads of q and k or zeros, workers, whether these norms are wide, whether heads of v are normed; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[17];
-    if (!numbers(args, given - 1, 17, n)) return NULL;
+    int64_t n[18];
+    if (!numbers(args, given - 1, 18, n)) return NULL;
     Rows r = {.row = rope_all,
               .out = POINTER(n[0]),
               .kv = POINTER(n[1]),
@@ -159,13 +189,15 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
               .q_norm = POINTER(n[13]),
               .k_norm = POINTER(n[14]),
               .wide = n[16],
-              .eps = PyFloat_AsDouble(args[17])};
+              .v_norm = n[17],
+              .eps = PyFloat_AsDouble(args[18])};
     return PyErr_Occurred() ? NULL : go(&r, POINTER(n[15]), n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 
 static PyMethodDef methods[] = {
     {"rms_norm", (PyCFunction)(void (*)(void))py_rms_norm, METH_FASTCALL, NULL},
     {"silu_mul", (PyCFunction)(void (*)(void))py_silu_mul, METH_FASTCALL, NULL},
+    {"soft_cap", (PyCFunction)(void (*)(void))py_soft_cap, METH_FASTCALL, NULL},
     {"rope_write", (PyCFunction)(void (*)(void))py_rope_write, METH_FASTCALL, NULL},
     {"layers_spare", (PyCFunction)(void (*)(void))py_layers_spare, METH_FASTCALL, NULL},
     {"layers", (PyCFunction)(void (*)(void))py_layers, METH_FASTCALL, NULL},

@@ -337,9 +337,10 @@ typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
     int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
-    double eps;
+    int64_t v_norm;     /* whether heads of values are normed, too, without weights */
+    double eps, cap;
     void *out, *kv;
-    const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* q_norm, k_norm: of heads, or NULL */
+    const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* weight, q_norm, k_norm: of heads: NULL where there is none */
     const int64_t *slots;
 } Rows;
 /* Of row i: all of it, elements, or heads [from, to). */
@@ -423,16 +424,16 @@ typedef struct {
 } Edit;
 INLINE float edited(float x, Edit e) { return (x > 0.0f ? x / e.factor : x * e.factor) + e.delta; }
 HIDDEN int is_edited(const Edits *e, int64_t b); /* whether the row has any */
-/* counts [vocab] are zeros before and after; newest: position of the row's root, up to which its text counts. */
-HIDDEN void count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts);
-HIDDEN void forget_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts);
+/* counts [vocab] are zeros before; newest: position of the row's root, up to which its text counts. found [vocab]: the
+   tokens that are counted or have a bias, each once. Returns how many these are. */
+HIDDEN int64_t count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts, int32_t *found);
 /* before [width]: what is put back. */
 HIDDEN void count_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, int32_t *before);
 HIDDEN void forget_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, const int32_t *before);
 HIDDEN Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id);
 /* x [vocab] as floats of the node's logits: the tokens that have an edit, when all is counted. */
-HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, int64_t newest, const int32_t *counts,
-                      const void *logits, int half, float *x);
+HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, int64_t distinct,
+                      const int32_t *counts, const void *logits, int half, float *x);
 
 /* In sampling.c. */
 HIDDEN PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);

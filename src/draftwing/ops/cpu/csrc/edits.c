@@ -20,17 +20,20 @@ int is_edited(const Edits *e, int64_t b) {
     return found;
 }
 
-void count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts) {
+int64_t count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts, int32_t *found) {
     const int64_t *text = text_of(e, b), *ids = biased_ids(e, b), answer = e->prompt_len[e->rows[b]];
     const float *value = biases_of(e, b);
-    for (int64_t i = 0; i <= newest; i++) counts[text[i]] = (counts[text[i]] | SEEN) + (i >= answer);
-    for (int64_t k = 0; k < e->biases; k++)
-        if (value[k] != 0.0f) counts[ids[k]] |= BIASED;
-}
-void forget_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts) {
-    const int64_t *text = text_of(e, b), *ids = biased_ids(e, b);
-    for (int64_t i = 0; i <= newest; i++) counts[text[i]] = 0;
-    for (int64_t k = 0; k < e->biases; k++) counts[ids[k]] = 0;
+    int64_t distinct = 0;
+    for (int64_t i = 0; i <= newest; i++) {
+        if (!counts[text[i]]) found[distinct++] = (int32_t)text[i];
+        counts[text[i]] = (counts[text[i]] | SEEN) + (i >= answer);
+    }
+    for (int64_t k = 0; k < e->biases; k++) {
+        if (value[k] == 0.0f) continue;
+        if (!counts[ids[k]]) found[distinct++] = (int32_t)ids[k];
+        counts[ids[k]] |= BIASED;
+    }
+    return distinct;
 }
 
 INLINE int64_t on_path(const Edits *e, int64_t b, int64_t node, int64_t k) {
@@ -59,20 +62,16 @@ Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id) {
     return (Edit){found & SEEN ? p[2] : 1.0f, bias - (present + times)};
 }
 
-/* Once more where a token comes again: it is made of the logits, which stay. */
+/* Of the logits as they were, so that it may be done twice. */
 INLINE void edit_one(const Edits *e, int64_t b, const int32_t *counts, const void *logits, int half, int64_t id,
                      float *x) {
     float one;
     to_floats(&one, (const char *)logits + id * (half ? 2 : 4), 1, half);
     x[id] = edited(one, edit_of(e, b, counts, id));
 }
-void edit_node(const Edits *e, int64_t b, int64_t node, int64_t newest, const int32_t *counts, const void *logits,
-               int half, float *x) {
-    const int64_t *text = text_of(e, b), *ids = biased_ids(e, b);
-    const float *value = biases_of(e, b);
-    for (int64_t i = 0; i <= newest; i++) edit_one(e, b, counts, logits, half, text[i], x);
+void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, int64_t distinct, const int32_t *counts,
+               const void *logits, int half, float *x) {
+    for (int64_t i = 0; i < distinct; i++) edit_one(e, b, counts, logits, half, found[i], x);
     for (int64_t k = 1; k < e->path_len[b * e->nodes + node]; k++)
         edit_one(e, b, counts, logits, half, on_path(e, b, node, k), x);
-    for (int64_t k = 0; k < e->biases; k++)
-        if (value[k] != 0.0f) edit_one(e, b, counts, logits, half, ids[k], x);
 }

@@ -155,14 +155,15 @@ typedef struct {
     float *noise;
     Edit *edit;                                                          /* of the best, where there are edits */
     int64_t rows, nodes, vocab, half, count, bans, next, worker, padded; /* padded: vocab up to 16s */
-    uint32_t *scratch; /* [threads, 4 * padded + width of paths]: two parts for filters, then a row's own logits and
-                          counts, and those before its path */
+    uint32_t *scratch; /* [threads, 5 * padded + width of paths]: two parts for filters, then a row's own logits,
+                          counts, the tokens that have some, and counts before its path; less without edits */
 } Draw;
 /* What a thread keeps between the nodes of a row. */
 typedef struct {
     uint32_t *scratch;
-    int64_t row; /* of the batch, whose text is counted; -1: none */
-    int cleared; /* whether the counts are zeros, but for that */
+    int64_t row;      /* of the batch, whose text is counted; -1: none */
+    int64_t distinct; /* tokens of it, and those with a bias */
+    int cleared;      /* whether the counts are zeros, but for these */
 } Drawer;
 
 typedef struct {
@@ -374,18 +375,19 @@ static APART void draw_half(const Draw *d, int64_t i, int64_t at, uint32_t *scra
 /* -- logits of a row's own: with penalties and biases, then without what is banned ---------------------------------- */
 
 INLINE int32_t *counts_of(const Draw *d, const Drawer *who) { return (int32_t *)who->scratch + 3 * d->padded; }
+INLINE int32_t *found_of(const Draw *d, const Drawer *who) { return (int32_t *)who->scratch + 4 * d->padded; }
 INLINE int64_t newest_of(const Draw *d, int64_t row) { return d->positions[row * d->nodes]; }
 
 /* Counts the text of another row. -1: of none */
 static void turn_to(const Draw *d, Drawer *who, int64_t row) {
-    int32_t *counts = counts_of(d, who);
+    int32_t *counts = counts_of(d, who), *found = found_of(d, who);
     if (who->row == row) return;
-    if (who->row >= 0) forget_text(d->edits, who->row, newest_of(d, who->row), counts);
-    who->row = row;
+    for (int64_t i = 0; i < who->distinct; i++) counts[found[i]] = 0;
+    who->row = row, who->distinct = 0;
     if (row < 0) return;
     if (!who->cleared) memset(counts, 0, (size_t)d->padded * 4);
     who->cleared = 1;
-    count_text(d->edits, row, newest_of(d, row), counts);
+    who->distinct = count_text(d->edits, row, newest_of(d, row), counts, found);
 }
 
 static void draw_own(const Draw *d, int64_t i, Drawer *who, int is_banned, int has_edits) {
@@ -393,13 +395,13 @@ static void draw_own(const Draw *d, int64_t i, Drawer *who, int is_banned, int h
     const char *logits = (const char *)d->logits + i * d->vocab * (half ? 2 : 4);
     Draw own = *d;
     float *x = (float *)who->scratch + 2 * d->padded;
-    int32_t *counts = counts_of(d, who), *before = counts + d->padded;
+    int32_t *counts = counts_of(d, who), *found = found_of(d, who), *before = found + d->padded;
     own.logits = x;
     to_floats(x, logits, d->vocab, (int)half);
     if (has_edits) {
         turn_to(d, who, row);
         count_path(d->edits, row, node, counts, before);
-        edit_node(d->edits, row, node, newest_of(d, row), counts, logits, (int)half, x);
+        edit_node(d->edits, row, node, found, who->distinct, counts, logits, (int)half, x);
     }
     for (int64_t k = 0; is_banned && k < d->bans; k++)
         if (d->ban_ids[row * d->bans + k] >= 0) x[d->ban_ids[row * d->bans + k]] = -INFINITY;
@@ -412,7 +414,7 @@ static void draw_own(const Draw *d, int64_t i, Drawer *who, int is_banned, int h
 
 static void draw_some(void *data) {
     Draw *d = data;
-    const int64_t width = 4 * d->padded + (d->edits ? d->edits->width : 0);
+    const int64_t width = d->edits ? 5 * d->padded + d->edits->width : 4 * d->padded;
     Drawer who = {.scratch = d->scratch + take(&d->worker, 1) * width, .row = -1};
     for (int64_t i; (i = take(&d->next, 1)) < d->rows;) {
         const int64_t row = i / d->nodes;

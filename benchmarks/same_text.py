@@ -1,0 +1,104 @@
+"""Answers with drafts against those without, one request at a time: how many are the same tokens?
+
+    python benchmarks/same_text.py --model MODEL --prompts FILE [--drafters NEXTN,NGRAM] [--again] [option=value ...]
+
+FILE has a line {"prompt": ...} for each. Every other answer is drawn at temperature 0.8, with a seed. Each drafter is
+asked in ways that differ in what else a step has: other requests, trees or chains, a pool in which requests are
+preempted, an earlier part of the same prompt in the cache. `enable_deterministic_inference=true` on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from load_runs import listed
+
+from draftwing import LLM
+
+CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
+TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+FIXED = {"speculative_fixed_shape": True}
+
+
+class Way(NamedTuple):
+    """Of asking: requests at once and further options."""
+
+    name: str
+    drafter: str
+    at_once: int
+    options: dict[str, Any]
+
+
+def ways(drafter: str, pool: int) -> list[Way]:
+    """pool: tokens of one that is too small."""
+    if drafter == "none":
+        return [Way("none, 16 at once", "none", 16, {})]
+    return [
+        Way(f"{drafter}, 16 at once", drafter, 16, {}),
+        Way(f"{drafter}, 16 at once, trees of 16", drafter, 16, TREE | FIXED),
+        Way(f"{drafter}, 16 at once, chains of 5", drafter, 16, CHAIN | FIXED),
+        Way(f"{drafter}, one at a time, trees of 16", drafter, 1, TREE | FIXED),
+        Way(f"{drafter}, trees of 16, without overlap", drafter, 16, TREE | FIXED | {"disable_overlap_schedule": True}),
+        Way(f"{drafter}, trees of 16, preempted", drafter, 16, TREE | FIXED | {"max_total_tokens": pool}),
+    ]
+
+
+def answers(args: argparse.Namespace, prompts: Sequence[str], way: Way) -> tuple[list[list[int]], str]:
+    """The tokens of all answers, asked twice where prompts are shared, and what else is to be said of the run."""
+    params = [
+        {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True}
+        for i in range(len(prompts))
+    ]
+    given = {"max_total_tokens": 16384, "max_running_requests": way.at_once, "random_seed": 1, **args.options}
+    with LLM(args.model, speculative_algorithm=way.drafter, **(given | way.options)) as llm:
+        if args.again:  # the first parts of prompts are in the cache then
+            llm.generate([prompt[: len(prompt) // 2] for prompt in prompts], {"max_new_tokens": 1})
+        found = llm.generate(prompts, params)
+        accept_length = llm.engine.stats()["accept_length"]
+    preempted = sum(one.meta_info["num_retractions"] for one in found)
+    cached = sum(one.meta_info["cached_tokens"] for one in found)
+    words = f"acceptance length {accept_length:.2f}, {preempted} preempted, {cached} tokens cached"
+    return [list(one.token_ids) for one in found], words
+
+
+def option(text: str) -> tuple[str, Any]:
+    """name=value, whose value is JSON or a text"""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=80, help="of prompts")
+    parser.add_argument("--drafters", type=listed(str), default=["none", "NEXTN", "NGRAM"])
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--pool", type=int, default=2600, help="tokens of the pool in which requests are preempted")
+    parser.add_argument("--only", default="", help="ways whose name has this")
+    parser.add_argument("--again", action="store_true", help="half of each prompt is asked before")
+    parser.add_argument("options", nargs="*", type=option, metavar="option=value", help="of all engines")
+    args = parser.parse_args()
+    args.options = dict(args.options)
+    lines = args.prompts.read_text(encoding="utf8").splitlines()[: args.count]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    expected, words = answers(args, prompts, Way("", "none", 1, {}))
+    print(f"{'none, one at a time':45s} {words}", flush=True)
+    different = 0
+    for way in (way for drafter in args.drafters for way in ways(drafter, args.pool) if args.only in way.name):
+        texts, words = answers(args, prompts, way)
+        same = sum(a == b for a, b in zip(texts, expected, strict=True))
+        different += len(prompts) - same
+        print(f"{way.name:45s} {same} of {len(prompts)} the same, {words}", flush=True)
+    raise SystemExit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()

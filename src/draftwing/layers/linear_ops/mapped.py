@@ -1,0 +1,78 @@
+"""A matrix of which single rows are read, and so few of them that it stays in its file."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.gguf_file import dequantized
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.dense import DenseFormat, InferenceDense
+from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
+
+if TYPE_CHECKING:  # `Linear` imports the formats
+    from draftwing.layers.linear import Linear
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MappedFormat(WeightFormat):
+    """Rows as a checkpoint stores them, mapped from its file; a device with memory of its own gets them all."""
+
+    takes_blocks: ClassVar[bool] = True
+
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+        DenseFormat().create(layer, dtype, device)
+        return Mapped(layer, dtype)
+
+    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
+        return {"weight": ParamSlice(f"{layer}.weight", start, rows)}
+
+
+class Mapped(InferenceDense):
+    """A weight that is never multiplied with."""
+
+    def __init__(self, layer: Linear, dtype: torch.dtype) -> None:
+        super().__init__(layer)
+        self._dtype = dtype
+        self._kept: Tensor | BlockRows | None = None
+
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:
+        if not isinstance(value, Tensor | BlockRows):
+            return False
+        self._kept = value
+        del self.layer.weight
+        size = (value if isinstance(value, Tensor) else value.data).nbytes
+        logger.info("%.2f GB of embeddings by layer are read row by row, from where they are stored", size / 1e9)
+        return True
+
+    @property
+    def stored(self) -> Tensor | None:
+        return super().stored if self._kept is None else None
+
+    def dense_weight(self) -> Tensor:
+        if self._kept is None:
+            return super().dense_weight()
+        return self.rows(torch.arange(self.layer.out_features))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        kept, where = self._kept, ids.device
+        if kept is None:
+            return super().rows(ids)
+        source = kept if isinstance(kept, Tensor) else kept.data
+        taken = source.index_select(0, ids.flatten().to(source.device))
+        if isinstance(kept, BlockRows):
+            taken = torch.from_numpy(dequantized(taken.numpy(), kept.kind))
+        return taken.to(where, self._dtype).view(*ids.shape, -1)
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        held = None if self._kept is None else ops.held_rows(self.rows, self.layer.out_features)
+        if held is not None:
+            self.layer.weight, self._kept = nn.Parameter(held, False), None
+        return self

@@ -1,0 +1,208 @@
+"""Gemma 4's assistants: small models that draft for it and have no keys and values of their own. All their layers read
+what the target's last layers of each kind have kept of the text, so there is nothing to roll back.
+
+A row joins the target's scaled embedding of a token with a hidden state: the target's last one before that token, or
+what the assistant made of the token before. Every row of a tree stands at the newest token's position and reads all of
+the text before it; what tells nodes apart are their token and hidden state.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.norm import RMSNorm
+from draftwing.layers.rope import Rope
+from draftwing.models.config import ModelConfig, from_hf
+from draftwing.models.decoder import DecoderLayer, DecoderModel, pack_layers
+from draftwing.models.dummy import fill_random
+from draftwing.models.fields import WIDEST, Fields
+from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.heads.base import DraftHead
+from draftwing.models.loader import fill_parameters
+from draftwing.models.weight_map import layer_names, named
+from draftwing.ops.attention import Attend
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+
+logger = logging.getLogger(__name__)
+_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+# Of clusters of tokens, by which others leave most of the vocabulary out: all of it is looked at here.
+_CLUSTERS = ("masked_embedding.centroids.weight", "masked_embedding.token_ordering")
+
+
+class AssistantHead(DraftHead, nn.Module):
+    """A `DraftHead` without layers in the pool. What a row hands on is its hidden state for the next one [target's
+    hidden], and behind it what logits are made of [own hidden]."""
+
+    lookahead = 1
+
+    def __init__(
+        self, config: ModelConfig, target: DecoderModel, dtype: torch.dtype, weight_format: WeightFormat = DENSE
+    ) -> None:
+        """config: of its layers, as if they had keys and values.  Raises CheckpointError for layers that cannot read
+        those of the target."""
+        super().__init__()
+        device, hidden, theirs = torch.device("meta"), config.hidden_size, target.config.hidden_size
+        self.config = replace(config, weight_format=weight_format, vocab_format=weight_format)
+        self.aux_layers, self.kv_layers = (target.final_aux_layer,), ()
+        self.vocab, self.width, self._theirs = target.config.vocab_size, theirs + hidden, theirs
+        self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
+        self.pre = Linear(2 * theirs, hidden, False, dtype, device, weight_format)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                replace(layer, mixer=replace(_attention(layer.mixer), kv_from=0), weight_format=weight_format),
+                _pool_layer(target, _attention(layer.mixer)), dtype, device,
+            )
+            for layer in config.layers
+        )  # fmt: skip
+        self.norm = RMSNorm(hidden, config.norm.eps, config.norm.dtype(dtype), device)
+        self.post = Linear(hidden, theirs, False, dtype, device, weight_format)
+        self.lm_head = Linear(hidden, self.vocab, False, dtype, device, weight_format)
+        rotates = [layer.mixer.rotates for layer in config.layers]
+        kinds = list(dict.fromkeys(kind for kind in rotates if kind is not None))
+        self.ropes = nn.ModuleList(Rope(config.ropes[rope], size, dtype) for rope, size in kinds)
+        self._rope_of = [kinds.index(kind) for kind in rotates if kind is not None]
+        self.ops: LayerOps = PLAIN
+
+    def set_max_positions(self, positions: int) -> None:
+        for rope in self.ropes:
+            made = cast(Rope, rope)
+            made.make(positions, made.table.dtype, self.norm.weight.device)
+
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        return F.pad(aux_hidden, (0, self.width - self._theirs))
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """positions [M]: of the newest key that a row reads, one before its own; attend: over the target's layers."""
+        assert features is not None
+        token = self._target[0].embedded(ids)
+        x = self.pre(self.ops.concat_columns(token, features[:, : self._theirs]))
+        turns = [cast(Rope, rope)(positions + 1, self.ops) for rope in self.ropes]
+        for one, rope in zip(self.layers, self._rope_of, strict=True):
+            layer = cast(DecoderLayer, one)
+            x = layer(x, *turns[rope], attend)
+            x = x if layer.end is None else layer.end(x, None)
+        x = self.norm(x)
+        return self.ops.concat_columns(self.post(x), x)
+
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        """Leaves nothing."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.ops.concat_columns(hidden[:, self._theirs :]))
+
+    def pack(self, ops: LayerOps) -> None:
+        """Lets every layer prepare for inference."""
+        self.ops = ops
+        pack_layers(self, ops, PackMode(draft_8bit=True))  # the target decides, whatever is drafted
+
+    def names(self) -> dict[str, ParamSlice]:
+        """Name in a published checkpoint -> slice."""
+        form, hidden = self.config.weight_format, self.config.hidden_size
+        table = named(form, "model.embed_tokens", "lm_head", 0, self.vocab)
+        table |= named(form, "pre_projection", "pre", 0, hidden)
+        table |= named(form, "post_projection", "post", 0, self._theirs)
+        table["model.norm.weight"] = ParamSlice("norm.weight", 0, hidden)
+        for i in range(self.config.num_layers):
+            own = layer_names(self.config, f"model.layers.{i}", f"layers.{i}", index=i)
+            table |= {name: part for name, part in own.items() if not _of_keys(name)}
+        return table
+
+
+def load_assistant(
+    path: str | Path,
+    target: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy: bool = False,
+    weight_format: WeightFormat = DENSE,
+) -> AssistantHead:
+    """The assistant in the folder `path` for `target`.  dummy: random weights from the config alone.  weight_format: of
+    its matrices.  Raises CheckpointError for another model, for one of another target, and for missing tensors."""
+    started, path = time.perf_counter(), Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"draft model: expected a folder, found none at {path}")
+    try:
+        head = AssistantHead(_config(read_json(path / "config.json"), target), target, dtype, weight_format)
+        if dummy:
+            fill_random(head, device)
+        else:
+            unread = {"lm_head.weight", *_CLUSTERS, *filter(_of_keys, layer_tensors(head.config))}
+            fill_parameters(head, head.names(), folder_tensors(path), device, unread)
+    except CheckpointError as error:
+        raise CheckpointError(f"draft model {path}: {error}") from None
+    logger.info(
+        "assistant %s: %.2f s; %d layers, which read pool layers %s of the target",
+        "made of random weights (load_format dummy)" if dummy else "loaded", time.perf_counter() - started,
+        head.config.num_layers, ", ".join(str(cast(DecoderLayer, one).mixer.pool_layer) for one in head.layers),
+    )  # fmt: skip
+    return head.requires_grad_(False)
+
+
+def layer_tensors(config: ModelConfig) -> list[str]:
+    """Returns the names of tensors of all layers, as if they had keys and values."""
+    return [name for i in range(config.num_layers) for name in layer_names(config, f"model.layers.{i}", "", index=i)]
+
+
+def _config(raw: Mapping[str, Any], target: DecoderModel) -> ModelConfig:
+    """Of its layers. raw: config.json."""
+    fields = Fields(raw, "config")
+    if fields.get("model_type") not in _TYPES:
+        raise CheckpointError(f"expected model_type {' or '.join(_TYPES)}, found {fields.get('model_type')!r}")
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    fields.whole("backbone_hidden_size", hidden, hidden)
+    own = fields.inner("text_config")
+    own.whole("vocab_size", vocab, vocab, 262144)
+    own.whole("hidden_size", high=WIDEST)
+    config = from_hf(
+        {
+            "max_position_embeddings": target.config.max_positions,
+            **dict(own.items()),
+            "architectures": ["Gemma4ForCausalLM"],
+            "num_kv_shared_layers": 0,  # what they read is the target's
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+        }
+    )
+    if config.experts is not None or config.quantization is not None:
+        raise CheckpointError("expected an assistant without experts, and not quantised")
+    return config
+
+
+def _attention(mixer: object) -> AttentionConfig:
+    assert isinstance(mixer, AttentionConfig)
+    return mixer
+
+
+def _pool_layer(target: DecoderModel, mixer: AttentionConfig) -> int:
+    """The pool layer of the target's last layer that has keys and values of its own and the same reach."""
+    layers = target.config.layers
+    for at in reversed(range(len(target.pool_owners))):
+        theirs = layers[target.pool_owners[at]].mixer
+        if not isinstance(theirs, AttentionConfig) or bool(theirs.window) != bool(mixer.window):
+            continue
+        if (theirs.kv_heads, theirs.head_dim, theirs.window) != (mixer.kv_heads, mixer.head_dim, mixer.window):
+            raise CheckpointError(
+                f"expected key/value heads, head size and window of the target, ({theirs.kv_heads}, {theirs.head_dim}, "
+                f"{theirs.window}), found ({mixer.kv_heads}, {mixer.head_dim}, {mixer.window})"
+            )
+        return at
+    raise CheckpointError("expected a target with layers of the same kinds: with windows, and without")
+
+
+def _of_keys(name: str) -> bool:
+    """Whether a tensor is of keys or values, which the layers have not."""
+    return ".self_attn.k_" in name or ".self_attn.v_" in name

@@ -1,0 +1,83 @@
+"""The text of Gemma 4 is the same with drafts as without: trees and chains of lookups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine.test_hybrid_models import texts
+from gemma4_models import KINDS, ON_GPU, reference
+from reference.learnable import ENGINE
+from tiny_checkpoint import VOCAB, write_tokenizer
+from torch import Tensor
+
+from draftwing import LLM, SamplingParams
+from draftwing.layers.mlp import GatedMLP
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.further(kind="dense", dtype=["float32", "auto"])
+@pytest.mark.further(kind=["per-layer", "experts"], dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
+    """auto: weights in blocks."""
+    reference(kind, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    plain = texts(tmp_path, "none", dtype)
+    assert all(len(set(ids)) > (3 if i % 2 else 10) for i, ids in enumerate(plain)), [len(set(i)) for i in plain]
+    for algorithm in ("NGRAM", "SUFFIX"):
+        assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+
+
+def test_keys_in_int8(tmp_path: Path) -> None:
+    """Of heads as large as the models'."""
+    reference("dense", **ON_GPU).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    plain = texts(tmp_path, "none", "auto", kv_cache_dtype="int8")
+    assert texts(tmp_path, "NGRAM", "auto", kv_cache_dtype="int8") == plain
+
+
+@pytest.mark.parametrize("kind", ["per-layer", "experts"])
+def test_text_equals_transformers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, of whose queries the last layers see those alone whose results are wanted."""
+    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False)
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    seen: list[int] = []
+    forward = GatedMLP.forward
+
+    def counted(self: GatedMLP, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        seen.append(len(x))
+        return forward(self, x, residual)
+
+    prompt = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(3)).tolist()
+    options = {**ENGINE, "dtype": "float32", "chunked_prefill_size": 40, "speculative_algorithm": "none"}
+    with LLM(str(tmp_path), **options) as llm:
+        monkeypatch.setattr(GatedMLP, "__call__", counted)
+        params = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+        found = llm.generate([prompt], params)[0].token_ids
+    ids = torch.tensor([prompt + found])
+    with torch.inference_mode():
+        expected = theirs(ids).logits[0, len(prompt) - 1 : -1].argmax(-1)
+    assert found == expected.tolist()
+    layers = theirs.config.num_hidden_layers
+    own = layers - theirs.config.num_kv_shared_layers
+    few = layers - own
+    assert seen[: 3 * own + few] == [*[40] * own, *[40] * own, *[10] * own, *[1] * few]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    """In float32 the text is a CPU's; where bits are promised drafts change nothing of it."""
+    reference(kind, **ON_GPU).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    assert texts(tmp_path, "none", "float32", device="cuda") == texts(tmp_path, "none", "float32")
+    exact = {"device": "cuda", "enable_deterministic_inference": True}
+    plain = texts(tmp_path, "none", "bfloat16", **exact)
+    for algorithm in ("NGRAM", "SUFFIX"):
+        assert texts(tmp_path, algorithm, "bfloat16", **exact) == plain, algorithm

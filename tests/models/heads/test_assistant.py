@@ -1,0 +1,101 @@
+"""Gemma 4's assistants against transformers: what they make of the target's keys and values, and of their states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gemma4_models import assistant_for, drafted, reference
+from hybrid_models import Pooled, tokens
+
+from draftwing.errors import CheckpointError
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.assistant import load_assistant
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+from draftwing.ops.attention import Batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["dense", "per-layer"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    folder, theirs = tmp_path_factory.mktemp("models"), reference(request.param)
+    helper = assistant_for(theirs)
+    theirs.save_pretrained(folder / "target")
+    helper.save_pretrained(folder / "assistant")
+    return theirs, helper, folder
+
+
+@pytest.mark.parametrize("native", [False, True])
+@torch.inference_mode()
+def test_logits_equal_transformers(both: tuple[Any, Any, Path], native: bool) -> None:
+    """Of a text longer than windows are."""
+    theirs, helper, folder = both
+    target, ops = load_model(folder / "target", torch.float32, "cpu"), make_ops(CPU)
+    head = load_assistant(folder / "assistant", target, torch.float32, "cpu")
+    head.set_max_positions(64)
+    target.pack(ops)
+    head.pack(ops)
+    ids = tokens(41)
+    pooled = Pooled(target, ops if native else None)
+    pooled.chunk(ids[:-1], 0)
+    hidden = target_hidden(theirs, ids)
+    newest = torch.tensor([39])
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    feature, token = head.features(hidden), ids[-1:]
+    for expected in drafted(theirs, helper, ids, 3):
+        batch = Batch(
+            torch.tensor([0]), token, newest, torch.tensor([0]), pooled.table, newest, zero.unsqueeze(2), zero + 1,
+            window=1, bound=41,
+        )  # fmt: skip
+        feature = head.run(token, newest, feature, 0, pooled.attn.bind(batch, 0))
+        found = head.logits(feature)
+        torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
+        token = found.argmax(-1)
+
+
+def target_hidden(theirs: Any, ids: torch.Tensor) -> torch.Tensor:
+    return theirs.model(ids[None, :-1]).last_hidden_state[:, -1]
+
+
+def test_layers_read_the_last_of_their_kind(both: tuple[Any, Any, Path]) -> None:
+    theirs, _, folder = both
+    target = load_model(folder / "target", torch.float32, "cpu")
+    head = load_assistant(folder / "assistant", target, torch.float32, "cpu")
+    own = [2, 2, 3] if theirs.config.num_kv_shared_layers == 0 else [2, 2, 1]
+    assert [layer.mixer.pool_layer for layer in head.layers] == own and not head.kv_layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"backbone_hidden_size": 32}, "backbone_hidden_size: expected 64, found 32"),
+        ({"model_type": "gemma4"}, "expected model_type gemma4_assistant"),
+        ({"text_config.vocab_size": 99}, "vocab_size: expected 101, found 99"),
+        ({"text_config.sliding_window": 9}, r"window of the target, \(2, 32, 20\), found \(2, 32, 9\)"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    theirs = reference("dense")
+    theirs.save_pretrained(tmp_path / "target")
+    assistant_for(theirs).save_pretrained(tmp_path / "assistant")
+    config = json.loads((tmp_path / "assistant/config.json").read_text())
+    for key, value in changes.items():
+        inner, _, name = key.rpartition(".")
+        (config[inner] if inner else config)[name] = value
+    (tmp_path / "assistant/config.json").write_text(json.dumps(config))
+    target: DecoderModel = load_model(tmp_path / "target", torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match=expected):
+        load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+
+
+def test_other_drafters_say_what_it_is(both: tuple[Any, Any, Path]) -> None:
+    _, _, folder = both
+    target = load_model(folder / "target", torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match="expected --speculative-algorithm FROZEN_KV_MTP"):
+        load_draft_head(folder / "assistant", target, "EAGLE3", torch.float32, "cpu")

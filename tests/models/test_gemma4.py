@@ -1,0 +1,197 @@
+"""Gemma 4 against transformers: heads by kind of layer, keys that are values or other layers', embeddings by layer,
+experts beside the MLP."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_quantised as tiny
+import torch
+from gemma4_models import KINDS, reference, write_gguf
+from hybrid_models import Pooled, on_two_ranks, tokens, whole_logits
+from safetensors.torch import load_file, save_file
+
+from draftwing.errors import CheckpointError
+from draftwing.kv.pool import KVSpec
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models.config import from_hf
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_config, load_model, mapped_bytes
+from draftwing.ops import make_ops
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, DecoderModel, Path]:
+    theirs, folder = reference(request.param), tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(folder)
+    return theirs, load_model(folder, torch.float32, "cpu"), folder
+
+
+@torch.inference_mode()
+def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:
+    theirs, model, _ = pair
+    ids = tokens(150)
+    expected = theirs(ids[None], output_hidden_states=True)
+    torch.testing.assert_close(whole_logits(model, ids), expected.logits[0], atol=1e-4, rtol=1e-4)
+
+
+def check_steps(theirs: Any, pooled: Pooled) -> None:
+    """Chunks, single tokens and a tree give the logits of the whole text."""
+    ids = tokens(40)
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0]
+    found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
+    # The text's tokens are nodes 0, 2 and 4; then two steps of one node follow.
+    drafted = ids[torch.tensor([21, 5, 22, 9, 23])]
+    found.append(pooled.tree(drafted, [-1, 0, 0, 2, 2], 21)[torch.tensor([0, 2, 4])])
+    pooled.accept(21, [0, 2, 4])
+    found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.further(native=False)
+@pytest.mark.parametrize("native", [False, True])
+def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path], native: bool) -> None:
+    theirs, _, folder = pair
+    model, ops = load_model(folder, torch.float32, "cpu"), make_ops(CPU)
+    model.pack(ops)
+    check_steps(theirs, Pooled(model, ops if native else None))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.usefixtures("mended_interpreter")
+def test_the_kernels_of_a_gpu_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:
+    ops_of = pytest.importorskip("draftwing.ops.triton.ops")
+    theirs, _, folder = pair
+    model, ops = load_model(folder, torch.float32, "cpu"), ops_of.TritonOps(CPU)
+    model.pack(ops)
+    check_steps(theirs, Pooled(model, ops))
+
+
+def test_two_ranks_have_shares(pair: tuple[Any, DecoderModel, Path]) -> None:
+    _, whole, folder = pair
+    ids = tokens(9)
+    torch.testing.assert_close(on_two_ranks(folder, make_ops(CPU), ids), whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
+
+
+def test_layers_that_read_others_keys_keep_nothing(tmp_path: Path) -> None:
+    reference("per-layer").save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    assert model.kv_layers == [KVSpec(1, 32), KVSpec(1, 64), KVSpec(1, 32)]
+    assert [layer.mixer.pool_layer for layer in model.layers] == [0, 1, 2, 1, 1]
+    assert [layer.mlp.down.in_features for layer in model.layers] == [96, 96, 96, 192, 192]
+
+
+@torch.inference_mode()
+def test_embeddings_by_layer_stay_where_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = reference("per-layer")
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO):
+        model = load_model(tmp_path, torch.float32, "cpu")
+    assert "are read row by row" in caplog.text
+    model.pack(ops := make_ops(CPU))
+    assert not any(name.startswith("per_layer.embed") for name, _ in model.named_parameters())
+    ids = tokens(30)
+    own = theirs.model.embed_tokens_per_layer.weight.float()
+    assert torch.equal(model.per_layer.embed.table.rows(ids), own[ids])
+    blocks = load_model(tmp_path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
+    assert torch.equal(blocks.per_layer.embed.table.rows(ids), own[ids])  # no other format is made of them
+
+
+@torch.inference_mode()
+def test_the_language_model_of_a_model_for_images_and_sound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As they are published: keys and values also of layers that do not read their own, and sizes in keys of old."""
+    theirs = reference("per-layer", attention_k_eq_v=False)
+    text = {**theirs.config.to_dict(), "global_head_dim": 64}
+    del text["per_layer_config"]
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "eos_token_id": [1, 106],
+        "text_config": {key: value for key, value in text.items() if key != "architectures"}, "vision_config": {},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    tensors = {f"model.language_model.{name.removeprefix('model.')}": value.clone() for name, value in
+               theirs.state_dict().items() if name != "lm_head.weight"}  # fmt: skip
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.language_model.layers.4.self_attn.{name}.weight"] = torch.zeros(2)
+    others = {f"model.{part}.x.weight": torch.zeros(2) for part in ("vision_tower", "audio_tower", "embed_vision")}
+    save_file({**tensors, **others}, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.INFO):
+        model = load_model(tmp_path, torch.float32, "cpu")
+    assert "3 tensors that read images or sound are left aside" in caplog.text and "not used" not in caplog.text
+    ids = tokens(40)
+    torch.testing.assert_close(whole_logits(model, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
+        ({"num_kv_shared_layers": 4}, "none of some among the first 1"),
+        ({"vocab_size_per_layer_input": 102}, "vocab_size_per_layer_input: expected vocab_size"),
+        ({"layer_types": ["full_attention"]}, "layer_types: expected one for each of 5 layers"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
+    config = {**reference("per-layer").config.to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    assert from_hf(config).per_layer == 64
+    with pytest.raises(CheckpointError, match=expected):
+        from_hf({**config, **changes})
+
+
+def test_stored_values_are_not_asked_for(tmp_path: Path) -> None:
+    """The matrix of keys is that of values, too, where a checkpoint has no other."""
+    reference("dense").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.1.self_attn.v_proj.weight" not in stored
+    qkv = load_model(tmp_path, torch.float32, "cpu").layers[1].mixer.qkv.weight
+    assert torch.equal(qkv[-128:-64], stored["model.layers.1.self_attn.k_proj.weight"])
+    assert torch.equal(qkv[-64:], qkv[-128:-64])
+
+
+@pytest.mark.slow
+@pytest.mark.further(name="fp8 block")
+@pytest.mark.parametrize("name", ["fp8 block", "awq"])
+@torch.inference_mode()
+def test_quantised_matrices(tmp_path: Path, name: str) -> None:
+    """Those of both kinds of layer, and of the embeddings by layer but for their table."""
+    config, write = tiny.FORMATS[name]
+    sizes = {"head_dim": 64, "global_head_dim": 64}  # of which groups are a part
+    theirs = reference("per-layer", **sizes, attention_k_eq_v=True, num_global_key_value_heads=1)
+    for part in ("quantised", "wide", "plain"):
+        theirs.save_pretrained(tmp_path / part)
+    wide = tiny.quantise(tmp_path / "quantised", config, lambda module: None if "norm" in module else write)
+    save_file(wide, tmp_path / "wide/model.safetensors")
+    ids = tokens(30)
+    found, expected, plain = (
+        whole_logits(load_model(tmp_path / part, torch.float32, "cpu"), ids) for part in ("quantised", "wide", "plain")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (found - plain).norm() > 0.01 * plain.norm()
+
+
+def test_what_is_mapped_is_not_counted(tmp_path: Path) -> None:
+    theirs = reference("per-layer")
+    theirs.save_pretrained(tmp_path)
+    file = write_gguf(tmp_path / "m.gguf", theirs)
+    size = theirs.model.embed_tokens_per_layer.weight.nbytes
+    assert [mapped_bytes(path, load_config(path)) for path in (tmp_path, file)] == [size, size]
+
+
+@pytest.mark.parametrize("stored", ["folder", "gguf"])
+@torch.inference_mode()
+def test_tokens_that_are_never_drawn(tmp_path: Path, stored: str) -> None:
+    """As the 12B's ends of images and of sound."""
+    theirs, ids = reference("dense"), tokens(20)
+    theirs.generation_config.suppress_tokens = [3, 90]
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path if stored == "folder" else write_gguf(tmp_path / "m.gguf", theirs, suppressed=[3, 90])
+    found, expected = whole_logits(load_model(path, torch.float32, "cpu"), ids), theirs(ids[None]).logits[0]
+    others = [i for i in range(101) if i not in (3, 90)]
+    torch.testing.assert_close(found[:, others], expected[:, others], atol=1e-4, rtol=1e-4)
+    assert found.isfinite().all() and not found.softmax(1)[:, [3, 90]].any()

@@ -1,0 +1,58 @@
+"""Gemma 4 in GGUF files, against transformers: as they are stored, and dequantised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gemma4_models import KINDS, Type, reference, write_gguf
+from gguf.quants import dequantize, quantize
+from hybrid_models import tokens, whole_logits
+
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.models.config import from_hf
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+from draftwing.ops.types import BlockRows
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_equals_transformers(tmp_path: Path, kind: str) -> None:
+    theirs = reference(kind)
+    model = load_model(write_gguf(tmp_path / "m.gguf", theirs), torch.float32, "cpu")
+    ids = tokens(60)
+    torch.testing.assert_close(whole_logits(model, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+    expected = from_hf({**theirs.config.to_dict(), "architectures": ["Gemma4ForCausalLM"]})
+    found = tuple(replace(layer, norm=expected.norm) for layer in model.config.layers)  # whose eps is in float32 there
+    assert found == expected.layers and model.config.soft_cap == expected.soft_cap
+    assert model.config.stop_ids == (0, 1)
+
+
+@pytest.mark.parametrize("table", [Type.Q6_K, Type.BF16, Type.Q8_0])
+@torch.inference_mode()
+def test_embeddings_by_layer_stay_in_the_file(tmp_path: Path, table: Type) -> None:
+    """Whatever the others become. The rows that are read are those of the whole table dequantised."""
+    theirs = reference("per-layer", hidden_size_per_layer_input=256)
+    own = theirs.model.embed_tokens_per_layer.weight
+    stored = quantize(own.numpy(), Type.Q8_0 if table == Type.Q6_K else table)
+    if table == Type.Q6_K:  # which gguf-py does not make: any bytes are some values
+        stored = torch.randint(0, 100, (101, 1280 // 256 * 210), dtype=torch.uint8).numpy()
+    values = torch.from_numpy(dequantize(stored, table))
+    file = write_gguf(tmp_path / "m.gguf", theirs, table=table, stored=stored)
+    ops, ids = make_ops(CPU), tokens(40)
+    for form in (DENSE, BlockFormat("Q8_0", ops)):
+        model = load_model(file, torch.float32, "cpu", weight_format=form)
+        op = model.per_layer.embed.table.op
+        assert isinstance(op._kept, BlockRows) and op._kept.data.shape == stored.shape
+        assert torch.equal(op.rows(ids), values[ids])
+        model.pack(ops)
+        assert torch.equal(model.per_layer.embed.table.rows(ids), values[ids])
+    whole = load_model(file, torch.float32, "cpu")
+    own.data.copy_(values)
+    torch.testing.assert_close(whole_logits(whole, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
