@@ -95,7 +95,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._next: Plan | None = None  # of prompts, planned with the plan before and not mixed with it
-        self._alone = False  # whether parts of prompts had no room beside the plan before
+        self._alone = False  # whether parts of prompts had no room beside the plan before: they are next
         self._shape = PLAIN  # of the newest step of those who decode
         self._prefills = PrefillBudget()
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
@@ -170,11 +170,10 @@ class Scheduler:
         plan = None
         self._await_masks()
         ready = self._ready()
-        mixes = self.config.mixes
-        if mixes is not None and ready and not self._alone and mixes(self._shape, len(ready)):
+        mixes, alone, self._alone = self.config.mixes, self._alone, False
+        if mixes is not None and ready and not alone and mixes(self._shape, len(ready)):
             return self._plan_both(ready, mixes)
-        self._alone = False
-        if not (self._prefilled and ready):  # prefill chunks and decode steps alternate
+        if alone or not (self._prefilled and ready):  # prefill chunks and decode steps alternate
             plan = self._plan_prefill(ready, self.config.chunk_tokens)
         if plan is None:
             plan = self._plan_tree()
