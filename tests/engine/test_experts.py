@@ -50,9 +50,9 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
     monkeypatch.setattr(mlp._ops, "route", lambda *args: (seen.append(route(*args)), seen[-1])[1])
     if whole is not None:  # routes in the same call as all the rest
 
-        def routed(x, residual, scatter):
+        def routed(x, residual, scatter, by):
             mlp._ops.route(mlp.router(x), Routing(2), None, False, scatter)
-            return whole(x, residual, scatter)
+            return whole(x, residual, scatter, by)
 
         monkeypatch.setattr(mlp, "_whole", routed)
     costs = StepCost((shape,), False)
