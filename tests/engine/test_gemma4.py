@@ -32,6 +32,14 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm
 
 
+@pytest.mark.parametrize("kind", ["per-layer", "experts"])
+def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str) -> None:
+    """In one forward, of which no layer leaves queries out."""
+    reference(kind, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    assert texts(tmp_path, "NGRAM", "auto", enable_mixed_chunk=True) == texts(tmp_path, "none", "auto")
+
+
 def test_keys_in_int8(tmp_path: Path) -> None:
     """Of heads as large as the models'."""
     reference("dense", **ON_GPU).save_pretrained(tmp_path)

@@ -45,9 +45,9 @@ def of_first(fields: Fields) -> Fields:
 
 def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """Returns the layers; layer: one without a window.  fields: as they are in the file."""
-    windowed = _list(fields, "attention.sliding_window_pattern", count, "?")
+    windowed = _flags(fields, "attention.sliding_window_pattern", count)
     shared = fields.whole("attention.shared_kv_layers", 0, count - 1, 0)
-    heads, widths = _list(fields, _HEADS, count, "iu"), _list(fields, _WIDTH, count, "iu")
+    heads, widths = _numbers(fields, _HEADS, count), _numbers(fields, _WIDTH, count)
     swa = fields.whole("attention.key_length_swa", 1, WIDEST)
     fields.whole("attention.value_length_swa", swa, swa, swa)
     fields.whole("rope.dimension_count_swa", swa, swa, swa)
@@ -66,14 +66,28 @@ def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tu
     return tuple(made)
 
 
-def _list(fields: Fields, key: str, count: int, kinds: str) -> list[Any]:
-    """A value for each layer, of which there may be one for all. kinds: of arrays, as numpy has them."""
+def _each(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
+    """The first `count` values of an array of one of numpy's kinds; None where it is no array."""
     value = fields.get(key)
     if not isinstance(value, np.ndarray):
-        return [bool(value) if kinds == "?" else fields.whole(key, 1, WIDEST)] * count
-    if value.dtype.kind not in (kinds if kinds != "?" else "?iub") or len(value) < count:
+        return None
+    if value.dtype.kind not in kinds or len(value) < count:
         raise fields.unlike(key, f"one for each of {count} layers")
-    found = [bool(one) if kinds == "?" else int(one) for one in value[:count].tolist()]
-    if kinds != "?" and not all(0 < one <= WIDEST for one in found):
+    found: list[Any] = value[:count].tolist()
+    return found
+
+
+def _numbers(fields: Fields, key: str, count: int) -> list[int]:
+    """A number for each layer; there may be one for all."""
+    found = _each(fields, key, count, "iu")
+    if found is None:
+        return [fields.whole(key, 1, WIDEST)] * count
+    if not all(0 < one <= WIDEST for one in found):
         raise fields.unlike(key, f"numbers from 1 to {WIDEST}")
     return found
+
+
+def _flags(fields: Fields, key: str, count: int) -> list[bool]:
+    """Whether something is so of each layer; there may be one for all, or none: no."""
+    found = _each(fields, key, count, "biu")
+    return [fields.flag(key)] * count if found is None else [bool(one) for one in found]

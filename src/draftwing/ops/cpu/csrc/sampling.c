@@ -378,13 +378,12 @@ INLINE int32_t *counts_of(const Draw *d, const Drawer *who) { return (int32_t *)
 INLINE int32_t *found_of(const Draw *d, const Drawer *who) { return (int32_t *)who->scratch + 4 * d->padded; }
 INLINE int64_t newest_of(const Draw *d, int64_t row) { return d->positions[row * d->nodes]; }
 
-/* Counts the text of another row. -1: of none */
+/* Counts the text of another row. */
 static void turn_to(const Draw *d, Drawer *who, int64_t row) {
     int32_t *counts = counts_of(d, who), *found = found_of(d, who);
     if (who->row == row) return;
     for (int64_t i = 0; i < who->distinct; i++) counts[found[i]] = 0;
-    who->row = row, who->distinct = 0;
-    if (row < 0) return;
+    who->row = row;
     if (!who->cleared) memset(counts, 0, (size_t)d->padded * 4);
     who->cleared = 1;
     who->distinct = count_text(d->edits, row, newest_of(d, row), counts, found);
@@ -425,7 +424,6 @@ static void draw_some(void *data) {
         else if (d->half) draw_half(d, i, i * d->vocab, who.scratch);
         else draw_float(d, i, i * d->vocab, who.scratch);
     }
-    if (d->edits) turn_to(d, &who, -1);
 }
 
 /* rows, batch; seed, kv_len, floats [R, 3], top_k, ban_until, ban_ids [R, bans], bans; ahead; seed, position (kv_len +
