@@ -44,6 +44,9 @@ class Case(NamedTuple):
     groups: tuple[int, int] = (0, 0)  # and of them those that are chosen; of sigmoids
     wide: bool = False  # the router
     scale: float = 1.0
+    beside: bool = (
+        False  # as Gemma 4's: GELU, weights of rows with a factor of each expert, a router that reads another
+    )
 
     @property
     def routing(self) -> Routing:
@@ -66,6 +69,7 @@ CASES = {
     "groups of one, half": Case(count=6, top_k=2, groups=(6, 3), dtype=torch.bfloat16, wide=True),
     "scaled": Case(scale=0.5),
     "odd number": Case(count=21, top_k=5),
+    "gemma4": Case(count=21, top_k=5, beside=True),
 }
 
 
@@ -88,6 +92,8 @@ class Mixture:
         biases = self.biases if case.biases else (None, None)
         bias = self.router_bias if case.biases else None
         more = biases, case.routing, case.limit
+        self.scales = torch.rand(count, generator=self._random) + 0.5 if case.beside else None
+        more = *more, self.scales, case.beside
         self.weights = MixtureWeights(self.router, bias, self.correction, gemms[0], gemms[1], *more)
 
     def some(self, *shape: int) -> Tensor:
@@ -106,11 +112,13 @@ class Mixture:
         assert found is not None
         return found
 
-    def exact(self, x: Tensor, residual: Tensor | None) -> Array:
-        """Row by row, as such layers are described; what GEMMs read is rounded to 8 bits."""
+    def exact(self, x: Tensor, residual: Tensor | None, by: Tensor | None = None) -> Array:
+        """Row by row, as such layers are described; what GEMMs read is rounded to 8 bits. by: what the router reads,
+        None: x."""
+        read = (x if by is None else by).double().numpy()
         case, found = self.case, []
         for i, row in enumerate(x.double().numpy()):
-            logits = self.router.double().numpy() @ row
+            logits = self.router.double().numpy() @ read[i]
             logits += self.router_bias.double().numpy() if case.biases else 0
             order, odds = self.routed(logits)
             total = np.zeros(case.hidden) if residual is None else residual[i].double().numpy()
@@ -131,7 +139,7 @@ class Mixture:
             every = np.isin(np.arange(case.count) // (case.count // groups), best)
         order = sorted(np.flatnonzero(every).tolist(), key=lambda e: (-scores[e], e))[: case.top_k]
         whole = odds[order].sum() if case.renormalise else 1 if case.groups[0] else odds.sum()
-        return order, odds / whole * case.scale
+        return order, odds / whole * case.scale * (1 if self.scales is None else self.scales.double().numpy())
 
     def _expert(self, expert: int, row: Array) -> Array:
         case = self.case
@@ -140,6 +148,8 @@ class Mixture:
         if case.limit:
             gate, up = np.minimum(gate, case.limit), np.clip(up, -case.limit, case.limit)
             inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        elif case.beside:
+            inner = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
         else:
             inner = gate / (1 + np.exp(-gate)) * up
         found: Array = self.downs[expert] @ in_8_bits(inner) + biases[1]
@@ -168,7 +178,9 @@ def mixture(ops: CpuOps, request: pytest.FixtureRequest) -> Mixture:
 def test_mixtures(ops: CpuOps, mixture: Mixture, rows: int) -> None:
     x = mixture.some(rows, mixture.case.hidden)
     residual = mixture.some(rows, mixture.case.hidden) if rows > 1 else None
-    found, exact = mixture.made(ops)(x, residual, None), mixture.exact(x, residual)
+    by = mixture.some(rows, mixture.case.hidden) if mixture.case.beside else None
+    found = mixture.made(ops)(x, residual, None, by)
+    exact = mixture.exact(x, residual, by)
     assert found.dtype == x.dtype
     size = np.linalg.norm(exact - (0 if residual is None else residual.double().numpy()), axis=1)
     off = np.linalg.norm(found.double().numpy() - exact, axis=1) / size

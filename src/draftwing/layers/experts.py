@@ -62,17 +62,18 @@ class ExpertMLP(nn.Module):
         """When the parts are packed."""
         self._ops, self._exact = ops, mode.deterministic
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
-        if gate_up and down and self._ranks.size == 1 and self.scale is None and not self._gelu:
+        if gate_up and down and self._ranks.size == 1:
             router = self.router.dense_weight(), self.router.bias, self.correction
             more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
-            self._whole = ops.whole_mixture(MixtureWeights(*router, gate_up, down, *more))
+            scales = None if self.scale is None else self.scale.detach().float()
+            self._whole = ops.whole_mixture(MixtureWeights(*router, gate_up, down, *more, scales, self._gelu))
 
     def forward(self, x: Tensor, residual: Tensor | None = None, by: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added; by [M, hidden]: what experts are chosen by, None: x
         -> [M, hidden]"""
         residual = self._with_shared(x, residual)
         if self._whole is not None:
-            return self._whole(x, residual, self.scatter)
+            return self._whole(x, residual, self.scatter, by)
         inner, routed = self._inner(x, by)
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)

@@ -178,14 +178,16 @@ class MixtureWeights(NamedTuple):
     biases: tuple[Tensor | None, Tensor | None]  # of all: [count * 2 * ffn], [count * hidden]
     routing: Routing
     limit: float  # as `ExpertGemm.gated` has it
+    scales: Tensor | None = None  # [count] float32: what weights of rows are multiplied with
+    gelu: bool = False  # whether gates are GELU's
 
 
 class WholeMixture(Protocol):
     """A mixture in one call."""
 
-    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None) -> Tensor:
-        """x [M, hidden], residual [M, hidden] -> [M, hidden], all of one dtype; scatter as `ExpertOps.route` has it. A
-        row has the same bits in any batch."""
+    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None, by: Tensor | None = None) -> Tensor:
+        """x [M, hidden], residual [M, hidden] -> [M, hidden], all of one dtype; scatter as `ExpertOps.route` has it; by
+        [M, hidden]: what the router reads, None: x. A row has the same bits in any batch."""
         ...
 
 

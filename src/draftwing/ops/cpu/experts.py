@@ -70,13 +70,16 @@ class NativeMixture:
         assert all(gemm.inputs == self.ffn and gemm.outputs == self.hidden for gemm in downs)
         assert weights.router.shape == (self.count, self.hidden)
         # Addresses go stale where a module's weights are moved, so what holds their memory is not the module's tensors.
-        tensors = (weights.router, weights.router_bias, weights.correction, *weights.biases)
-        own = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
+        tensors = (weights.router, weights.router_bias, weights.correction, *weights.biases, weights.scales)
+        *own, scales = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
         assert all(tensor is None or tensor.dtype == self.dtype for tensor in own[3:])
+        assert scales is None or (scales.dtype == torch.float32 and scales.shape == (self.count,))
+        assert not (weights.gelu and weights.limit)
         assert weights.router.dtype in (self.dtype, torch.float32)
         assert weights.correction is None or weights.correction.dtype == torch.float32
         assert self.routing.sigmoid == (weights.correction is not None)
-        self._held = own, ups, downs
+        self._held = own, scales, ups, downs
+        self._more = 0 if scales is None else scales.data_ptr(), weights.gelu
         router, bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in own[:3])
         self._router = router, bias, weights.router.dtype == torch.bfloat16, correction
         numbers = []
@@ -85,13 +88,15 @@ class NativeMixture:
                 numbers += [gemm.parts, 0 if added is None else added[expert * gemm.outputs :].data_ptr()]
         self._weights = torch.tensor(numbers)
 
-    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None, by: Tensor | None = None) -> Tensor:
         rows, workers = len(x), self._workers
         assert x.dtype == self.dtype and x.shape[1] == self.hidden
         x, out = x.contiguous(), x.new_empty(rows, self.hidden)
         if residual is not None:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
+        by = x if by is None else by.contiguous()
+        assert by.shape == x.shape and by.dtype == x.dtype
         half, count, routing = x.dtype == torch.bfloat16, self.count, self.routing
         sizes = count, routing.top_k, self.hidden, self.ffn
         size = self.raw.experts_spare(min(rows, _SLICE), half, *sizes, workers.most)
@@ -102,6 +107,7 @@ class NativeMixture:
                     out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
                     min(rows - start, _SLICE), half, 0 if scatter is None else scatter.data_ptr(), *self._router,
                     count, routing.top_k, routing.renormalise, routing.groups, routing.top_groups, self.hidden,
-                    self.ffn, self._weights.data_ptr(), spare.data_ptr(), workers.address, self.limit, routing.scale,
+                    self.ffn, self._weights.data_ptr(), spare.data_ptr(), workers.address, by.data_ptr() + at,
+                    *self._more, self.limit, routing.scale,
                 )  # fmt: skip
         return out

@@ -23,12 +23,13 @@ typedef struct {
 
 typedef struct {
     Team team;
-    const void *x, *residual, *router, *router_bias;
+    const void *x, *by, *residual, *router, *router_bias; /* by: what the router reads, mostly x */
     void *out;
     int64_t rows, half, router_half; /* router_half: of the router and its logits; it is in float32 else */
     const int32_t *scatter;          /* not 0: rows choose anything */
     const float *correction;         /* of each expert: joins its sigmoid in the choice; 0: scores are a softmax */
-    int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn;
+    const float *scales;             /* of each expert: what its shares are multiplied with, or 0 */
+    int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn, gelu; /* gelu: in place of silu */
     const int64_t *weights; /* of each expert: blocks and bias of gates and ups, blocks and bias of down */
     float limit, scale;     /* of gates and ups, 0: none, and silu; of shares */
     /* On the way; pairs by row and choice: */
@@ -52,7 +53,7 @@ INLINE void logits_of(const Mixture *j, int64_t i, int64_t from, int64_t to, con
         const int64_t count = to - e < AT_ONCE ? to - e : AT_ONCE;
         vf sums[AT_ONCE] = {{0}};
         for (int64_t c = 0; c < n; c += LANES) {
-            const vf x = load(j->x, i * n + c, LANES, half);
+            const vf x = load(j->by, i * n + c, LANES, half);
             for (int l = 0; l < AT_ONCE; l++)
                 sums[l] += x * load(j->router, (e + (l < count ? l : 0)) * n + c, LANES, router_half);
         }
@@ -110,6 +111,8 @@ static void leave_groups(const Mixture *j, const float *scores, float *sums, cha
     }
 }
 
+INLINE float scale_of(const Mixture *j, int64_t expert) { return j->scale * (j->scales ? j->scales[expert] : 1); }
+
 /* Of row i the experts with the largest scores, the lower one of equals, and their shares. Scores are logits, and shares
    those of the softmax of all, or of those chosen; or sigmoids, which the corrections join in the choice alone. Experts
    are different ones whatever the logits are. */
@@ -136,7 +139,7 @@ static void route(const Mixture *j, int64_t i, float *scores) {
     if (j->correction) {
         for (int64_t c = 0; c < k; c++) sum += best[c] = of[chosen[c]];
         sum = j->renormalise ? sum + TINY : 1;
-        for (int64_t c = 0; c < k; c++) share[c] = best[c] / sum * j->scale;
+        for (int64_t c = 0; c < k; c++) share[c] = best[c] / sum * scale_of(j, chosen[c]);
         return;
     }
     const float top = best[0];
@@ -147,7 +150,7 @@ static void route(const Mixture *j, int64_t i, float *scores) {
         for (int64_t l = c; l < c + LANES && l < size; l++) sum += of[l];
     }
     if (!(fabsf(top) < INFINITY)) sum = NAN;
-    for (int64_t c = 0; c < k; c++) share[c] = of[j->renormalise ? c : chosen[c]] / sum * j->scale;
+    for (int64_t c = 0; c < k; c++) share[c] = of[j->renormalise ? c : chosen[c]] / sum * scale_of(j, chosen[c]);
 }
 
 /* Puts pairs in the order of their experts, and of rows. */
@@ -208,7 +211,7 @@ static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) 
     const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, gate_up, 2 * ffn);
     multiply_blocks(&p, from, to);
     multiply_blocks(&p, ffn + from, ffn + to);
-    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half};
+    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half, .gelu = j->gelu};
     for (int64_t i = 0; i < g->rows; i++) {
         if (j->limit != 0) clamped(&gates, i, from, to, j->limit);
         else silu_part(&gates, i, from, to);
@@ -321,10 +324,11 @@ PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t giv
 
 /* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all), scatter or 0, router [count, hidden], its
    bias [count] or 0, router_half (of both), correction [count] float32 or 0, count, top_k, renormalise, groups,
-   top_groups, hidden, ffn, weights, spare, workers; limit, scale. hidden and ffn are multiples of 32. */
+   top_groups, hidden, ffn, weights, spare, workers, by [rows, hidden], scales [count] float32 or 0, gelu; limit, scale.
+   hidden and ffn are multiples of 32. */
 PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[20];
-    if (!numbers(args, given - 2, 20, n)) return NULL;
+    int64_t n[23];
+    if (!numbers(args, given - 2, 23, n)) return NULL;
     Mixture job = {.out = POINTER(n[0]),
                    .x = POINTER(n[1]),
                    .residual = POINTER(n[2]),
@@ -343,8 +347,11 @@ PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .hidden = n[15],
                    .ffn = n[16],
                    .weights = POINTER(n[17]),
-                   .limit = (float)PyFloat_AsDouble(args[20]),
-                   .scale = (float)PyFloat_AsDouble(args[21])};
+                   .by = POINTER(n[20]),
+                   .scales = POINTER(n[21]),
+                   .gelu = n[22],
+                   .limit = (float)PyFloat_AsDouble(args[23]),
+                   .scale = (float)PyFloat_AsDouble(args[24])};
     if (PyErr_Occurred()) return NULL;
     Workers *workers = POINTER(n[19]);
     place_at(&job, POINTER(n[18]), workers->most);
