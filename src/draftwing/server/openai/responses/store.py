@@ -114,7 +114,6 @@ class ResponseStore:
             share.bytes += stored.size
             for item in stored.ids:
                 share.by_item.setdefault(item, stored.id)
-            self._expire()
             while self.bytes > self._max_bytes:
                 self._drop(max(self._shares.values(), key=lambda share: share.bytes))
             while len(self) > self._max_responses:
