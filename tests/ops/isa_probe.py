@@ -23,7 +23,7 @@ from torch import Tensor
 from draftwing.kv.pool import KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
-from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.attention import Batch, ChunkSpan, HeadNorms
 from draftwing.ops.contracts import FewRowsGemm, MixtureWeights, Routing
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.row_states import DeltaSpec
@@ -79,6 +79,8 @@ def norms(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 def gated(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     for ffn, scale in ((96, 1.0), (1000, 40.0)):
         yield ops.silu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
+        yield ops.gelu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
+        yield ops.soft_cap(made.floats(dtype, 5, ffn, scale=scale), 30.0)
 
 
 @case
@@ -122,6 +124,7 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
         pool = KVPool([KVSpec(kv_heads, dim)], 700, pool_dtype, torch.device("cpu"))
         backend, table = ops.attention(pool), torch.arange(1, 701).view(1, 700)
         cos_sin = rope_table(RopeConfig(), dim, 700, dtype, "cpu")
+        norms = None if dim < 128 else HeadNorms(made.floats(dtype, dim), made.floats(dtype, dim), 1e-6, values=True)
         spans = [(0, 150), (150, 400)]
         batches = [
             (torch.arange(start, end), dict(chunks=(ChunkSpan(0, 0, start, end - start),), prefix_len=NONE))
@@ -143,7 +146,7 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
             batch = Batch(torch.tensor([0]), NONE, positions, slots, table, bound=700, **how)
             qkv = made.floats(dtype, count, heads + 2 * kv_heads, dim, scale=1.5)
             cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
-            yield backend.bind(batch, 0).fused(0, qkv, cos, sin)
+            yield backend.bind(batch, 0).fused(0, qkv, cos, sin, norms)
         yield pool.kv[0][1:408]
 
 
@@ -207,7 +210,8 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         router = router.float() if routing.sigmoid else router
         bias = None if routing.sigmoid else bias
         ups, downs = gemms(2 * ffn, hidden), gemms(hidden, ffn)
-        mixture = ops.whole_mixture(MixtureWeights(router, bias, correction, ups, downs, biases, routing, limit))
+        more = (None, False) if limit else (made.floats(torch.float32, count), True)
+        mixture = ops.whole_mixture(MixtureWeights(router, bias, correction, ups, downs, biases, routing, limit, *more))
         assert mixture is not None
         for rows in (1, 37):
             yield mixture(made.floats(dtype, rows, hidden), made.floats(dtype, rows, hidden), None)
