@@ -16,16 +16,16 @@ serve: $(VENV)/.installed
 
 # torch and OpenMP with one thread each. Three processes are for two cores, since tests wait for servers now and then:
 # `JOBS` for more. They begin files in the order of tests/conftest.py. Bytecode is kept even where the environment is not
-# for it: to compile the tests takes 8 s.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# for it: to compile the tests takes a process 8 s.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 # Types are checked during the tests, for the first time takes half a minute; tests that measure time come afterwards,
 # with nothing else running. pytest ends with 5 where there is no test to run: `ARGS` may choose none of one kind.
 define TESTS
 @$(BIN)/mypy & mypy=$$!; timing=0; \
-$(PYTEST) --forks $(or $(JOBS),$(if $(2),3,2)) -m "not timing and $(1)" $(ARGS); tests=$$?; \
+$(PYTEST) --numprocesses $(or $(JOBS),$(if $(2),3,2)) -m "not timing and $(1)" $(ARGS); tests=$$?; \
 wait $$mypy; types=$$?; \
-$(if $(2),echo "tests that measure time:"; $(PYTEST) -m "timing and $(1)" $(ARGS); timing=$$?;) \
+$(if $(2),echo "tests that measure time:"; $(PYTEST) --numprocesses 0 -m "timing and $(1)" $(ARGS); timing=$$?;) \
 echo "exit codes: types $$types, tests $$tests, tests that measure time $$timing"; \
 case "$$types $$tests $$timing" in "0 0 0" | "0 0 5" | "0 5 0") ;; *) exit 1 ;; esac
 endef
@@ -39,7 +39,7 @@ test-all: style
 
 # Several servers behind Ray Serve and behind smg, on this machine: some minutes, and 600 MB of packages the first time.
 test-cluster: $(VENV)/.installed-cluster
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster tests/test_kubernetes.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 0 tests/cluster tests/test_kubernetes.py $(ARGS)
 
 # Other people's client programs against a server here, see docs/integrations.md: a gigabyte of packages the first time.
 # `ARGS=--newest`, `ARGS="--model smollm2"`, `ARGS="codex opencode"`.

@@ -1,6 +1,6 @@
 """Speed of the engine on a CPU in two checkouts, in turn, run by run: rows of `engine_cpu.py` for each.
 
-    python benchmarks/two_builds.py OLD NEW [--seconds 90] [--rows none:chat0,none:batch16,NGRAM:copy1,default:chat1]
+    python benchmarks/two_builds.py OLD NEW [--seconds 90] [--rows none:chat0,NGRAM:copy1,default:chat3]
 
 OLD and NEW are folders of checkouts, each with its C extension built in place. Both load the default model, one after
 the other, and whichever has no turn is stopped. A row is who drafts and what is asked: `chat0`, a question; `copy1`, a
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-ROWS = "none:chat0,none:batch16,none:prefill500,NGRAM:copy0,NGRAM:copy1,NGRAM:copy2,NGRAM:chat2,default:chat1,default:chat3"
+ROWS = "none:chat0,none:batch16,none:prefill500,NGRAM:copy0,NGRAM:copy1,NGRAM:copy2,NGRAM:chat2,default:chat1"
 BUILD = """
 import sys
 root, rows, threads = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])

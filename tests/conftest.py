@@ -28,7 +28,6 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec import build
 
-pytest_plugins = ["forks"]
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 LONGEST = "tests/test_soak.py"
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file

@@ -57,8 +57,11 @@ def imports(module: str) -> list[Import]:
 
 def _imports(node: ast.AST, deferred: bool, typing: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
-        inside = deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for_types = typing or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+        if isinstance(child, ast.expr):  # which has no statements
+            continue
+        inside = deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        test = getattr(child, "test", None)
+        for_types = typing or (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING")
         names: list[str] = []
         if isinstance(child, ast.Import):
             names = [alias.name for alias in child.names]

@@ -100,6 +100,8 @@ def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.further(kind="qwen3-next", name="fp8 block")
+@pytest.mark.further(kind="qwen3.5-moe", name="gptq")
 @pytest.mark.parametrize("kind", [*SOME, "qwen3.5-even"])
 @pytest.mark.parametrize("name", ["", "fp8 block", "gptq"])
 def test_shares_of_ranks_are_the_whole(tmp_path: Path, kind: str, name: str) -> None:
@@ -126,6 +128,8 @@ def test_what_cannot_be_spread(tmp_path: Path) -> None:
 @pytest.mark.further(form="dense", name=["fp8 tensor", "gptq", "compressed int4"])
 @pytest.mark.further(form="groups", name=["fp8 tensor", "compressed int4"])
 @pytest.mark.further(form="blocks", name=["fp8 block", "awq", "gptq"])
+@pytest.mark.further(kind="qwen3-next", name=["fp8 block", "awq"])
+@pytest.mark.further(kind="qwen3.5-moe", name=["gptq", "compressed int4"])
 @pytest.mark.parametrize("form", ["dense", "groups", "blocks"])
 @pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "awq", "gptq", "compressed int4"])
 @pytest.mark.parametrize("kind", SOME)

@@ -36,6 +36,7 @@ def expression(rng: random.Random, depth: int = 2) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.further(seed=[2, 3, 4, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_what_ends_an_answer_does_not_depend_on_where_its_pieces_end(seed: int) -> None:
     rng = random.Random(seed)

@@ -96,6 +96,7 @@ def plans() -> list[Plan]:
         lagging=frozenset([SHAPE]),
         deferral=DraftDeferral(64, 16),
         states=StateSizes(24, 8, 4),
+        mixes=lambda shape, rows: rows == 1,
     )
     sched = Scheduler(config, policy, spans)
     device = ToyDevice(8, 60, lookahead=0, tail=0, lagging=config.lagging, with_states=True)
@@ -108,9 +109,10 @@ def plans() -> list[Plan]:
             if plan is None:  # a mask that another thread makes is not there yet
                 time.sleep(0.001)
                 continue
-            found.append(plan)
+            found += plan.parts
             device.launch(plan)
-            sched.commit(plan, device.wait())
+            for part in plan.parts:
+                sched.commit(part, device.wait())
     return found
 
 

@@ -1,20 +1,9 @@
 """Names that options may have as values. `-` and `_` spellings are those of SGLang's and vLLM's users."""
 
 REASONING_PARSERS = (
-    "deepseek-r1",
-    "deepseek_r1",
-    "deepseek-v3",
-    "deepseek_v3",
-    "glm45",
-    "interns1",
-    "kimi",
-    "kimi_k2",
-    "mimo",
-    "mistral",
-    "qwen3",
-    "qwen3-thinking",
-    "step3",
-)
+    "deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "glm45", "interns1", "kimi", "kimi_k2",
+    "mimo", "mistral", "qwen3", "qwen3-thinking", "step3",
+)  # fmt: skip
 TOOL_CALL_PARSERS = ("hermes", "json", "llama3", "llama3_json", "mistral", "qwen", "qwen25", "qwen3")
 HARMONY_PARSERS = ("gpt-oss", "openai", "openai_gptoss")  # of reasoning and of calls, which are one format
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")

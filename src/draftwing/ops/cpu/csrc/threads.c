@@ -28,8 +28,8 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define SECOND 1000000000LL /* ns */
 #define GRACE 100000        /* ns that a thread of a call may be late: to wake it takes some 50 us */
 #define WATCHED 100         /* us: calls that take less are not watched, which takes some 3 us */
-#define CREDIT 5000000      /* ns that may be lost after a long time without a loss: a slice of some other program */
-#define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20, 40, 80 */
+#define CREDIT 5000000      /* ns that may be lost after a long time without a loss; swept: 2, 5, 15 ms */
+#define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20 to 80 */
 #define LONGEST (5 * SECOND) /* without a try */
 
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);

@@ -114,7 +114,6 @@ class ResponseStore:
             share.bytes += stored.size
             for item in stored.ids:
                 share.by_item.setdefault(item, stored.id)
-            self._expire()
             while self.bytes > self._max_bytes:
                 self._drop(max(self._shares.values(), key=lambda share: share.bytes))
             while len(self) > self._max_responses:
@@ -171,7 +170,7 @@ class ResponseStore:
         self._timer = None
         with self._lock:
             self._expire()
-            holds = bool(self._shares)
+            holds = len(self) > 0
         if holds:
             self.watch()
 
@@ -201,4 +200,3 @@ class ResponseStore:
         for share in self._shares.values():
             while share.responses and now - next(iter(share.responses.values()))[1] >= self._seconds:
                 self._drop(share)
-        self._shares = {name: share for name, share in self._shares.items() if share.responses}
