@@ -132,8 +132,8 @@ def test_its_seconds_are_nobodys_price() -> None:
     assert sched._prefills.seconds(mixed.parts[-1].chunks) <= max(known, 2.0)
 
 
-def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
-    """It was planned for a few rows more: of those some wait for their share of the time."""
+def not_as_expected() -> Scheduler:
+    """Of a step that turns out not to be mixed: it was expected to have another shape, or a few rows more."""
     asked: list[int] = []
 
     def mixes(shape: object, rows: int) -> bool:
@@ -143,7 +143,22 @@ def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
     sched = make(mixes=mixes)
     sched.submit(req("a", new=30))
     turn(sched)
+    return sched
+
+
+def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
+    sched = not_as_expected()
     sched.submit(req("b", length=40, first=100))
     plans = [turn(sched) for _ in range(6)]
     assert [plan.kind for plan in plans] == ["tree", "prefill"] * 3 and not any(plan.mixed for plan in plans)
     assert [plan.step for plan in plans] == [*range(1, 7)]
+
+
+def test_after_such_a_step_no_plan_is_of_who_is_gone() -> None:
+    sched = not_as_expected()
+    sched.submit(req("b", length=10, first=100))
+    assert turn(sched).kind == "tree"
+    sched.abort("b")
+    assert uids(sched, turn(sched)) == ["a"]
+    sched.abort("a")
+    assert sched.flush_cache() and sched.plan() is None
