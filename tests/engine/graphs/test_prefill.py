@@ -156,3 +156,8 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
 
     assert rig.answer(prompts[:2], params[:2], between=between).tokens == expected.tokens
     assert counts[0] > 0 and rig.stats.mixed == sum(counts)
+
+
+def test_nothing_is_mixed_where_no_graph_has_as_few_queries(harness, model, monkeypatch):
+    rig = rig_of(harness, model, monkeypatch, (16,), size=8, mixed=True)
+    assert not rig.executor.mixes(PLAIN, 1) and rig.executor.prefills.planned == 1
