@@ -264,7 +264,10 @@ class Executor:
         whole = special or edited  # rows that ask for more get whole trees
         key = None
         if known and not (whole and plan.shape.verified):
-            key = self.graphs.key(plan.shape, len(plan.rows)) if not plan.mixed else Key(PLAIN, size) if size else None
+            if not plan.mixed:
+                key = self.graphs.key(plan.shape, len(plan.rows))
+            elif size:
+                key = Key(PLAIN, size)
         drafts = plan.shape.depth > 0
         self._steps += drafts
         if drafts and self._steps % FORGET_EVERY == 0:
