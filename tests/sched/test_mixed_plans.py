@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import PLAIN, Plan, StepResult
-from draftwing.requests.request import GenerationRequest
+from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req, ReqState
@@ -77,6 +77,21 @@ def test_who_decodes_fills_the_step() -> None:
     sched.submit(req("long", length=6, first=900))
     kinds = [turn(sched) for _ in range(6)]
     assert [plan.kind for plan in kinds] == ["tree", "prefill"] * 3 and not any(plan.mixed for plan in kinds)
+
+
+@pytest.mark.parametrize(("asked", "queries"), [(None, 2), (LogprobParams(1), 8)])
+def test_whole_trees_leave_less_room(asked: LogprobParams | None, queries: int) -> None:
+    """Rows that ask for more than drafts have all of their nodes verified."""
+    tree = TreeShape(3, 2, 8, 2)
+    config = SchedulerConfig(400, 6, 8, 16, initial_confidence=1, mixes=lambda shape, rows: True)
+    sched = Scheduler(config, FixedShape(tree), {PLAIN: 1, tree: 8})
+    first = req("a").request._replace(logprobs=asked)
+    sched.submit(Req(first, seed=0, max_total=15, stop_ids=frozenset()))
+    assert sched.plan() is not None
+    sched.submit(req("b", length=40, first=100))
+    plan = sched.plan()
+    assert plan is not None and plan.beside is not None
+    assert [chunk.length for chunk in plan.beside.chunks] == [16 - queries]
 
 
 def test_nobody_in_the_step_is_retracted_for_it() -> None:

@@ -182,7 +182,7 @@ class Scheduler:
         not mixed."""
         tree, prompts, room = self._plan_tree(), None, self.config.chunk_tokens
         if tree is not None:
-            room -= len(tree.rows) * tree.shape.queries
+            room -= len(tree.rows) * (tree.shape.nodes if tree.special else tree.shape.queries)
         if room > 0 and (tree is None or mixes(tree.shape, len(tree.rows))):
             prompts = self._plan_prefill(ready, room, tree is None, tree is not None)
         self._prefilled = prompts.chunks if prompts is not None else ()
