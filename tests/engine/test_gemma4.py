@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
 
 from draftwing import LLM, SamplingParams
+from draftwing.engine import executor
 from draftwing.layers.mlp import GatedMLP
+from draftwing.ops.attention import MixedAttend
 
 pytestmark = pytest.mark.slow
 
@@ -33,11 +36,18 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["per-layer", "experts"])
-def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str) -> None:
+def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one forward, of which no layer leaves queries out."""
+    mixed: list[MixedAttend] = []
+
+    def noted(*parts: Any) -> MixedAttend:
+        mixed.append(MixedAttend(*parts))
+        return mixed[-1]
+
+    monkeypatch.setattr(executor, "MixedAttend", noted)
     reference(kind, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
-    assert texts(tmp_path, "NGRAM", "auto", enable_mixed_chunk=True) == texts(tmp_path, "none", "auto")
+    assert texts(tmp_path, "NGRAM", "auto", enable_mixed_chunk=True) == texts(tmp_path, "none", "auto") and mixed
 
 
 def test_keys_in_int8(tmp_path: Path) -> None:

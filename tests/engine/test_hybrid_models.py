@@ -128,3 +128,10 @@ def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, mon
         with LLM(str(folder), **ENGINE, **given) as llm:
             drafter = llm.engine.parts.executor.drafter
             assert drafter.head.vocab == rows, "with <eos> and <pad>"
+
+
+def test_steps_that_cannot_be_mixed_are_said_to_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = written(tmp_path, "lfm2")
+    with LLM(str(folder), **ENGINE, enable_mixed_chunk=True, speculative_algorithm="none"):
+        pass
+    assert "--enable-mixed-chunk has no effect: layers of this model keep more than keys and values" in caplog.text

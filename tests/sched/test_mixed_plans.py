@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import PLAIN, Plan, StepResult
-from draftwing.requests.request import GenerationRequest
+from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req, ReqState
@@ -79,6 +79,21 @@ def test_who_decodes_fills_the_step() -> None:
     assert [plan.kind for plan in kinds] == ["tree", "prefill"] * 3 and not any(plan.mixed for plan in kinds)
 
 
+@pytest.mark.parametrize(("asked", "queries"), [(None, 2), (LogprobParams(1), 8)])
+def test_whole_trees_leave_less_room(asked: LogprobParams | None, queries: int) -> None:
+    """Rows that ask for more than drafts have all of their nodes verified."""
+    tree = TreeShape(3, 2, 8, 2)
+    config = SchedulerConfig(400, 6, 8, 16, initial_confidence=1, mixes=lambda shape, rows: True)
+    sched = Scheduler(config, FixedShape(tree), {PLAIN: 1, tree: 8})
+    first = req("a").request._replace(logprobs=asked)
+    sched.submit(Req(first, seed=0, max_total=15, stop_ids=frozenset()))
+    assert sched.plan() is not None
+    sched.submit(req("b", length=40, first=100))
+    plan = sched.plan()
+    assert plan is not None and plan.beside is not None
+    assert [chunk.length for chunk in plan.beside.chunks] == [16 - queries]
+
+
 def test_nobody_in_the_step_is_retracted_for_it() -> None:
     """Rows take the slots that a prompt of higher priority needs: it gets them back in a plan of its own."""
     sched = make(slots=60, chunk=5)
@@ -132,8 +147,8 @@ def test_its_seconds_are_nobodys_price() -> None:
     assert sched._prefills.seconds(mixed.parts[-1].chunks) <= max(known, 2.0)
 
 
-def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
-    """It was planned for a few rows more: of those some wait for their share of the time."""
+def not_as_expected() -> Scheduler:
+    """Of a step that turns out not to be mixed: it was expected to have another shape, or a few rows more."""
     asked: list[int] = []
 
     def mixes(shape: object, rows: int) -> bool:
@@ -143,7 +158,22 @@ def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
     sched = make(mixes=mixes)
     sched.submit(req("a", new=30))
     turn(sched)
+    return sched
+
+
+def test_a_step_that_turns_out_not_to_be_mixed_comes_first() -> None:
+    sched = not_as_expected()
     sched.submit(req("b", length=40, first=100))
     plans = [turn(sched) for _ in range(6)]
     assert [plan.kind for plan in plans] == ["tree", "prefill"] * 3 and not any(plan.mixed for plan in plans)
     assert [plan.step for plan in plans] == [*range(1, 7)]
+
+
+def test_after_such_a_step_no_plan_is_of_who_is_gone() -> None:
+    sched = not_as_expected()
+    sched.submit(req("b", length=10, first=100))
+    assert turn(sched).kind == "tree"
+    sched.abort("b")
+    assert uids(sched, turn(sched)) == ["a"]
+    sched.abort("a")
+    assert sched.flush_cache() and sched.plan() is None

@@ -28,7 +28,7 @@ from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
-from draftwing.engine.row_table import RowTable, Upload
+from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
 from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
@@ -264,7 +264,10 @@ class Executor:
         whole = special or edited  # rows that ask for more get whole trees
         key = None
         if known and not (whole and plan.shape.verified):
-            key = self.graphs.key(plan.shape, len(plan.rows)) if not plan.mixed else Key(PLAIN, size) if size else None
+            if not plan.mixed:
+                key = self.graphs.key(plan.shape, len(plan.rows))
+            elif size:
+                key = Key(PLAIN, size)
         drafts = plan.shape.depth > 0
         self._steps += drafts
         if drafts and self._steps % FORGET_EVERY == 0:
@@ -312,14 +315,15 @@ class Executor:
     def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target(drafted.batch))
 
-    def _target(self, batch: Batch, trees: Batch | None = None) -> States:
-        """trees: what runs in the same forward, in front of the batch, which is of prompts then."""
+    def _target(self, batch: Batch, trees: Batch | None = None, narrowed: Narrowed | None = None) -> States:
+        """Runs the target's forward. trees: what runs in the same forward, in front of the batch, which is of prompts
+        then.  narrowed: as of `DecoderModel.forward`."""
         attend = self.attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
         ids, positions = batch.ids, batch.positions
         if trees is not None:
             attend = MixedAttend(self.attn.bind(trees, 0, inputs_ready=True), attend, trees.ids.shape[0])
             ids, positions = torch.cat((trees.ids, ids)), torch.cat((trees.positions, positions))
-        return self.model(ids, positions, attend, self.aux_layers)
+        return self.model(ids, positions, attend, self.aux_layers, narrowed)
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
@@ -354,10 +358,8 @@ class Executor:
 
     def _launch_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
         pending = self._upload_prefill(plan, marks, guidance)
-        assert pending.batch is not None
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None
-        assert pending.upload is not None
-        return pending._replace(verified=Verified(*found or self._prompts(plan, pending.upload, pending.batch)))
+        return pending._replace(verified=Verified(*found or self._prompts(pending)))
 
     def _upload_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
         """All that comes before the target's forward. marks: as `Pending.started`."""
@@ -366,15 +368,15 @@ class Executor:
         batch = self._batches.prompts(plan, upload, self._tail)
         return Pending(plan, marks, None, upload, batch, guidance=guidance)
 
-    def _prompts(self, plan: Plan, upload: Upload, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What the target makes of a prefill. Where its last layers keep nothing they get the queries alone whose
-        results somebody wants: the last of each prompt."""
-        if self.model.keepers == self.model.config.num_layers or self.aux_layers or plan.prompt_parts:
+    def _prompts(self, pending: Pending) -> States:
+        """Runs the target over a prefill. Where its last layers keep nothing they get the queries alone whose results
+        somebody wants: the last of each prompt."""
+        upload, batch = pending.upload, pending.batch
+        assert upload is not None and batch is not None
+        if self.model.keepers == self.model.config.num_layers or self.aux_layers or pending.plan.prompt_parts:
             return self._target(batch)
         ends = batch.ends(upload.last)
-        narrowed = Narrowed(upload.last, self.attn.bind(ends, 0) if ends.chunks else Attend())
-        attend = self.attn.bind(batch, 0, inputs_ready=True)
-        return self.model(batch.ids, batch.positions, attend, (), narrowed)
+        return self._target(batch, narrowed=Narrowed(upload.last, self.attn.bind(ends, 0) if ends.chunks else Attend()))
 
     # -- both in one forward ----------------------------------------------------------------------------------------
 

@@ -94,8 +94,7 @@ class Scheduler:
         self._reserve = self.RESERVE_MIN
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
-        self._next: Plan | None = None  # of prompts, planned with the plan before and not mixed with it
-        self._alone = False  # whether parts of prompts had no room beside the plan before: they are next
+        self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
         self._shape = PLAIN  # of the newest step of those who decode
         self._prefills = PrefillBudget()
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
@@ -161,9 +160,6 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can run before a result comes back."""
-        if self._next is not None:
-            known, self._next = self._next, None
-            return known
         self._expire()
         self._admit()
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
@@ -182,24 +178,19 @@ class Scheduler:
 
     def _plan_both(self, ready: list[Req], mixes: Callable[[TreeShape, int], bool]) -> Plan | None:
         """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
-        in the step. What they get no room for is planned alone, next."""
-        tree, prompts, mixed = self._plan_tree(), None, False
-        room = self.config.chunk_tokens
+        in the step. What they get no room for is planned alone, next, as all is if the step has come out as one that is
+        not mixed."""
+        tree, prompts, room = self._plan_tree(), None, self.config.chunk_tokens
         if tree is not None:
-            room -= len(tree.rows) * tree.shape.queries
-            mixed = mixes(tree.shape, len(tree.rows))
-        if room > 0:
-            prompts = self._plan_prefill(ready, room, tree is None, mixed)
+            room -= len(tree.rows) * (tree.shape.nodes if tree.special else tree.shape.queries)
+        if room > 0 and (tree is None or mixes(tree.shape, len(tree.rows))):
+            prompts = self._plan_prefill(ready, room, tree is None, tree is not None)
         self._prefilled = prompts.chunks if prompts is not None else ()
         if prompts is None:
             self._alone |= any(req.state is ReqState.PREFILL for req in self.running)
-            return tree
-        if tree is None:
-            return prompts
-        if mixed:
-            return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
-        self._next = prompts
-        return tree
+        if tree is None or prompts is None:
+            return tree or prompts
+        return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
 
     def _await_masks(self) -> None:
         """Finds out which guided requests can go on."""

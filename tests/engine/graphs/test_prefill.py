@@ -12,6 +12,7 @@ from layer_kinds import KINDS, config_of
 from draftwing.core import PLAIN, Chunk, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.ops.attention import Batch, spans_of
+from draftwing.requests.request import LogprobParams
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
@@ -156,3 +157,27 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
 
     assert rig.answer(prompts[:2], params[:2], between=between).tokens == expected.tokens
     assert counts[0] > 0 and rig.stats.mixed == sum(counts)
+
+
+def test_rows_that_ask_for_more_run_without_those_that_graphs_add(harness, model, monkeypatch):
+    """Log probabilities of one, of which a graph has two."""
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    prompts = harness.prompts_for(2, longest=8)
+
+    def answers(rig):
+        rig.submit("0", prompts[0], harness.greedy(3), logprobs=LogprobParams(2))
+        second = partial(rig.submit, "1", prompts[1], harness.greedy(1))
+        return rig.run(between=lambda turn: None if turn else second())
+
+    expected = answers(harness.Rig(model, rows=1))
+    rig = rig_of(harness, model, monkeypatch, (16,), size=2, chunk=16, mixed=True)
+    got = answers(rig)
+    assert got.tokens == expected.tokens and rig.stats.mixed and rig.executor.prefills.replays == rig.stats.prefills
+    values = [[one.value for one in found.logprobs["0"]] for found in (got, expected)]
+    assert len(values[0]) == 3 and values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def test_nothing_is_mixed_where_no_graph_has_as_few_queries(harness, model, monkeypatch):
+    rig = rig_of(harness, model, monkeypatch, (16,), size=8, mixed=True)
+    assert not rig.executor.mixes(PLAIN, 1) and rig.executor.prefills.planned == 1

@@ -17,6 +17,7 @@ from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
+from draftwing.layers.mlp import GatedMLP
 from draftwing.ops import make_ops
 from draftwing.sched.policy.cost import StepCost
 from draftwing.spec.heads import DraftLM
@@ -132,6 +133,21 @@ def test_a_draft_model_has_no_recurrent_layers(hybrid, harness):
     with pytest.raises(ConfigError, match="recurrent layers"):
         precision = Precision(torch.float32, torch.float32)
         make_executor(options(max_total_tokens=640), hybrid.model, precision, hybrid.device, drafter, hybrid.menu)
+
+
+def test_the_trial_has_all_layers_run_over_whole_prompts(on_cpu, monkeypatch):
+    """As for who asks for log probabilities of a prompt, where others' prompts end before layers that keep nothing."""
+    model, rows = on_cpu.model_of(config_of(KINDS["shared"], on_cpu.CONTEXT)), []
+    last, forward = model.layers[-1].mlp, GatedMLP.forward
+
+    def counted(self, x, residual=None):
+        rows.append(len(x) if self is last else 0)
+        return forward(self, x, residual)
+
+    monkeypatch.setattr(GatedMLP, "__call__", counted)
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
+    sizing.trial(options(), sizing.Rig(model, None, (PLAIN,), torch.float32, pick_device("cpu")), graph_size=0)
+    assert max(rows) == 20
 
 
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):

@@ -71,7 +71,8 @@ class PrefillGraphs:
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        self.row_sizes = [size for size in MIXED_ROWS if size <= rows.shape[0]]
+        most = rows.shape[0] if self.sizes and self.sizes[-1] >= MIXED_QUERIES else 0  # else no graph is mixed
+        self.row_sizes = [size for size in MIXED_ROWS if size <= most]
         self._mixed: dict[tuple[int, int], Callable[[], None]] = {}  # by queries of prompts, and rows
         self._mixed_states: States | None = None  # where all of these leave what they give
 
@@ -98,6 +99,7 @@ class PrefillGraphs:
         """Lets go of all graphs."""
         self._graphs.clear()
         self._mixed.clear()
+        self._mixed_states = None
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
         """What the forward gives of the chunks' queries, as long as no graph runs after it; None where there is no

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import MAX_BACKLOG, PLAIN, Admission, Chunk, DraftDeferral, DraftExtend, Plan, TreeShape
+from draftwing.core import MAX_BACKLOG, PLAIN, Admission, Chunk, DraftDeferral, DraftExtend, Plan, PromptPart, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
@@ -23,7 +24,7 @@ from draftwing.kv.row_states import RowStates, delta_specs, record_bytes, state_
 from draftwing.machine import resident_memory
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.requests.request import MAX_PREDICTED, GenerationRequest
+from draftwing.requests.request import MAX_PREDICTED, GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import EditTable
 from draftwing.sched.state_slots import GRAIN, LEAST_SLOTS, ROW_SLOTS
@@ -268,7 +269,10 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     executor = Executor(rig.model, rig.drafter, table, attn, rig.device)
     step = graphs = 0
     try:
-        step = peak(executor, first_step(tokens, longest, length))
+        step = peak(executor, prompts := first_step(tokens, longest, length))
+        if rig.model.keepers < rig.model.config.num_layers:  # of which some requests want the results of all queries
+            asked = replace(prompts, prompt_parts=(PromptPart(0, 0, 1, LogprobParams()),))
+            step = max(step, peak(executor, asked))
         if rig.drafter is not None and 0 < tokens - 1 < rig.device.ops.even_rows(tokens - 1):
             step = max(step, peak(executor, first_step(tokens - 1, longest, length)))  # a copy is rounded up for it
         step = max(step, peak(executor, tree_step(rows, shape, longest)))
@@ -279,12 +283,12 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # Graphs share their memory; a prompt's leave their results.
-            prompts, mixed = prefill_sizes(tokens), MIXED_ROWS if options.enable_mixed_chunk else ()
-            queries = prompts[-1] + max(mixed, default=0)
+            sizes, mixed = prefill_sizes(tokens), MIXED_ROWS if options.enable_mixed_chunk else ()
+            queries = sizes[-1] + max(mixed, default=0)
             graphs = max(graphs, peak(executor, first_step(min(queries, longest * rows), longest, length)))
             hidden = rig.model.config.hidden_size
             graphs += kept_bytes(tokens, hidden, executor.aux_layers, rig.model.dtype, bool(mixed))
-            captured = 4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts) * (1 + len(mixed))
+            captured = 4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(sizes) * (1 + len(mixed))
             graphs += captured * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
         raise ConfigError(
