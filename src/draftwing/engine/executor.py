@@ -81,6 +81,8 @@ class Executor:
             )  # fmt: skip
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
+        # Whether the last layers may see some queries of a prefill alone: see `_prompts`.
+        self.narrows = model.keepers < model.config.num_layers and not self.aux_layers
         self._backlog: DraftKVBacklog | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
@@ -369,7 +371,7 @@ class Executor:
     def _prompts(self, plan: Plan, upload: Upload, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """What the target makes of a prefill. Where its last layers keep nothing they get the queries alone whose
         results somebody wants: the last of each prompt."""
-        if self.model.keepers == self.model.config.num_layers or self.aux_layers or plan.prompt_parts:
+        if not self.narrows or plan.prompt_parts:
             return self._target(batch)
         ends = batch.ends(upload.last)
         narrowed = Narrowed(upload.last, self.attn.bind(ends, 0) if ends.chunks else Attend())

@@ -3,6 +3,7 @@
 import logging
 from types import SimpleNamespace
 
+import gemma4_models as gemma4
 import pytest
 import torch
 from layer_kinds import HYBRIDS, KINDS, config_of
@@ -17,6 +18,8 @@ from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
+from draftwing.layers.mlp import GatedMLP
+from draftwing.models.config import from_hf
 from draftwing.ops import make_ops
 from draftwing.sched.policy.cost import StepCost
 from draftwing.spec.heads import DraftLM
@@ -72,6 +75,17 @@ def test_the_drafters_layers_follow_what_the_targets_keep(on_cpu, monkeypatch):
     assert made.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
     states = [StateSpec((width,), torch.float32) for width in (64, 96, 32)]
     assert draft.kv_layers == [states[0], KVSpec(2, 16), *states[1:]]
+
+
+def test_the_trial_runs_all_queries_through_all_layers(on_cpu, monkeypatch):
+    """Prompts with log probabilities do, and graphs. The layers that read others' keys may be the widest."""
+    config = gemma4.reference("per-layer", vocab_size=on_cpu.VOCAB).config.to_dict()
+    model = on_cpu.model_of(from_hf({**config, "architectures": ["Gemma4ForCausalLM"]}))
+    rig, rows, forward = sizing.Rig(model, None, (PLAIN,), torch.float32, pick_device("cpu")), [], GatedMLP.forward
+    monkeypatch.setattr(GatedMLP, "__call__", lambda self, x, *more: (rows.append(len(x)), forward(self, x, *more))[1])
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
+    sizing.trial(options(), rig, graph_size=0)
+    assert rows[:5] == [20] * 5
 
 
 @pytest.fixture
