@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
             self.end.use(ops)
 
     def linears(self) -> list[Linear]:
-        """All but experts', in the order of their calls."""
+        """Those of mixer and MLP but for experts', in the order of their calls."""
         of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
         return [*self.mixer.linears(), *of_mlp]
 
