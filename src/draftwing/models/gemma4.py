@@ -23,7 +23,7 @@ _KEYS, _VALUES = ".self_attn.k_proj.", ".self_attn.v_proj."
 
 
 def gemma4_keys(fields: Fields) -> dict[str, Any]:
-    """The rotary embeddings of a config that has none, after a look at what is not served."""
+    """Returns the rotary embeddings of a config that has none. Raises CheckpointError for what is not served."""
     if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images' tokens alone
         raise refused(fields, "use_bidirectional_attention", fields.get("use_bidirectional_attention"))
     return {} if fields.get("rope_parameters") is not None else {"rope_parameters": _ROPES}
@@ -87,7 +87,7 @@ def _per_layer(fields: Fields) -> int:
 
 
 def with_values(tensors: Iterable[tuple[str, T]], layers: tuple[LayerConfig, ...]) -> Iterator[tuple[str, T]]:
-    """(name, value) of every tensor, and once more that of keys where it is that of values, too."""
+    """Yields name and value of every tensor, and once more that of keys where it is that of values, too."""
     both = {
         f"model.layers.{i}"
         for i, layer in enumerate(layers)
