@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,15 @@ def write_gguf(
     table: Type = Type.F32,
     stored: Any = None,
     suppressed: Sequence[int] = (),
+    edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
 ) -> Path:
     """A file as llama.cpp's converter lays it out. kind: of matrices.  table, stored: type and bytes of the embeddings
-    by layer, None: theirs.  suppressed: tokens that are never drawn."""
+    by layer, None: theirs.  suppressed: tokens that are never drawn.  edit: adds metadata."""
     config = theirs.config
     writer = gguf_package.GGUFWriter(path, "gemma4")
     _metadata(writer, config)
+    if edit is not None:
+        edit(writer)
     if suppressed:
         writer.add_array("tokenizer.ggml.suppress_tokens", suppressed)
     factors = [1.0] * 8 + [1e30] * 24  # a quarter of a head's pairs

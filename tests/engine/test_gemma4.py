@@ -58,6 +58,18 @@ def test_keys_in_int8(tmp_path: Path) -> None:
     assert texts(tmp_path, "NGRAM", "auto", kv_cache_dtype="int8") == plain
 
 
+@pytest.mark.further(dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_suppressed_tokens_are_not_drawn_where_few_others_are_left(tmp_path: Path, dtype: str) -> None:
+    theirs = reference("dense", vocab_size=VOCAB, max_position_embeddings=512)
+    theirs.generation_config.suppress_tokens = [90]
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    params = SamplingParams(temperature=0.8, sampling_seed=1, max_new_tokens=20, allowed_token_ids=(7, 90))
+    with LLM(str(tmp_path), **{**ENGINE, "dtype": dtype}, speculative_algorithm="none") as llm:
+        assert llm.generate([[1, 2, 3]], params)[0].token_ids == [7] * 20
+
+
 @pytest.mark.parametrize("kind", ["per-layer", "experts"])
 def test_text_equals_transformers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, of whose queries the last layers see those alone whose results are wanted."""

@@ -135,6 +135,10 @@ def test_the_language_model_of_a_model_for_images_and_sound(tmp_path: Path, capl
         ({"num_kv_shared_layers": 4}, "none of some among the first 1"),
         ({"vocab_size_per_layer_input": 102}, "vocab_size_per_layer_input: expected vocab_size"),
         ({"layer_types": ["full_attention"]}, "layer_types: expected one for each of 5 layers"),
+        (
+            {"per_layer_config": {"2": {"sliding_window": 9}}},
+            r"per_layer_config\.2\.sliding_window = 9 is not supported",
+        ),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
@@ -142,6 +146,13 @@ def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
     assert from_hf(config).per_layer == 64
     with pytest.raises(CheckpointError, match=expected):
         from_hf({**config, **changes})
+
+
+def test_any_layer_may_have_heads_of_its_own() -> None:
+    config = reference("dense").config.to_dict()
+    each = {**config["per_layer_config"], "2": {"head_dim": 16, "num_key_value_heads": 4}}
+    made = from_hf({**config, "per_layer_config": each, "architectures": ["Gemma4ForCausalLM"]})
+    assert [layer.mixer.shape for layer in made.layers] == [(4, 2, 32), (4, 1, 64), (4, 4, 16), (4, 1, 64)]
 
 
 def test_stored_values_are_not_asked_for(tmp_path: Path) -> None:

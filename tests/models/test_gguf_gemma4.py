@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from gemma4_models import KINDS, Type, reference, write_gguf
 from gguf.quants import dequantize, quantize
 from hybrid_models import tokens, whole_logits
 
+from draftwing.errors import CheckpointError
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.config import from_hf
-from draftwing.models.loader import load_model
+from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.ops import make_ops
-from draftwing.ops.types import BlockRows
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ def test_embeddings_by_layer_stay_in_the_file(tmp_path: Path, table: Type) -> No
     for form in (DENSE, BlockFormat("Q8_0", ops)):
         model = load_model(file, torch.float32, "cpu", weight_format=form)
         op = model.per_layer.embed.table.op
-        assert isinstance(op._kept, BlockRows) and op._kept.data.shape == stored.shape
+        assert op.stored is None and not list(model.per_layer.embed.parameters())
         assert torch.equal(op.rows(ids), values[ids])
         model.pack(ops)
         assert torch.equal(model.per_layer.embed.table.rows(ids), values[ids])
@@ -60,3 +61,12 @@ def test_embeddings_by_layer_stay_in_the_file(tmp_path: Path, table: Type) -> No
     whole = load_model(write_gguf(tmp_path / "wide.gguf", theirs, table=table, stored=stored), torch.float32, "cpu")
     own.data.copy_(values)
     torch.testing.assert_close(whole_logits(whole, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_file_without_the_table_is_refused(tmp_path: Path) -> None:
+    theirs = reference("per-layer")
+    others = {name: value for name, value in theirs.state_dict().items() if "embed_tokens_per_layer" not in name}
+    file = write_gguf(tmp_path / "m.gguf", SimpleNamespace(config=theirs.config, state_dict=lambda: others))
+    assert mapped_bytes(file, load_config(file)) == 0
+    with pytest.raises(CheckpointError, match=r"tensors missing .*: model\.embed_tokens_per_layer\.weight"):
+        load_model(file, torch.float32, "cpu")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gemma4_models
 import gguf as gguf_package
 import hybrid_gguf
 import pytest
@@ -206,7 +207,10 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
 
     kind = next((kind for kind in KINDS if KINDS[kind][0] == HYBRIDS.get(arch)), None)
-    if kind is None:
+    if arch == "gemma4":
+        model = gemma4_models.reference("per-layer")
+        file = open_gguf(gemma4_models.write_gguf(tmp_path / "m.gguf", model, suppressed=[3], edit=more))
+    elif kind is None:
         file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
     else:
         model = reference(kind)

@@ -186,6 +186,13 @@ def test_soft_cap(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
         close(found, expected, ops)
 
 
+def test_a_soft_cap_hides_no_nan(dtype: torch.dtype, ops: TorchOps) -> None:
+    """By which damaged weights are noticed."""
+    x = made(ops, dtype, 2, 31)
+    x[1, 5] = x[1, 30] = torch.nan
+    assert ops.soft_cap(x, 30.0).isnan().nonzero().tolist() == [[1, 5], [1, 30]]
+
+
 @pytest.mark.parametrize("size", [104, 576])
 def test_norms_with_weights_in_float32(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     """Rounded once, at the end."""

@@ -81,6 +81,8 @@ class Executor:
             )  # fmt: skip
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
+        # Whether the last layers may see some queries of a prefill alone: see `_prompts`.
+        self.narrows = model.keepers < model.config.num_layers and not self.aux_layers
         self._backlog: DraftKVBacklog | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
@@ -373,7 +375,7 @@ class Executor:
         somebody wants: the last of each prompt."""
         upload, batch = pending.upload, pending.batch
         assert upload is not None and batch is not None
-        if self.model.keepers == self.model.config.num_layers or self.aux_layers or pending.plan.prompt_parts:
+        if not self.narrows or pending.plan.prompt_parts:
             return self._target(batch)
         ends = batch.ends(upload.last)
         return self._target(batch, narrowed=Narrowed(upload.last, self.attn.bind(ends, 0) if ends.chunks else Attend()))

@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
             self.end.use(ops)
 
     def linears(self) -> list[Linear]:
-        """All but experts', in the order of their calls."""
+        """Those of mixer and MLP but for experts', in the order of their calls."""
         of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
         return [*self.mixer.linears(), *of_mlp]
 
@@ -303,7 +303,11 @@ class DecoderModel(nn.Module):
         A half-precision GEMM rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
         as ties or reversed. A few candidates computed again from the same weights, summed in float32, decide them.
         """
-        return self._capped(self.lm_head.exact_logits(hidden, ids))
+        logits = self._capped(self.lm_head.exact_logits(hidden, ids))
+        if self._suppressed is None:
+            return logits
+        never = (ids.unsqueeze(-1) == self._suppressed).any(-1)
+        return logits.masked_fill(never, torch.finfo(self.dtype).min)  # as in `logits`
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.soft_cap

@@ -23,7 +23,7 @@ _KEYS, _VALUES = ".self_attn.k_proj.", ".self_attn.v_proj."
 
 
 def gemma4_keys(fields: Fields) -> dict[str, Any]:
-    """The rotary embeddings of a config that has none, after a look at what is not served."""
+    """Returns the rotary embeddings of a config that has none. Raises CheckpointError for what is not served."""
     if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images' tokens alone
         raise refused(fields, "use_bidirectional_attention", fields.get("use_bidirectional_attention"))
     return {} if fields.get("rope_parameters") is not None else {"rope_parameters": _ROPES}
@@ -62,16 +62,19 @@ def sources(kinds: list[Any], own: int) -> list[int | None]:
 def _attention(fields: Fields, mixer: Any, kind: str, index: int) -> AttentionConfig:
     """Attention of layer `index`. Scores have no scale, for queries and keys have norms."""
     assert isinstance(mixer, AttentionConfig)
-    mixer = replace(mixer, scalar=1, v_norm=True)
-    if kind == SLIDING:
-        return replace(mixer, window=fields.whole("sliding_window", 1, 2**40, 512), rope=1)
-    alike, size, heads = fields.flag("attention_k_eq_v"), mixer.head_dim, mixer.kv_heads
-    if fields.get("per_layer_config") is None:
+    own = fields.inner("per_layer_config").inner(str(index))  # as newer libraries write it: what is not as in others
+    for key, value in own.items():
+        if key not in ("head_dim", "num_key_value_heads"):
+            raise refused(fields, f"per_layer_config.{index}.{key}", value)
+    alike, size, heads = kind == FULL and fields.flag("attention_k_eq_v"), mixer.head_dim, mixer.kv_heads
+    if kind == FULL and fields.get("per_layer_config") is None:
         size = fields.whole("global_head_dim", 1, WIDEST, 512)
         heads = fields.whole("num_global_key_value_heads", 1, WIDEST, heads) if alike else heads
-    own = fields.inner("per_layer_config").inner(str(index))  # as newer libraries write it: what is not as in others
     size, heads = own.whole("head_dim", 1, WIDEST, size), own.whole("num_key_value_heads", 1, WIDEST, heads)
-    return replace(mixer, head_dim=size, kv_heads=heads, values_are_keys=alike)
+    mixer = replace(mixer, scalar=1, v_norm=True, head_dim=size, kv_heads=heads, values_are_keys=alike)
+    if kind == FULL:
+        return mixer
+    return replace(mixer, window=fields.whole("sliding_window", 1, 2**40, 512), rope=1)
 
 
 def _per_layer(fields: Fields) -> int:
@@ -84,7 +87,7 @@ def _per_layer(fields: Fields) -> int:
 
 
 def with_values(tensors: Iterable[tuple[str, T]], layers: tuple[LayerConfig, ...]) -> Iterator[tuple[str, T]]:
-    """(name, value) of every tensor, and once more that of keys where it is that of values, too."""
+    """Yields name and value of every tensor, and once more that of keys where it is that of values, too."""
     both = {
         f"model.layers.{i}"
         for i, layer in enumerate(layers)

@@ -34,7 +34,7 @@ _HEADS, _WIDTH = "attention.head_count_kv", "feed_forward_length"  # which may b
 
 
 def of_first(fields: Fields) -> Fields:
-    """The metadata, where numbers of each layer are that of the first."""
+    """Returns the metadata with that of the first layer in place of a number for each."""
     own = {}
     for key in (_HEADS, _WIDTH):
         value = fields.get(key)

@@ -122,7 +122,8 @@ def mapped_bytes(path: Path, config: ModelConfig) -> int:
     if not config.per_layer:
         return 0
     if path.suffix == ".gguf":
-        return open_gguf(path).raw(gguf.PER_LAYER).nbytes
+        file = open_gguf(path)
+        return file.raw(gguf.PER_LAYER).nbytes if gguf.PER_LAYER in file.tensors else 0
     return config.vocab_size * config.num_layers * config.per_layer * (config.dtype or torch.bfloat16).itemsize
 
 

@@ -63,6 +63,31 @@ def target_hidden(theirs: Any, ids: torch.Tensor) -> torch.Tensor:
     return theirs.model(ids[None, :-1]).last_hidden_state[:, -1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.usefixtures("mended_interpreter")
+@torch.inference_mode()
+def test_nodes_of_a_level_by_the_kernels_of_a_gpu(both: tuple[Any, Any, Path]) -> None:
+    """All of them read the newest key as their own, and none of each other."""
+    ops_of = pytest.importorskip("draftwing.ops.triton.ops")
+    _, _, folder = both
+    ids, newest = tokens(43), torch.tensor([39])
+    made = []
+    for ops in (ops_of.TritonOps(CPU), None):
+        target = load_model(folder / "target", torch.float32, "cpu")
+        head = load_assistant(folder / "assistant", target, torch.float32, "cpu")
+        head.set_max_positions(64)
+        pooled = Pooled(target, ops)
+        pooled.chunk(ids[:40], 0)
+        zero = torch.zeros(1, 3, dtype=torch.int64)
+        batch = Batch(
+            torch.tensor([0]), ids[40:], newest.expand(3), torch.zeros(3, dtype=torch.int64), pooled.table, newest,
+            zero.unsqueeze(2), zero + 1, window=1, bound=41,
+        )  # fmt: skip
+        features = torch.randn(3, head.width, generator=torch.Generator().manual_seed(1))
+        made.append(head.run(batch.ids, batch.positions, features, 0, pooled.attn.bind(batch, 0)))
+    torch.testing.assert_close(*made, atol=1e-4, rtol=1e-4)
+
+
 def test_layers_read_the_last_of_their_kind(both: tuple[Any, Any, Path]) -> None:
     theirs, _, folder = both
     target = load_model(folder / "target", torch.float32, "cpu")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import MAX_BACKLOG, PLAIN, Admission, Chunk, DraftDeferral, DraftExtend, Plan, PromptPart, TreeShape
+from draftwing.core import MAX_BACKLOG, PLAIN, Admission, Chunk, DraftDeferral, DraftExtend, Plan, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
@@ -24,7 +23,7 @@ from draftwing.kv.row_states import RowStates, delta_specs, record_bytes, state_
 from draftwing.machine import resident_memory
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.requests.request import MAX_PREDICTED, GenerationRequest, LogprobParams
+from draftwing.requests.request import MAX_PREDICTED, GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import EditTable
 from draftwing.sched.state_slots import GRAIN, LEAST_SLOTS, ROW_SLOTS
@@ -267,12 +266,10 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     if rig.drafter is not None:
         rig.drafter.attach(attn, rig.first_draft_layer, length)
     executor = Executor(rig.model, rig.drafter, table, attn, rig.device)
+    executor.narrows = False  # graphs do not, nor prompts with log probabilities
     step = graphs = 0
     try:
-        step = peak(executor, prompts := first_step(tokens, longest, length))
-        if rig.model.keepers < rig.model.config.num_layers:  # of which some requests want the results of all queries
-            asked = replace(prompts, prompt_parts=(PromptPart(0, 0, 1, LogprobParams()),))
-            step = max(step, peak(executor, asked))
+        step = peak(executor, first_step(tokens, longest, length))
         if rig.drafter is not None and 0 < tokens - 1 < rig.device.ops.even_rows(tokens - 1):
             step = max(step, peak(executor, first_step(tokens - 1, longest, length)))  # a copy is rounded up for it
         step = max(step, peak(executor, tree_step(rows, shape, longest)))

@@ -36,6 +36,7 @@ from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -130,8 +131,9 @@ def load_assistant(
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
 ) -> AssistantHead:
-    """The assistant in the folder `path` for `target`.  dummy: random weights from the config alone.  weight_format: of
-    its matrices.  Raises CheckpointError for another model, for one of another target, and for missing tensors."""
+    """Loads the assistant in the folder `path` for `target`.  dummy: random weights from the config alone.
+    weight_format: of its matrices.  Raises CheckpointError for another model, for one of another target, and for
+    missing tensors."""
     started, path = time.perf_counter(), Path(path)
     if not path.is_dir():
         raise CheckpointError(f"draft model: expected a folder, found none at {path}")
@@ -161,7 +163,7 @@ def _config(raw: Mapping[str, Any], target: DecoderModel) -> ModelConfig:
     """Of its layers. raw: config.json."""
     fields = Fields(raw, "config")
     if fields.get("model_type") not in _TYPES:
-        raise CheckpointError(f"expected model_type {' or '.join(_TYPES)}, found {fields.get('model_type')!r}")
+        raise CheckpointError(f"expected model_type {' or '.join(_TYPES)}, found {show(fields.get('model_type'))}")
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     fields.whole("backbone_hidden_size", hidden, hidden)
     own = fields.inner("text_config")

@@ -36,13 +36,15 @@ static void norm_float(const Rows *r, int64_t i) { norm_row(r, i, 0); }
 static void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
 void norm_part(const Rows *r, int64_t i) { (r->half ? norm_half : norm_float)(r, i); }
 
-/* cap * tanh(x / cap) = cap - 2 * cap / (1 + exp(2x / cap)) */
+/* cap * tanh(x / cap) = cap - 2 * cap / (1 + exp(2x / cap)). What is no number stays so: `sample` reports it. */
 INLINE void cap_row(const Rows *r, int64_t i, const int half) {
     const float cap = (float)r->cap;
     for (int64_t c = 0; c < r->size; c += LANES) {
-        vf power = load(r->x, i * r->size + c, r->size - c, half) * splat(2.88539008f / cap);
+        const vf x = load(r->x, i * r->size + c, r->size - c, half);
+        vf power = x * splat(2.88539008f / cap);
         power = select_f(above(power, splat(126.0f)), splat(126.0f), power);
-        store(r->out, i * r->size + c, r->size - c, half, cap - 2 * cap / (1.0f + exp2_16(power)));
+        const vf capped = cap - 2 * cap / (1.0f + exp2_16(power));
+        store(r->out, i * r->size + c, r->size - c, half, select_f(at_least(x, splat(-INFINITY)), capped, x));
     }
 }
 static void cap_float(const Rows *r, int64_t i) { cap_row(r, i, 0); }
