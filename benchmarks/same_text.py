@@ -48,7 +48,7 @@ def ways(drafter: str, pool: int) -> list[Way]:
 
 
 def answers(args: argparse.Namespace, prompts: Sequence[str], way: Way) -> tuple[list[list[int]], str]:
-    """The tokens of all answers, asked twice where prompts are shared, and what else is to be said of the run."""
+    """The tokens of all answers, and what else is to be said of the run."""
     params = [
         {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True}
         for i in range(len(prompts))

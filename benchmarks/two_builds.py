@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 ROWS = "none:chat0,none:batch16,none:prefill500,NGRAM:copy0,NGRAM:copy1,NGRAM:copy2,NGRAM:chat2,default:chat1"
@@ -54,8 +55,16 @@ class Build:
         command = [sys.executable, "-c", BUILD, str(root.resolve()), rows, str(threads)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
-        assert self._process.stdout.readline() == "ready\n", f"{root} does not start"
+        self._root = root
+
+    def __enter__(self) -> Build:
+        if self._process.stdout.readline() != "ready\n":
+            raise SystemExit(f"{self._root} does not start")
         self._process.send_signal(signal.SIGSTOP)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._process.kill()
 
     def rate(self, row: str) -> float:
         """Returns tokens per second."""
@@ -66,9 +75,6 @@ class Build:
         self._process.send_signal(signal.SIGSTOP)
         return found
 
-    def close(self) -> None:
-        self._process.kill()
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,18 +84,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     begun = time.monotonic()
-    builds = [Build(root, args.rows, args.threads) for root in args.checkouts]
     rates: dict[str, list[tuple[float, float]]] = {row: [] for row in args.rows.split(",")}
     took, turn = 0.0, 0
-    while not turn or time.monotonic() + took < begun + args.seconds:
-        before = time.monotonic()
-        for row, pairs in rates.items():
-            first = turn % 2
-            one, other = builds[first].rate(row), builds[1 - first].rate(row)
-            pairs.append((other, one) if first else (one, other))
-        took, turn = time.monotonic() - before, turn + 1
-    for build in builds:
-        build.close()
+    with ExitStack() as started:  # what is stopped would stay if this ended before its time
+        builds = [started.enter_context(Build(root, args.rows, args.threads)) for root in args.checkouts]
+        while not turn or time.monotonic() + took < begun + args.seconds:
+            before = time.monotonic()
+            for row, pairs in rates.items():
+                first = turn % 2
+                one, other = builds[first].rate(row), builds[1 - first].rate(row)
+                pairs.append((other, one) if first else (one, other))
+            took, turn = time.monotonic() - before, turn + 1
     print(f"| row | old | new | best / best | median of {turn} pairs |\n|---|---|---|---|---|")
     for row, pairs in rates.items():
         old, new = (max(side) for side in zip(*pairs, strict=True))
