@@ -124,16 +124,10 @@ def _store_context(
 
 @triton.jit
 def _load_own(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """As load_kv, and which of these have values that are infinite or NaN [K]. A weight of 0 times such a value would
-    spoil the tile's other nodes, so it becomes 0; `_own_scores` spoils whoever sees it."""
+    """As load_kv. A weight of 0 times NaN would spoil the tile's other nodes, so NaN among values becomes 0. Whoever
+    sees the node has NaN from its keys, which are NaN where its values are."""
     k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
-    finite = tl.abs(v.to(tl.float32)) < float("inf")
-    return k, tl.where(finite, v, 0.0), tl.min(finite.to(tl.int32), 1) == 0
-
-
-@triton.jit
-def _own_scores(q, k, spoilt, mine):
-    return tl.where(mine, tl.where(spoilt[None, :], float("nan"), scores(q, k)), float("-inf"))
+    return k, tl.where(v == v, v, 0.0)
 
 
 @triton.jit
@@ -143,8 +137,8 @@ def _own_keys(
     STEP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """STEP nodes from node `first` on, each one's keys at positions [start_at, start_at + FRONT) below `stop`, on its
-    own path -> keys, values [STEP * FRONT, DIM_PAD], which are spoilt, whose they are [ROWS, STEP * FRONT]. path,
-    path_len: of the batch row. low [ROWS]: the first position that a row sees"""
+    own path -> keys, values [STEP * FRONT, DIM_PAD], whose they are [ROWS, STEP * FRONT]. path, path_len: of the batch
+    row. low [ROWS]: the first position that a row sees"""
     lane = tl.arange(0, STEP * FRONT)
     own_node = first + lane // FRONT
     at = start_at + lane % FRONT
@@ -154,11 +148,11 @@ def _own_keys(
     step = at - prefix
     entry = tl.load(path + own_node * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
     slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
-    k, v, spoilt = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
     mine = (node[:, None] == own_node[None, :]) & ok[None, :]
     if WINDOW > 0:
         mine = mine & (at[None, :] >= low[:, None])
-    return k, v, spoilt, mine
+    return k, v, mine
 
 
 @triton.jit
@@ -167,7 +161,7 @@ def _window_keys(
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """-> keys, values [FRONT, DIM_PAD] of the window, which are spoilt, which are on a row's path [ROWS, FRONT]"""
+    """-> keys, values [FRONT, DIM_PAD] of the window, which are on the path of a row's node [ROWS, FRONT]"""
     entry = tl.arange(0, FRONT)
     length = tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
     on = (node[:, None] < 0) & (entry[None, :] < 0)
@@ -180,8 +174,8 @@ def _window_keys(
     on = on & (entry < window)[None, :]
     ok = tl.max(on.to(tl.int32), 0) > 0
     slot = tl.load(table_row + prefix + entry, mask=ok, other=0)
-    k, v, spoilt = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
-    return k, v, spoilt, on
+    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    return k, v, on
 
 
 @triton.jit
@@ -203,17 +197,17 @@ def _with_mixed_unit(
     front, first, stop = tl.maximum(at, shared), tile * ROWS // GROUP, at + UNIT
     if STEPS == 1:
         if EXACT:
-            own_k, own_v, spoilt, mine = _own_keys(
+            own_k, own_v, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first, front, stop, queries, WINDOW, DEPTH,
                 KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
         else:
-            own_k, own_v, spoilt, mine = _window_keys(
+            own_k, own_v, mine = _window_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
                 DIM, FRONT, q_tile.dtype,
             )  # fmt: skip
         s = tl.where(seen, scores(q_tile, k), float("-inf"))
-        own_s = _own_scores(q_tile, own_k, spoilt, mine)
+        own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
         top, base, fade = raised(top, tl.maximum(tl.max(s, 1), tl.max(own_s, 1)), scale)
         den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
         den, acc = added(own_s, scale, base, own_v, den, acc)
@@ -221,7 +215,7 @@ def _with_mixed_unit(
         s = tl.where(seen, scores(q_tile, k), float("-inf"))
         best = tl.max(s, 1)
         for step in range(STEPS):
-            own_k, _, _, mine = _own_keys(
+            own_k, _, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
                 WINDOW, DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
@@ -229,11 +223,11 @@ def _with_mixed_unit(
         top, base, fade = raised(top, best, scale)
         den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
         for step in range(STEPS):
-            own_k, own_v, spoilt, mine = _own_keys(
+            own_k, own_v, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
                 WINDOW, DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
-            own_s = _own_scores(q_tile, own_k, spoilt, mine)
+            own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
             den, acc = added(own_s, scale, base, own_v, den, acc)
     return top, den, acc
 
