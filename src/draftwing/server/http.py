@@ -39,6 +39,7 @@ A = TypeVar("A", bound=GenerationBody)
 
 _MAX_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
+_MAX_ERRORS = 1000  # each takes time and memory
 
 # The names that OpenAI's clients know, and Anthropic's.
 _TYPES = {
@@ -228,6 +229,8 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
         _ = found.ignored if isinstance(found, GenerationBody) else ()
         return found
     except ValidationError as error:
+        if error.error_count() > _MAX_ERRORS:
+            raise RequestError(f"the body has {error.error_count()} fields or values that are wrong", "body") from None
         # Without the input: it may be huge, or hold what no response can.
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # As text, numbers may be longer than Python converts.
