@@ -198,6 +198,12 @@ def test_the_nearest_field_is_named(client: TestClient, path: str, body: Any, me
     assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
 
 
+def test_of_many_wrong_fields_none_is_looked_at(client: TestClient) -> None:
+    """Each takes time, in which nobody else is answered."""
+    for count, param in ((900, "x0"), (1100, "body")):
+        refused(client, COMPLETION, {"prompt": "a", **{f"x{i}": 1 for i in range(count)}}, param)
+
+
 def test_what_resembles_nothing_gets_no_guess(client: TestClient) -> None:
     for name in ("bogus", "x" * 5000, "", "max_tokens" * 7, "\x00"):
         response = client.post(COMPLETION, json={"prompt": "a", name: 1})
