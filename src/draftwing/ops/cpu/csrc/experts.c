@@ -146,7 +146,8 @@ static void route(const Mixture *j, int64_t i, float *scores) {
     const int64_t size = j->renormalise ? k : count;
     const float *from = j->renormalise ? best : scores;
     for (int64_t c = 0; c < size; c += LANES) {
-        storef(of + c, exp2_16((loadf(from + c) - splat(top)) * splat(1.44269504f)));
+        const vf below = (loadf(from + c) - splat(top)) * splat(1.44269504f); /* lanes past the last hold anything */
+        storef(of + c, exp2_16(select_f(above(below, splat(0.0f)), splat(0.0f), below)));
         for (int64_t l = c; l < c + LANES && l < size; l++) sum += of[l];
     }
     if (!(fabsf(top) < INFINITY)) sum = NAN;
