@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from load_runs import drive, fixed_shapes, jobs_of, let_go, listed, machine, name_of, pinned, watched
+from load_runs import drive, fixed_shapes, jobs_of, let_go, listed, machine, name_of, options_of, pinned, watched
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("options", nargs="*", metavar="option=value")
     args = parser.parse_args()
-    args.options = {name: json.loads(value) for name, _, value in (text.partition("=") for text in args.options)}
+    args.options = options_of(args.options)
     results: dict[str, Any] = {"machine": machine(), "TB/s read": read_rate() / 1e6}  # before memory is taken
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:

@@ -79,15 +79,22 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("options", nargs="*", metavar="option=value", help="of all engines")
 
 
-def given_options(args: Any, drafter: str) -> dict[str, Any]:
-    """Options of the engine that drafts so. A pair of drafters uses the draft model of one of its parts."""
-    given: dict[str, Any] = {"model": args.model, "speculative_algorithm": drafter, "log_level": "warning"}
-    for option in args.options:
-        name, _, value = option.partition("=")
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """Returns options of an engine from name=value, whose values are JSON or texts."""
+    given: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
         try:
             given[name] = json.loads(value)
         except json.JSONDecodeError:
             given[name] = value
+    return given
+
+
+def given_options(args: Any, drafter: str) -> dict[str, Any]:
+    """Options of the engine that drafts so. A pair of drafters uses the draft model of one of its parts."""
+    given: dict[str, Any] = {"model": args.model, "speculative_algorithm": drafter, "log_level": "warning"}
+    given |= options_of(args.options)
     drafts = dict(pair.split("=", 1) for pair in args.draft)
     for name in (drafter, *drafter.split("+")):
         if name in drafts:

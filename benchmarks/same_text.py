@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from load_runs import listed
+from load_runs import listed, options_of
 
 from draftwing import LLM
 
@@ -65,15 +65,6 @@ def answers(args: argparse.Namespace, prompts: Sequence[str], way: Way) -> tuple
     return [list(one.token_ids) for one in found], words
 
 
-def option(text: str) -> tuple[str, Any]:
-    """name=value, whose value is JSON or a text"""
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -84,9 +75,9 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=2600, help="tokens of the pool in which requests are preempted")
     parser.add_argument("--only", default="", help="ways whose name has this")
     parser.add_argument("--again", action="store_true", help="half of each prompt is asked before")
-    parser.add_argument("options", nargs="*", type=option, metavar="option=value", help="of all engines")
+    parser.add_argument("options", nargs="*", metavar="option=value", help="of all engines")
     args = parser.parse_args()
-    args.options = dict(args.options)
+    args.options = options_of(args.options)
     lines = args.prompts.read_text(encoding="utf8").splitlines()[: args.count]
     prompts = [json.loads(line)["prompt"] for line in lines]
     expected, words = answers(args, prompts, Way("", "none", 1, {}))

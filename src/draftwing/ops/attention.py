@@ -377,7 +377,10 @@ class MixedAttend(Attend):
         kind: AttentionKind = FULL,
     ) -> Tensor | None:
         made = [part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts]
-        return None if made[0] is None or made[1] is None else torch.cat([made[0], made[1]])
+        if made[0] is None or made[1] is None:
+            assert made[0] is made[1], "one part has overwritten its queries, and both would be rotated again"
+            return None
+        return torch.cat([made[0], made[1]])
 
 
 class KernelAttend(BoundAttend):
