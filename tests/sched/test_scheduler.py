@@ -273,6 +273,19 @@ def test_prefill_and_decode_alternate():
     assert kinds[:7] == ["tree", "prefill", "tree", "prefill", "tree", "prefill", "tree"]
 
 
+def test_a_prompt_goes_on_where_the_only_request_that_decodes_is_preempted():
+    sched = make(slots=30, chunk=2, radix=False)
+    sched.submit(req("long", length=20, new=5, first=100))
+    sched.submit(req("short", length=3, new=20))
+    kinds = []
+    while not sched.idle:
+        running = bool(sched.running)
+        plan = turn(sched)
+        assert plan is not None or not running
+        kinds.append(plan.kind)
+    assert sched.retractions and {"prefill", "tree"} <= set(kinds)
+
+
 def test_beside_requests_that_decode_prefills_are_short():
     sched = make(slots=9000, chunk=4000)
     for tokens in range(10, 2000, 60):

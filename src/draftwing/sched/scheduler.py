@@ -169,10 +169,13 @@ class Scheduler:
         mixes, alone, self._alone = self.config.mixes, self._alone, False
         if mixes is not None and ready and not alone and mixes(self._shape, len(ready)):
             return self._plan_both(ready, mixes)
-        if alone or not (self._prefilled and ready):  # prefill chunks and decode steps alternate
+        prefill_first = alone or not (self._prefilled and ready)  # prefill chunks and decode steps alternate
+        if prefill_first:
             plan = self._plan_prefill(ready, self.config.chunk_tokens)
         if plan is None:
             plan = self._plan_tree()
+        if plan is None and not prefill_first:  # all who decode were retracted for prompts
+            plan = self._plan_prefill([], self.config.chunk_tokens)
         self._prefilled = plan.chunks if plan is not None else ()
         return plan
 
