@@ -263,15 +263,3 @@ def test_all_expressions_of_a_request_are_bounded_together() -> None:
     SamplingParams(stop_regex=tuple(f"{'a' * 200}{i}" for i in range(64)))
     with pytest.raises(RequestError, match="together"):
         SamplingParams(stop_regex=tuple(f"a{{900}}{i}" for i in range(64)))
-
-
-def test_which_requests_are_watched(tokenizer: Tokenizer) -> None:
-    assert StopStringScanner.of(tokenizer, SamplingParams()) is None
-    both = StopStringScanner.of(tokenizer, SamplingParams(stop=("a",), stop_regex=("b",)))
-    assert both is not None and both.push(tokenizer.encode("b")[0]) == "b"
-
-
-def test_nothing_of_it_belongs_to_the_process() -> None:
-    """Compiled expressions and time are shared within an engine or an HTTP request, by whoever owns a `Searches`."""
-    one, other = (scanner(Searches(), ["a+b"], ("client", 1.0)) for _ in range(2))
-    assert one._stops is not other._stops and one._allowance is not other._allowance

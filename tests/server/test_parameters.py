@@ -26,15 +26,22 @@ def base(path: str, text: str = "abc") -> dict[str, Any]:
     return {"prompt": text} if path == COMPLETION else {"messages": [{"role": "user", "content": text}]}
 
 
-@pytest.fixture
-def drafting() -> FakeEngine:
-    return FakeEngine(drafting_options(5, 4, 8))
+@pytest.fixture(scope="module")
+def speculating() -> Iterator[tuple[FakeEngine, TestClient]]:
+    engine = FakeEngine(drafting_options(5, 4, 8))
+    with client_of(engine) as client:
+        yield engine, client
 
 
 @pytest.fixture
-def drafts(drafting: FakeEngine) -> Iterator[TestClient]:
-    with client_of(drafting) as client:
-        yield client
+def drafting(speculating: tuple[FakeEngine, TestClient]) -> FakeEngine:
+    speculating[0].forget()
+    return speculating[0]
+
+
+@pytest.fixture
+def drafts(drafting: FakeEngine, speculating: tuple[FakeEngine, TestClient]) -> TestClient:
+    return speculating[1]
 
 
 EDITS: dict[str, Any] = {

@@ -42,13 +42,6 @@ def test_what_stands_outside_does(unit: str, first: str) -> None:
     assert refused.value.param == "body"
 
 
-def test_a_long_list_beside_a_text_is_one() -> None:
-    ids = ",".join(["1"] * (LONGEST + 2))
-    for text in ("a", '\\"', "]" * 100):
-        with pytest.raises(RequestError):
-            check_parts(f'{{"text":"{text}","ids":[{ids}]}}'.encode(), MAX_PARTS, LONGEST)
-
-
 @pytest.mark.slow
 def test_the_border_is_exact() -> None:
     for count, fits in ((MAX_PARTS - 3, True), (MAX_PARTS - 2, False)):
@@ -85,6 +78,7 @@ def called(arguments: str) -> object:
 
 
 @pytest.mark.slow
+@pytest.mark.further(cut=False)
 @pytest.mark.parametrize("unit", ["[]", "{}", '{"":0}', '""', "null", "1", '"[",[]', "[[]]"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("before", ["", '"b":"\\ud83d\\ude00",', '"b":"\\\\",'])

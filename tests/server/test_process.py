@@ -93,11 +93,13 @@ def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_whose_step_does_not_end_is_replaced(
-    spawned: list[EngineLink], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_engine_that_hangs_is_replaced(
+    stopped: bool, spawned: list[EngineLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other thread answers all the while."""
+    """Where its step does not end, its other thread answers all the while."""
     monkeypatch.setenv("FAKE_ENGINE_PAUSE", "1000")
+    reason = "nothing was heard of it for 1 s" if stopped else "a step took more than 1 s"
 
     async def scenario() -> None:
         async with running(spawned, dataclasses.replace(OPTIONS, watchdog_timeout=1.0)) as engine:
@@ -106,7 +108,10 @@ def test_an_engine_whose_step_does_not_end_is_replaced(
                 while (await engine.stats())["progress"] is None:
                     await asyncio.sleep(0.005)
             monkeypatch.setenv("FAKE_ENGINE_PAUSE", "0.0005")
-            with pytest.raises(EngineDead, match="it hung: a step took more than 1 s"):
+            if stopped:
+                os.kill(spawned[-1].process.pid, signal.SIGSTOP)
+                assert (await engine.stats())["age"] > 0.4, "its numbers are those of before"
+            with pytest.raises(EngineDead, match=f"it hung: {reason}"):
                 await waiting
             await until(lambda: engine.healthy, 20)
             assert await text_of(engine, request("again")) == [1, 2, 3, 256]
@@ -163,24 +168,6 @@ def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(caplog: py
 
     asyncio.run(scenario())
     assert "out of paper" in caplog.text and "restart" not in caplog.text
-
-
-def test_an_engine_that_cannot_be_restarted_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "DEATHS", 2)
-
-    async def scenario() -> None:
-        engine = local(first := FakeEngine())  # without a successor
-        lost = asyncio.Event()
-        engine.lost = lost.set
-        engine.start()
-        first.crash = RuntimeError("out of paper")
-        first.wake()
-        await asyncio.wait_for(lost.wait(), 5)
-        with pytest.raises(EngineDead, match="it is not restarted"):
-            engine.submit([request("a")])
-        await engine.stop()
-
-    asyncio.run(scenario())
 
 
 def test_errors_at_the_start_come_back_as_themselves() -> None:

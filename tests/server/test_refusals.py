@@ -63,17 +63,6 @@ NEUTRAL_CHAT = NEUTRAL_OPENAI | {
 NEUTRAL_COMPLETION = NEUTRAL_OPENAI | {"logprobs": None, "best_of": 1, "echo": False, "suffix": ""}
 
 
-@pytest.fixture
-def engine(served: tuple[FakeEngine, TestClient]) -> FakeEngine:
-    served[0].requests.clear()
-    return served[0]
-
-
-@pytest.fixture
-def client(engine: FakeEngine, served: tuple[FakeEngine, TestClient]) -> TestClient:
-    return served[1]
-
-
 def base(path: str) -> dict[str, Any]:
     bodies: dict[str, dict[str, Any]] = {
         CHAT_PATH: {"messages": MESSAGES},

@@ -130,6 +130,7 @@ FORMATS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.further(style=["mistral", "llama3"])  # it has no tools
 @pytest.mark.parametrize(("path", "fields", "name"), FORMATS, ids=[name for _, _, name in FORMATS])
 def test_the_field_of_a_schema_is_named(client: TestClient, path: str, fields: Any, name: str) -> None:
     prompt = {"/v1/completions": {"prompt": "hi"}, "/generate": {"text": "hi"}}.get(path, body_of(path, []))

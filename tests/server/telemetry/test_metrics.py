@@ -153,9 +153,9 @@ def test_an_abort() -> None:
     assert page("sglang:e2e_request_latency_seconds_count") == 0
 
 
-def test_a_dead_engine(engine: FakeEngine) -> None:
+def test_a_dead_engine() -> None:
     """Its requests have ended by an error, and a scrape says what the server knows."""
-    successor = FakeEngine()
+    engine, successor = FakeEngine(), FakeEngine()
     with TestClient(create_app(local(engine, successor), engine.tokenizer), raise_server_exceptions=False) as client:
         client.post("/generate", json={"text": "abc"})
         for one in (engine, successor):

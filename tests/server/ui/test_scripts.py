@@ -167,11 +167,11 @@ def test_a_text_that_grows_becomes_what_it_is_at_once(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_long_text_that_grows_is_not_made_again_and_again(run: Run) -> None:
-    """2,000 lines in 150 parts: elements that were made, against those of the text at once."""
-    table = "| a | b |\n|---|---|\n" + "| 1 | `2` |\n" * 2000
-    code = "```python\n" + "x = 1  # a line\n" * 2000 + "```\n"
-    texts = [DOCUMENT * 50, code, "- an *item*\n" * 2000, table]
-    parts = [[text[i : i + len(text) // 150] for i in range(0, len(text), len(text) // 150)] for text in texts]
+    """Hundreds of lines in 75 parts: elements that were made, against those of the text at once."""
+    table = "| a | b |\n|---|---|\n" + "| 1 | `2` |\n" * 600
+    code = "```python\n" + "x = 1  # a line\n" * 600 + "```\n"
+    texts = [DOCUMENT * 15, code, "- an *item*\n" * 600, table]
+    parts = [[text[i : i + len(text) // 75] for i in range(0, len(text), len(text) // 75)] for text in texts]
     found = run(STREAM + "give(data.map((parts) => [view([parts.join('')]).made, view(parts).made]));", parts)
     for at_once, grown in found:
         assert grown < 12 * at_once, "each block is made again as long as it is one of the last two"
