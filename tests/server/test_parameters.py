@@ -142,16 +142,6 @@ def test_the_answers_to_a_prompt_come_together_and_share_its_prefill(client: Tes
     assert [r.cache_salt for r in engine.requests[-2:]] == ["other"] * 2
 
 
-def test_continue_final_message(client: TestClient) -> None:
-    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two "}]
-    data = ok(client, CHAT, messages=messages, continue_final_message=True)
-    # The stand-in repeats its prompt: it ends with the message, its last space included, and with nothing after it.
-    assert data["choices"][0]["message"]["content"] == "user:count\nassistant:one two "
-    parts = [messages[0], {"role": "assistant", "content": [{"type": "text", "text": "one"}]}]
-    data = ok(client, CHAT, messages=parts, continue_final_message=True, chat_template_kwargs={"shout": "HEY"})
-    assert data["choices"][0]["message"]["content"] == "user:count\nassistant:one"
-
-
 LIMITS: list[tuple[Any, SpecLimits | None, tuple[Any, ...]]] = [
     ("off", SpecLimits(0, 1, 1), ("none", 0, 1, 1)),
     ({"algorithm": "none"}, SpecLimits(0, 1, 1), ("none", 0, 1, 1)),

@@ -71,16 +71,3 @@ def test_flush_cache_waits_when_asked(client: TestClient) -> None:
     for bad in ("-1", "x", "nan"):
         answer = client.post(f"/flush_cache?timeout={bad}")
         assert answer.status_code == 400 and "timeout" in answer.json()["error"]["message"]
-
-
-def test_a_default_length_is_cut_to_the_context(client: TestClient, engine: FakeEngine) -> None:
-    long = "a" * 1990  # 10 tokens are left
-    assert client.post("/v1/completions", json={"prompt": long}).status_code == 200
-    assert client.post("/generate", json={"text": long}).status_code == 200
-    mixed = {"text": [long, "b"], "sampling_params": [{"temperature": 0}, {"max_new_tokens": 5}]}
-    assert client.post("/generate", json=mixed).status_code == 200
-    assert [r.params.max_new_tokens for r in engine.requests] == [10, 10, 10, 5]
-    assert client.post("/v1/completions", json={"prompt": long, "max_tokens": 16}).status_code == 400
-    given = {"text": long, "sampling_params": {"max_new_tokens": 128}}
-    assert client.post("/generate", json=given).status_code == 400
-    assert client.post("/v1/completions", json={"prompt": "a" * 2000}).json()["param"] == "prompt"

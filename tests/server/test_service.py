@@ -178,15 +178,6 @@ def test_a_grammar_is_compiled_once(path: str, client: TestClient, monkeypatch: 
     assert len(built) == 2
 
 
-def test_a_grammar_that_the_engine_refuses_is_a_400_that_names_the_field(client: TestClient) -> None:
-    for stream in (False, True):
-        body = {"prompt": "a", "stream": stream, "response_format": {"type": "json_schema", "json_schema": {
-            "name": "a", "schema": {"type": "string", "minLength": 3, "maxLength": 2}}}}  # fmt: skip
-        refused = client.post("/v1/completions", json=body)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "response_format.json_schema.schema", refused.text
-
-
 def test_a_grammar_that_the_engine_fails_at_is_a_500(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None, text: str | None = None) -> None:
         raise MemoryError("no room")
