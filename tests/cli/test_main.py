@@ -241,16 +241,6 @@ def test_ctrl_c_ends_server_and_engine() -> None:
         assert process.returncode == 130 and gone(engine) and "Traceback" not in log
 
 
-@pytest.mark.slow
-def test_an_engine_that_is_stopped_does_not_outlive_its_server() -> None:
-    with serving() as (process, _):
-        (engine,) = engines(process.pid)
-        os.kill(engine, signal.SIGSTOP)
-        process.kill()
-        process.wait()
-        assert gone(engine)
-
-
 @contextmanager
 def of_a_shell(files: str, before: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """As `serving`, by a shell. files: redirections.  before: what the shell does first."""

@@ -174,7 +174,7 @@ async def fuzz(requests: int, seed: int) -> Counter[tuple[str, int]]:
     return statuses
 
 
-@pytest.mark.parametrize("requests", [300, pytest.param(5000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("requests", [200, pytest.param(5000, marks=pytest.mark.exhaustive)])
 def test_no_garbled_conversation_gives_a_5xx(requests: int) -> None:
     statuses = asyncio.run(fuzz(requests, seed=requests))
     for path in ASKED:
@@ -196,10 +196,10 @@ def test_calls_come_back(server: tuple[str, str | None, str]) -> None:
     async def scenario() -> Counter[tuple[str, int]]:
         draw, statuses = random.Random(1), Counter[tuple[str, int]]()
         async with client(*server) as (asking, engine):
-            for script in ARGUMENTS * 4:
+            for script in ARGUMENTS * 3:
                 call = f'<tool_call>{{"name": "f", "arguments": {script}}}</tool_call>'
                 await turn(draw, asking, engine, statuses, call)
         return statuses
 
     statuses = asyncio.run(scenario())
-    assert all(statuses[(path, 200)] > 15 for path in ASKED)
+    assert all(statuses[(path, 200)] > 10 for path in ASKED)

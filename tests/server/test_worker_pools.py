@@ -19,22 +19,6 @@ from draftwing.server.edge.keys import client as client_var
 from draftwing.server.worker_pools import MAX_INLINE_SIZE, MAX_SHORT_SIZE, FairSemaphore, WorkerPools
 
 
-def test_short_work_is_not_behind_long_work() -> None:
-    hold = threading.Event()
-
-    async def scenario() -> None:
-        pools = WorkerPools()
-        waiting = [asyncio.ensure_future(pools.run(MAX_SHORT_SIZE + 1, lambda gone: hold.wait(20))) for _ in range(32)]
-        await asyncio.sleep(0)
-        assert await asyncio.wait_for(pools.run(MAX_SHORT_SIZE, lambda gone: threading.current_thread().name), 10)
-        assert not any(one.done() for one in waiting)
-        hold.set()
-        assert all(await asyncio.gather(*waiting))
-        pools.close()
-
-    asyncio.run(scenario())
-
-
 def test_cancelled_work_is_told_or_never_begins() -> None:
     began: list[int] = []
     ended = threading.Event()
