@@ -11,6 +11,12 @@ from scripted import ScriptedEngine, client_of, openai_client, serving
 from starlette.testclient import TestClient
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What runs the tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, TestClient]]:
     """One server for all tests of a module, which takes a tenth of a second to make. A module's ENGINE makes another

@@ -64,35 +64,29 @@ async def stream(client: httpx.AsyncClient, i: int, tokens: int) -> dict[str, An
     return last
 
 
-def test_64_streams_give_what_single_requests_give(url: str) -> None:
-    async def scenario() -> None:
-        async with clients(url) as client:
-            streamed = await asyncio.gather(*(stream(client, i, 20) for i in range(CLIENTS)))
-            for i in (0, 17, 63):
-                alone = (await client.post("/generate", json=body(i, 20))).json()
-                assert alone["output_ids"] == streamed[i]["output_ids"] and alone["text"] == streamed[i]["text"]
-        assert all(event["meta_info"]["completion_tokens"] == 20 for event in streamed)
-
-    asyncio.run(scenario())
+async def test_64_streams_give_what_single_requests_give(url: str) -> None:
+    async with clients(url) as client:
+        streamed = await asyncio.gather(*(stream(client, i, 20) for i in range(CLIENTS)))
+        for i in (0, 17, 63):
+            alone = (await client.post("/generate", json=body(i, 20))).json()
+            assert alone["output_ids"] == streamed[i]["output_ids"] and alone["text"] == streamed[i]["text"]
+    assert all(event["meta_info"]["completion_tokens"] == 20 for event in streamed)
 
 
-def test_64_clients_that_go_away_leave_no_slot_behind(url: str) -> None:
+async def test_64_clients_that_go_away_leave_no_slot_behind(url: str) -> None:
     def state() -> dict[str, Any]:
         one: dict[str, Any] = httpx.get(f"{url}/server_info").json()["internal_states"][0]
         return one
 
-    async def scenario() -> None:
-        async with clients(url) as client:
-            tasks = [asyncio.ensure_future(stream(client, i, 900)) for i in range(CLIENTS)]
-            # Answers that end before the last one begins must not be waited for.
-            while (running := state()["num_running_reqs"]) < CLIENTS and not any(task.done() for task in tasks):
-                await asyncio.sleep(0.02)
-            assert running > 0
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(scenario())
+    async with clients(url) as client:
+        tasks = [asyncio.ensure_future(stream(client, i, 900)) for i in range(CLIENTS)]
+        # Answers that end before the last one begins must not be waited for.
+        while (running := state()["num_running_reqs"]) < CLIENTS and not any(task.done() for task in tasks):
+            await asyncio.sleep(0.02)
+        assert running > 0
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     wait_until(lambda: (now := state())["num_running_reqs"] == now["num_waiting_reqs"] == 0)
     memory = state()["memory_usage"]
     assert memory["free_tokens"] + memory["cached_tokens"] == memory["token_capacity"] == POOL
@@ -183,7 +177,7 @@ def test_reasoning_is_as_long_as_asked_for(url: str) -> None:
     wanted += [{"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}]
     for (temperature, seed), fields in itertools.product(((0, 3), (0.8, 0)), wanted):
         body = {"model": "m", "messages": HI, "max_tokens": 300, "temperature": temperature, "seed": seed} | fields
-        for tokens in (0, 7):
+        for tokens in (0, 7) if "n" in fields else (7,):
             found = []
             for extra in ({}, OFF):
                 response = httpx.post(f"{url}/v1/chat/completions", json=body | {"thinking_budget": tokens} | extra)

@@ -67,7 +67,7 @@ def test_documents_longer_than_the_context_are_counted(client: TestClient, engin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("large", ["template", "grammar"])
-def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is large is not the text of a message; some dozens of them wait for one another, and no one else does."""
     hold = threading.Event()
 
@@ -90,21 +90,18 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
         else {"ebnf": f'root ::= "a" # {long}', "regex": None}
     )
 
-    async def scenario() -> None:
-        async with asking(app) as client:
-            ask = lambda body: asyncio.ensure_future(client.post("/v1/chat/completions", json=body))  # noqa: E731
-            waiting = [ask(small | more) for _ in range(40)]
-            await asyncio.sleep(0.3)
-            assert (await asyncio.wait_for(ask(small), 10)).status_code == 200
-            assert not any(one.done() for one in waiting)
-            hold.set()
-            await asyncio.gather(*waiting)
-
-    asyncio.run(scenario())
+    async with asking(app) as client:
+        ask = lambda body: asyncio.ensure_future(client.post("/v1/chat/completions", json=body))  # noqa: E731
+        waiting = [ask(small | more) for _ in range(40)]
+        await asyncio.sleep(0.3)
+        assert (await asyncio.wait_for(ask(small), 10)).status_code == 200
+        assert not any(one.done() for one in waiting)
+        hold.set()
+        await asyncio.gather(*waiting)
 
 
 @pytest.mark.parametrize(("length", "at_once"), [(3, True), (8, False)])
-def test_words_are_tokenized_once_and_where_nobody_waits(
+async def test_words_are_tokenized_once_and_where_nobody_waits(
     length: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For all prompts of a request and all of their answers; many of them in a thread."""
@@ -120,12 +117,9 @@ def test_words_are_tokenized_once_and_where_nobody_waits(
     engine = FakeEngine(Options(random_seed=7))
     app = create_app(local(engine), engine.tokenizer)
 
-    async def scenario() -> None:
-        async with asking(app) as client:
-            body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 2, "bad_words": words}
-            assert (await client.post("/v1/completions", json=body)).status_code == 200
-
-    asyncio.run(scenario())
+    async with asking(app) as client:
+        body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 2, "bad_words": words}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
     found = [(text, main) for text, main in seen if text.strip() in words]
     assert sorted(text for text, _ in found) == sorted([*words, *(f" {word}" for word in words)])
     assert {main for _, main in found} == {at_once}
@@ -207,7 +201,9 @@ def test_server_info_masks_the_key_and_names_the_model(monkeypatch: pytest.Monke
     assert info.json()["model"] == info.json()["model_path"] == "folder/of model"
 
 
-def test_a_client_that_leaves_takes_its_tokenization_along(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_takes_its_tokenization_along(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second piece of a text is not begun when nobody waits for it."""
     pieces: list[int] = []
     first, left = threading.Event(), threading.Event()
@@ -222,24 +218,21 @@ def test_a_client_that_leaves_takes_its_tokenization_along(engine: FakeEngine, m
     app = create_app(local(engine), engine.tokenizer)
     body = b'{"prompt": "' + b"a" * 500_000 + b'"}'
 
-    async def scenario() -> None:
-        events = iter([{"type": "http.request", "body": body}])
+    events = iter([{"type": "http.request", "body": body}])
 
-        async def receive() -> dict[str, object]:
-            while (event := next(events, None)) is None:
-                if first.is_set():
-                    return {"type": "http.disconnect"}
-                await asyncio.sleep(0.001)
-            return event
+    async def receive() -> dict[str, object]:
+        while (event := next(events, None)) is None:
+            if first.is_set():
+                return {"type": "http.disconnect"}
+            await asyncio.sleep(0.001)
+        return event
 
-        async def send(message: object) -> None:
-            pass
+    async def send(message: object) -> None:
+        pass
 
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": headers, "query_string": b""}
-        await asyncio.wait_for(app(scope, receive, send), 10)
-        left.set()
-
-    asyncio.run(scenario())
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": headers, "query_string": b""}
+    await asyncio.wait_for(app(scope, receive, send), 10)
+    left.set()
     time.sleep(0.05)
     assert pieces == [PIECE]

@@ -130,55 +130,48 @@ def compiling(bridge: AsyncEngine, grammar: Grammar) -> asyncio.Future[None]:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_grammar_that_was_alone_in_two_deaths_is_refused(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_that_was_alone_in_two_deaths_is_refused(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asked waits for it or leaves; a request that runs meanwhile is not suspected."""
-
-    async def scenario() -> None:
-        async with silent(monkeypatch) as (bridge, die):
-            for i in range(2):
-                innocent = bridge.submit(asking([1, 2, 3], f"innocent {i}"))
-                askers = [compiling(bridge, KILLER) for _ in range(2)]
-                await asyncio.sleep(0)
-                if not stays:
-                    for asker in askers:
-                        asker.cancel()
-                await die()
-                innocent.close()
-                kinds = {type(error) for error in await asyncio.gather(*askers, return_exceptions=True)}
-                assert kinds == {EngineDead if stays else asyncio.CancelledError}
-            with pytest.raises(RequestError, match="2 times while it compiled this grammar alone") as refused:
-                await compiling(bridge, KILLER)
-            assert refused.value.param == "regex"
-            bridge.submit(asking([1, 2, 3], "innocent")).close()
-            other = compiling(bridge, OTHER)
-            await die()
-            with pytest.raises(EngineDead):
-                await other
-
-    asyncio.run(scenario())
-
-
-def test_nothing_is_suspected_that_was_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with silent(monkeypatch) as (bridge, die):
-            for _ in range(2):
-                askers = [compiling(bridge, KILLER), compiling(bridge, OTHER)]
-                await die()
-                await asyncio.gather(*askers, return_exceptions=True)
-            answered = compiling(bridge, KILLER)
+    async with silent(monkeypatch) as (bridge, die):
+        for i in range(2):
+            innocent = bridge.submit(asking([1, 2, 3], f"innocent {i}"))
+            askers = [compiling(bridge, KILLER) for _ in range(2)]
             await asyncio.sleep(0)
-            link: Any = bridge.link
-            number = next(one.number for one in link.sent if isinstance(one, Compile))
-            link.listener.reply(Reply(number, None))
-            await answered
-            for i in range(2):  # what is answered is compiled no more: the request that runs is alone
-                running = bridge.submit(asking([1, 2, 3], f"a {i}"))
-                await die()
-                running.close()
-            with pytest.raises(RequestError, match="while it ran this request alone"):
-                bridge.submit(asking([1, 2, 3], "b"))
+            if not stays:
+                for asker in askers:
+                    asker.cancel()
+            await die()
+            innocent.close()
+            kinds = {type(error) for error in await asyncio.gather(*askers, return_exceptions=True)}
+            assert kinds == {EngineDead if stays else asyncio.CancelledError}
+        with pytest.raises(RequestError, match="2 times while it compiled this grammar alone") as refused:
+            await compiling(bridge, KILLER)
+        assert refused.value.param == "regex"
+        bridge.submit(asking([1, 2, 3], "innocent")).close()
+        other = compiling(bridge, OTHER)
+        await die()
+        with pytest.raises(EngineDead):
+            await other
 
-    asyncio.run(scenario())
+
+async def test_nothing_is_suspected_that_was_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with silent(monkeypatch) as (bridge, die):
+        for _ in range(2):
+            askers = [compiling(bridge, KILLER), compiling(bridge, OTHER)]
+            await die()
+            await asyncio.gather(*askers, return_exceptions=True)
+        answered = compiling(bridge, KILLER)
+        await asyncio.sleep(0)
+        link: Any = bridge.link
+        number = next(one.number for one in link.sent if isinstance(one, Compile))
+        link.listener.reply(Reply(number, None))
+        await answered
+        for i in range(2):  # what is answered is compiled no more: the request that runs is alone
+            running = bridge.submit(asking([1, 2, 3], f"a {i}"))
+            await die()
+            running.close()
+        with pytest.raises(RequestError, match="while it ran this request alone"):
+            bridge.submit(asking([1, 2, 3], "b"))
 
 
 def test_an_answer_that_the_model_cannot_give_is_an_error_with_its_reason(
