@@ -38,13 +38,6 @@ def client(engine: FakeEngine, served: tuple[FakeEngine, TestClient]) -> TestCli
     return served[1]
 
 
-@pytest.fixture
-def fresh() -> Iterator[TestClient]:
-    """A client of a server of its own."""
-    with client_of(FakeEngine()) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def scripted(request: pytest.FixtureRequest) -> ScriptedEngine:
     """Says what a test tells it to; a module's SCRIPTED has what it is made with."""
