@@ -71,6 +71,9 @@ async def test_64_streams_give_what_single_requests_give(url: str) -> None:
             alone = (await client.post("/generate", json=body(i, 20))).json()
             assert alone["output_ids"] == streamed[i]["output_ids"] and alone["text"] == streamed[i]["text"]
     assert all(event["meta_info"]["completion_tokens"] == 20 for event in streamed)
+    totals = dict(re.findall(r"^(\S+?)\{.*\} (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE))
+    for name in ("vllm:generation_tokens_total", "vllm:spec_decode_num_draft_tokens_total"):
+        assert float(totals[name]) > 0, "what the engine reports of itself is read"
 
 
 async def test_64_clients_that_go_away_leave_no_slot_behind(url: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,6 @@ from prometheus_client.openmetrics import parser as openmetrics
 from scripted import client_of, wait_until
 from starlette.testclient import TestClient
 
-from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
@@ -192,48 +190,6 @@ def test_without_speculation() -> None:
     assert "draftwing:estimated_speedup" not in page.families
     assert "draftwing:snapshots" not in page.families, "the model has no recurrent layers"
     assert not any(name.startswith("vllm:spec") for name in page.families)
-
-
-@pytest.mark.slow
-def test_a_real_engine(tmp_path: Path) -> None:
-    """Its totals are what its requests say of themselves, and are plain enough to pass to another process."""
-    from tiny_checkpoint import write_checkpoint
-
-    from draftwing.engine.engine import Engine
-
-    options = Options(
-        model=str(write_checkpoint(tmp_path / "tiny")), speculative_algorithm="NGRAM", speculative_eagle_topk=1,
-        speculative_num_steps=4, speculative_fixed_shape=True, max_total_tokens=2000, num_threads=1, random_seed=1,
-    )  # fmt: skip
-    engine = Engine(options)
-    requests = RequestMetrics("echo")
-    observer = Observer([requests])
-    params = SamplingParams(max_new_tokens=32, temperature=0, ignore_eos=True)
-    jobs = [GenerationRequest(str(i), [1 + i, *range(5, 25)], params) for i in range(3)]
-    observer.begin("job", jobs)
-    for job in jobs:
-        engine.submit(job)
-    metas = []
-    while not engine.idle():
-        for output in engine.step():
-            observer.output(output)
-            metas += [output.meta] if output.finish_reason else []
-    stats = engine.stats()
-    engine.close()
-    page = rendered(Metrics("echo", lambda: 2000, lambda: answering(json.loads(json.dumps(stats)))))
-    assert (
-        page("vllm:spec_decode_num_draft_tokens_total") == sum(meta["spec_num_proposed_drafts"] for meta in metas) > 0
-    )
-    assert page("draftwing:verified_rows_total") == sum(meta["spec_verify_ct"] for meta in metas)
-    at = [page("draftwing:spec_accepted_tokens_per_pos_total", drafter="NGRAM", position=str(i)) for i in range(4)]
-    assert sum(at) == page("vllm:spec_decode_num_accepted_tokens_total")
-    name = "draftwing:spec_proposed_tokens_per_pos_total"
-    proposed = [page(name, drafter="NGRAM", position=str(i)) for i in range(4)]
-    assert sum(proposed) == page("draftwing:spec_proposed_tokens_total", drafter="NGRAM")
-    assert all(a <= b for a, b in zip(at, proposed, strict=True)) and proposed == sorted(proposed, reverse=True)
-    assert page("vllm:prefix_cache_queries_total") == 63 and page("sglang:token_usage") == 0
-    assert value_of(requests, "vllm:generation_tokens_total") == 96
-    assert value_of(requests, "sglang:spec_verify_calls_total") == page("draftwing:verified_rows_total")
 
 
 # -- the requests' side -----------------------------------------------------------------------------------------------
