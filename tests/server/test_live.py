@@ -72,7 +72,7 @@ async def test_64_streams_give_what_single_requests_give(url: str) -> None:
             assert alone["output_ids"] == streamed[i]["output_ids"] and alone["text"] == streamed[i]["text"]
     assert all(event["meta_info"]["completion_tokens"] == 20 for event in streamed)
     totals = dict(re.findall(r"^(\S+?)\{.*\} (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE))
-    for name in ("vllm:generation_tokens_total", "vllm:spec_decode_num_draft_tokens_total"):
+    for name in ("draftwing:verified_rows_total", "draftwing:committed_tokens_total"):
         assert float(totals[name]) > 0, "what the engine reports of itself is read"
 
 
