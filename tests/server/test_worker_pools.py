@@ -44,7 +44,7 @@ async def test_cancelled_work_is_told_or_never_begins() -> None:
         await pools.run(1, lambda gone: None)
 
 
-def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is read at a time, and the next one nine times as long afterwards, whatever became of it."""
     now, events, rests = [0.0], list[str](), list[float]()
     monkeypatch.setattr(worker_pools, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -56,21 +56,18 @@ def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> N
             raise ValueError(name)
         return name
 
-    async def run() -> None:
-        pools, loop = WorkerPools(), asyncio.get_running_loop()
-        later = loop.call_later
+    pools, loop = WorkerPools(), asyncio.get_running_loop()
+    later = loop.call_later
 
-        def soon(seconds: float, call: Any, *args: Any) -> Any:
-            rests.append(seconds)
-            return later(0, lambda: (events.append("rested"), call(*args)))
+    def soon(seconds: float, call: Any, *args: Any) -> Any:
+        rests.append(seconds)
+        return later(0, lambda: (events.append("rested"), call(*args)))
 
-        monkeypatch.setattr(loop, "call_later", soon)
-        found = await asyncio.gather(*(pools.read(lambda n=n: reads(n)) for n in "abc"), return_exceptions=True)
-        assert [str(one) for one in found] == ["a", "b", "c"]
-        await pools.read(lambda: reads("d"))
-        pools.close()
-
-    asyncio.run(run())
+    monkeypatch.setattr(loop, "call_later", soon)
+    found = await asyncio.gather(*(pools.read(lambda n=n: reads(n)) for n in "abc"), return_exceptions=True)
+    assert [str(one) for one in found] == ["a", "b", "c"]
+    await pools.read(lambda: reads("d"))
+    pools.close()
     assert events[:7] == ["a", "rested", "b", "rested", "c", "rested", "d"]
     assert rests == pytest.approx([4.5] * 4)
 
