@@ -108,7 +108,7 @@ async def test_an_engine_that_hangs_is_replaced(
             os.kill(spawned[-1].process.pid, signal.SIGSTOP)
             assert (await engine.stats())["age"] > 0.4, "its numbers are those of before"
         with pytest.raises(EngineDead, match=f"it hung: {reason}"):
-            await waiting
+            await asyncio.wait_for(waiting, 30)
         await until(lambda: engine.healthy, 20)
         assert await text_of(engine, request("again")) == [1, 2, 3, 256]
 
