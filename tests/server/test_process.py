@@ -158,6 +158,20 @@ async def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(capl
     assert "out of paper" in caplog.text and "restart" not in caplog.text
 
 
+async def test_an_engine_that_cannot_be_restarted_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "DEATHS", 2)
+    engine = local(first := FakeEngine())  # without a successor
+    lost = asyncio.Event()
+    engine.lost = lost.set
+    engine.start()
+    first.crash = RuntimeError("out of paper")
+    first.wake()
+    await asyncio.wait_for(lost.wait(), 5)
+    with pytest.raises(EngineDead, match="it is not restarted"):
+        engine.submit([request("a")])
+    await engine.stop()
+
+
 def test_errors_at_the_start_come_back_as_themselves() -> None:
     link = EngineLink(Options(device="cuda", model="/nowhere", log_level="critical"))
     with pytest.raises(Exception, match="nowhere") as info:
