@@ -252,9 +252,9 @@ def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyP
         return now[0], bool(answers[0].failed)
 
     assert taken(1, 0.0019) == (pytest.approx(1.9), False)
-    for count in (1, 2, 8, 64):
-        seconds, failed = taken(count, 0.004)
-        assert failed and seconds < 0.25
+    for count, seconds in ((1, 0.004), (2, 0.0025), (8, 0.0025), (64, 0.0025)):
+        together, failed = taken(count, seconds)
+        assert failed and together < 0.25
     assert taken(64, 0.0001)[1] is False, "short searches of many answers go on"
     assert not searches._allowances, "an engine keeps nothing of requests that have ended"
 

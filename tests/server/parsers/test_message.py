@@ -51,7 +51,7 @@ def test_reasoning_that_is_not_streamed_comes_at_once() -> None:
     for text in (TEXT, BLOCK[:20]):
         reader, parts = read(style, text, [1] * len(text))
         thoughts = [part for part in parts if isinstance(part, Thought)]
-        assert len(thoughts) == 1 and thoughts[0].text == reader.reasoning
+        assert parts[:1] == thoughts and thoughts[0].text == reader.reasoning
     assert reader.reasoning_tokens == 20
 
 
