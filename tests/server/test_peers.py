@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jinja2
@@ -21,10 +22,21 @@ def body_of(path: str) -> dict[str, Any]:
     return ({"messages": HI} if path == CHAT else {"prompt": "hi"}) | {"max_tokens": 8}
 
 
+TAG = {"type": "structural_tag", "structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [
+        ({"json_schema": '{"type": "object"}'}, Grammar("json_schema", '{"type": "object"}')),
+        ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, Grammar("json_schema", "true")),
+        ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
         ({"guided_json": {"type": "object"}}, Grammar("json_schema", '{"type": "object"}')),
         ({"guided_regex": "a+"}, Grammar("regex", "a+")),
         ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c")),
@@ -49,8 +61,8 @@ def body_of(path: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_grammars_by_the_peers_names(
-    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any], grammar: Grammar
+def test_grammars_by_their_names(
+    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
     ok(client, path, **body_of(path), **fields)
     assert engine.requests[-1].params.grammar == grammar
