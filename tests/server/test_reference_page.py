@@ -58,7 +58,7 @@ def test_tokenize_and_back(client: TestClient) -> None:
         ("/detokenize", {"tokens": [257]}, "tokens"), ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [[1], 2]}, "tokens"), ("/detokenize", {"tokens": "abc"}, "tokens"),
         ("/tokenize", {"prompt": 3}, "prompt"), ("/tokenize", {"prompt": []}, "prompt"), ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "bogus": 1}, "bogus"),
+        ("/tokenize", {"prompt": ["a"] * 1025}, "prompt"), ("/tokenize", {"prompt": "a", "bogus": 1}, "bogus"),
     ],
 )  # fmt: skip
 def test_bad_tokenize_bodies(client: TestClient, path: str, body: Mapping[str, Any], field: str) -> None:
