@@ -24,7 +24,6 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import MXRows
 from draftwing.parallel.ranks import Absent
 
@@ -261,21 +260,6 @@ def test_the_language_model_of_a_model_for_images(tmp_path: Path, prefix: str) -
     model = load_model(tmp_path, torch.float32, "cpu")
     hidden, _ = model(tokens(40), torch.arange(40), DenseCache())
     torch.testing.assert_close(model.logits(hidden), reference(tokens(40)[None]).logits[0], atol=1e-4, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_runs_on_fake_tensors() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from draftwing.models.config import from_hf
-
-    config = from_hf(random_reference("qwen3").config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
-    with FakeTensorMode():
-        model = DecoderModel(config, torch.bfloat16, "cpu")
-        model.set_max_positions(32)
-        ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden, aux_hidden = model(ids, positions, FunctionAttend(lambda layer, q, k, v: q.flatten(1)), (1,))
-        assert model.logits(hidden).shape == (5, 101) and aux_hidden is not None and aux_hidden.shape == (5, 64)
 
 
 def test_experts_that_are_quantised_one_by_one(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from pool_batches import (
     random_paths,
 )
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
@@ -340,19 +339,3 @@ def test_the_choice_of_a_backend() -> None:
     environ = {**os.environ, "DRAFTWING_NATIVE": "0"}
     run = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "TorchAttention"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 12])
-def test_trees_read_nothing_on_the_host(nodes: int) -> None:
-    with FakeTensorMode():
-        pool = KVPool([KVSpec(3, 64)], 500, torch.bfloat16, CPU)
-        rows = 2
-        path = torch.zeros(rows, nodes, 4, dtype=torch.int64)
-        index = torch.zeros(rows * nodes, dtype=torch.int64)
-        table = torch.zeros(rows + 1, 130, dtype=torch.int64)
-        batch = Batch(torch.zeros(rows).long(), index, index, index, table, torch.zeros(rows).long(), bound=120)
-        batch = batch._replace(path=path, path_len=torch.ones(rows, nodes, dtype=torch.int64))
-        q, k = torch.empty(rows * nodes, 9, 64).bfloat16(), torch.empty(rows * nodes, 3, 64).bfloat16()
-        out = TorchAttention(pool).bind(batch, 0)(0, q, k, k)
-    assert out.shape == (rows * nodes, 9 * 64) and out.dtype == torch.bfloat16

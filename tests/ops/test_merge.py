@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.ops.drafts import DEPTHS, GRADES, LEVELS, SURE, new_calibration
@@ -130,16 +129,3 @@ def test_confidence_is_raised_in_place(ops: TorchOps) -> None:
     packed = torch.tensor([[0, 5], [3, 5], [MAX_CONFIDENCE, 5]], device=ops.device)
     assert ops.raise_confidence(packed[:, 0]).tolist() == [1, 4, MAX_CONFIDENCE]
     assert packed.tolist() == [[1, 5], [4, 5], [MAX_CONFIDENCE, 5]]
-
-
-def test_needs_no_data() -> None:
-    with FakeTensorMode():
-        ops = TorchOps(torch.device("cpu"))
-        drafts = [
-            Draft(*(torch.zeros(2, size, dtype=d) for d in (torch.int64, torch.int64, torch.bool, torch.int64)))
-            for size in (5, 8)
-        ]
-        got = ops.merge(
-            *drafts, TreeShape(4, 2, 9), Calibration(torch.ones(GRADES, DEPTHS), torch.ones(GRADES, DEPTHS))
-        )
-        assert got.tokens.shape == (2, 9)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.ops.torch.argmax import top_candidates
 from draftwing.ops.torch.filters import keep_mask
@@ -185,30 +184,6 @@ def test_frequencies(sample: Callable[..., Tensor], name: str) -> None:
     # Wilson-Hilferty: the cube root of a chi-square is nearly normal; 3.3 deviations are a level of 0.0005.
     score = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert score < 3.3
-
-
-def test_greedy_rows_never_meet_noise(sample: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("noise was made for a greedy batch")
-
-    monkeypatch.setattr("draftwing.ops.torch.sampling.gumbel", refuse)
-    logits = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0))
-    zero = torch.zeros(2, 1, dtype=torch.int64)
-    got = sample(logits, zero, zero, 0, rows([0.0, 0.0]), NONE, NONE, NONE)
-    assert torch.equal(got, logits.argmax(-1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (5, 2)])
-def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
-    sample = TorchOps(torch.device("cpu")).sample
-    with FakeTensorMode():
-        params = rows([0.8, 0.0, 1.0], top_k=5)
-        zero = torch.zeros(3, nodes, dtype=torch.int64)
-        for noisy, filtered, banning in (([], [], []), ([0, 2], [2], [1]), ([0, 1, 2], [0, 1, 2], [])):
-            index = [torch.tensor(x, dtype=torch.int64) for x in (noisy, filtered, banning)]
-            logits = torch.randn(3, nodes, 256, dtype=torch.bfloat16)
-            assert sample(logits, zero, zero, depth_max, params, *index).shape == (3, nodes)
 
 
 def test_candidates_hold_the_largest_values():

@@ -3,14 +3,12 @@ becomes of the row table."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import NOT_FINITE, TreeShape
 from draftwing.engine.devices import pick_device
@@ -305,31 +303,3 @@ def test_what_is_not_finite_ends_the_path_and_is_told_to_the_host_alone(ops: Tor
     assert done.tokens[0, count - 1] == world.slots.last[0] == 7 + count and done.path is not None
     for kept in (done.tokens, world.slots.tokens, world.slots.last, done.path.ids):
         assert kept.max() < NOT_FINITE
-
-
-def test_the_random_trees_are_worth_it() -> None:
-    """First children, later ones and dead nodes are all met on the way."""
-    rng = random.Random(0)
-    first = later = dead = longest = 0
-    for _ in range(300):
-        t = RandomTree(rng, rng.randint(2, 14), rng.randint(1, 7))
-        walk = t.walk()
-        dead += t.alive.count(False)
-        longest = max(longest, len(walk))
-        for above, node in itertools.pairwise(walk):
-            siblings = [i for i in range(1, len(t.parent)) if t.alive[i] and t.parent[i] == above]
-            first += node == siblings[0]
-            later += node != siblings[0]
-    assert first > 50 and later > 20 and dead > 50 and longest >= 4
-
-
-@pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (6, 3)])
-def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
-    with FakeTensorMode():
-        ops = TorchOps(torch.device("cpu"))
-        slots = RowTable(ROWS, LENGTH, pick_device(ops.device.type, ops=ops))
-        parent, rows = torch.zeros(2, nodes, dtype=torch.int64), torch.tensor([0, 1])
-        draft = Draft(parent, parent, torch.ones(2, nodes, dtype=torch.bool))
-        tree, inputs = ops.tree_inputs(slots, rows, draft, depth_max)
-        done = ops.commit(slots, rows, draft, tree, parent, inputs.prefix_len, 3, True)
-        assert done.tokens.shape == (2, depth_max + 1) and tree.path.shape == (2, nodes, depth_max + 1)
