@@ -12,7 +12,7 @@ import pytest
 import tiny_quantised as tiny
 import torch
 from gemma4_models import KINDS, reference, write_gguf
-from hybrid_models import Pooled, on_two_ranks, tokens, whole_logits
+from hybrid_models import Pooled, check_steps, on_two_ranks, tokens, whole_logits
 from safetensors.torch import load_file, save_file
 
 from draftwing.errors import CheckpointError
@@ -39,20 +39,6 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
     ids = tokens(150)
     expected = theirs(ids[None], output_hidden_states=True)
     torch.testing.assert_close(whole_logits(model, ids), expected.logits[0], atol=1e-4, rtol=1e-4)
-
-
-def check_steps(theirs: Any, pooled: Pooled) -> None:
-    """Chunks, single tokens and a tree give the logits of the whole text."""
-    ids = tokens(40)
-    with torch.inference_mode():
-        expected = theirs(ids[None]).logits[0]
-    found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
-    # The text's tokens are nodes 0, 2 and 4; then two steps of one node follow.
-    drafted = ids[torch.tensor([21, 5, 22, 9, 23])]
-    found.append(pooled.tree(drafted, [-1, 0, 0, 2, 2], 21)[torch.tensor([0, 2, 4])])
-    pooled.accept(21, [0, 2, 4])
-    found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.further(native=False)

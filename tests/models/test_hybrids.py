@@ -11,7 +11,7 @@ import pytest
 import tiny_quantised as tiny
 import torch
 from block_ops import BlockTorchOps
-from hybrid_models import KINDS, Pooled, on_two_ranks, reference, saved, tokens, whole_logits
+from hybrid_models import KINDS, Pooled, check_steps, on_two_ranks, reference, saved, tokens, whole_logits
 from safetensors.torch import load_file, save_file
 
 from draftwing.errors import CheckpointError, ConfigError
@@ -46,19 +46,9 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
 
 
 @pytest.mark.slow
-@torch.inference_mode()
 def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:
     theirs, model, _ = pair
-    ids, pooled = tokens(40), Pooled(model)
-    expected = theirs(ids[None]).logits[0]
-    found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
-    # The text's tokens are nodes 0, 2 and 4; then two steps of one node follow.
-    drafted = ids[torch.tensor([21, 5, 22, 9, 23])]
-    logits = pooled.tree(drafted, [-1, 0, 0, 2, 2], 21)
-    found.append(logits[torch.tensor([0, 2, 4])])
-    pooled.accept(21, [0, 2, 4])
-    found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    check_steps(theirs, Pooled(model))
 
 
 @pytest.mark.parametrize("rotary", [0.25, 0.5])

@@ -90,10 +90,6 @@ def check(folder: Path, tensors: dict[str, Tensor]) -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-def test_single_safetensors(tmp_path: Path) -> None:
-    check(write(tmp_path, weights()), weights())
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_shards(tmp_path: Path, kind: str) -> None:
     check(write_shards(tmp_path, weights(), kind), weights())
@@ -181,12 +177,6 @@ def test_integer_weights(tmp_path: Path) -> None:
 
 def test_tensor_given_twice(tmp_path: Path) -> None:
     refused(write(tmp_path, weights() | {"norm.weight": torch.ones(16)}), "model.norm.weight", "twice")
-
-
-def test_missing_shard(tmp_path: Path) -> None:
-    write_shards(tmp_path, weights(), "safetensors")
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    refused(tmp_path, "model-00002-of-00002.safetensors")
 
 
 def test_truncated_safetensors(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_keep_unseen(ops: TorchOps, dtype: torch.dtype, width: int, steps: int |
     rows, prefix, count = [5, 0, 2], [0, 14, 7], [3, 1, 4] if steps == 4 else [1, 1, 1]
     hidden = torch.randn(12 if steps else 3, 2 * width, generator=g).to(dtype)[:, :width]
     nodes = torch.randperm(12, generator=g)[: 3 * steps] if steps else None
-    unseen = Unseen(behind.to(ops.device), kept.to(ops.device))
+    unseen = Unseen(behind.clone().to(ops.device), kept.clone().to(ops.device))
     at, start, number = (torch.tensor(part, device=ops.device) for part in (rows, prefix, count))
     given = None if nodes is None else nodes.to(ops.device)
     ops.keep_unseen(unseen, at, start, number, hidden.to(ops.device) if width else None, given)

@@ -227,3 +227,9 @@ def test_flush_forgets_and_goes_on() -> None:
     world.step({0: [64, 65, 66]}, 4)
     assert world.lookup([62, 63], 0, row=1) == []
     assert world.lookup([64, 65], 0, row=1) == [(2, [66])]
+
+
+def test_large_capacity_starts_without_touching_memory() -> None:
+    memory = NGramMemory(1, 12, 18, 10_000_000, 65, CPU)
+    assert 9_900_000 <= 65 * memory.cells <= 10_000_000
+    assert memory.log.nbytes + memory.table.nbytes < 160e6
