@@ -150,6 +150,7 @@ def test_lives_agree(ops: TorchOps, few: int, small_chunks: None, low: int, high
     assert live(pair, seed=low * 100 + high, steps=120 // few, vocab=4, limit=6, copies=0.4) > 0.8
 
 
+@pytest.mark.further(ops="triton")
 def test_long_branches_and_defaults(ops: TorchOps, few: int) -> None:
     assert live(Pair(ops, 3, 500, capacity=10_000), seed=5, steps=80 // few, vocab=30, limit=19, copies=0.8) > 1
 

@@ -253,19 +253,6 @@ def run(ops: TorchOps, draft: Draft, target: Tensor, depth_max: int) -> tuple[Tr
     return tree, ops.commit(world.slots, at, draft, tree, target, inputs.prefix_len, 0, False)
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 5, 12, 17])
-def test_a_chain_keeps_its_order(ops: TorchOps, nodes: int) -> None:
-    parent = torch.arange(nodes).sub(1).clamp(min=0)[None]
-    tokens = torch.arange(nodes)[None] + 7
-    draft = Draft(tokens, parent, torch.ones(1, nodes, dtype=torch.bool))
-    for agreed in range(nodes):
-        target = tokens + 1
-        target[:, agreed:] = 0
-        _, done = run(ops, draft, target, nodes - 1)
-        order = unpack(done.packed.cpu().numpy(), TreeShape(nodes - 1, 1, nodes)).order
-        assert order.tolist() == [list(range(nodes))] and done.count.tolist() == [agreed + 1]
-
-
 def test_later_child_and_dead_twin(ops: TorchOps) -> None:
     # 0 -> {1, 2, 3}, 2 -> {4, 5}; node 3 repeats node 2's token but is dead, and so is 6 below it.
     parent = torch.tensor([[0, 0, 0, 0, 2, 2, 3]])
@@ -277,13 +264,6 @@ def test_later_child_and_dead_twin(ops: TorchOps) -> None:
     assert done.tokens.tolist() == [[2, 5, 8]]
     assert tree.depth.tolist() == [[0, 1, 1, 0, 2, 2, 0]]
     assert tree.path[0, 6].tolist() == [6, 6, 6]
-
-
-def test_all_dead_is_plain_decoding(ops: TorchOps) -> None:
-    alive = torch.tensor([[True] + [False] * 4] * 2)
-    threes = torch.full((2, 5), 3)
-    _, done = run(ops, Draft(threes, torch.zeros(2, 5, dtype=torch.int64), alive), threes, 3)
-    assert done.count.tolist() == [1, 1] and done.tokens.tolist() == [[3, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("nodes", [1, 4])

@@ -59,7 +59,7 @@ def texts(folder: Path, algorithm: str, **options: object) -> list[list[int]]:
         return [done.token_ids for done in llm.generate(prompts(4, seed=1), params)]
 
 
-@pytest.mark.further(name=["compressed fp8 channel", "compressed int4", "gptq"])
+@pytest.mark.further(name=["compressed fp8 channel", "compressed int4", "compressed int4 zeros", "gptq"])
 @pytest.mark.parametrize("name", SOME)
 def test_the_text_of_the_same_weights(tmp_path: Path, name: str) -> None:
     quantised, wide = pair(tmp_path, name)
@@ -68,7 +68,7 @@ def test_the_text_of_the_same_weights(tmp_path: Path, name: str) -> None:
     assert all(len(set(ids)) > 4 for ids in found[0])  # texts that could differ
 
 
-@pytest.mark.further(name=["compressed fp8 channel", "compressed int4 zeros", "awq", "gptq"])
+@pytest.mark.further(name=["fp8 block", "compressed fp8 channel", "compressed int4 zeros", "awq", "gptq"])
 @needs_blocks
 @pytest.mark.parametrize("name", SOME)
 def test_drafts_change_no_token_in_blocks(tmp_path: Path, name: str) -> None:
