@@ -93,6 +93,7 @@ def test_signed_zeros_tie() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.further(vocab=[1000, 20_000])
 @pytest.mark.parametrize("vocab", [1000, 1001, 20_000])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_mask_does_not_depend_on_the_batch(vocab: int, threads: int) -> None:
