@@ -78,6 +78,7 @@ def test_a_checkpoint_is_written_as_it_was_read(pair: tuple[Any, DecoderModel, P
 
 
 @pytest.mark.slow
+@pytest.mark.further(packed="torch", kind=["qwen3.5", "qwen3-next", "lfm2"])
 @pytest.mark.parametrize("packed", ["torch", "c"])
 @pytest.mark.parametrize("kind", SOME)
 def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -> None:
@@ -90,8 +91,8 @@ def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.further(kind="qwen3-next", name="fp8 block")
-@pytest.mark.further(kind="qwen3.5-moe", name="gptq")
+@pytest.mark.further(kind=["qwen3-next", "qwen3.5-even", "lfm2"], name="fp8 block")
+@pytest.mark.further(kind=["qwen3.5", "qwen3.5-moe", "qwen3.5-even"], name="gptq")
 @pytest.mark.parametrize("kind", [*SOME, "qwen3.5-even"])
 @pytest.mark.parametrize("name", ["", "fp8 block", "gptq"])
 def test_shares_of_ranks_are_the_whole(tmp_path: Path, kind: str, name: str) -> None:
@@ -120,6 +121,8 @@ def test_what_cannot_be_spread(tmp_path: Path) -> None:
 @pytest.mark.further(form="blocks", name=["fp8 block", "awq", "gptq"])
 @pytest.mark.further(kind="qwen3-next", name=["fp8 block", "awq"])
 @pytest.mark.further(kind="qwen3.5-moe", name=["gptq", "compressed int4"])
+@pytest.mark.further(kind="lfm2", form=["dense", "blocks"])
+@pytest.mark.further(kind="qwen3.5", form="groups", name=["fp8 block", "awq"])
 @pytest.mark.parametrize("form", ["dense", "groups", "blocks"])
 @pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "awq", "gptq", "compressed int4"])
 @pytest.mark.parametrize("kind", SOME)
@@ -163,6 +166,7 @@ def test_the_language_model_of_a_model_for_images(tmp_path: Path, kind: str, cap
 
 
 @pytest.mark.slow
+@pytest.mark.further(dtype=torch.float32, kind=["qwen3.5", "qwen3-next", "lfm2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SOME)
 def test_from_the_config_alone(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
