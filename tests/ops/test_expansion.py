@@ -307,6 +307,3 @@ def test_chain(ops: TorchOps, width: int) -> None:
     assert found.positions.tolist() == [kv_len[row] + i for row in rows for i in range(width)]
     assert found.path.tolist() == [[list(range(width))] * width] * 4
     assert found.path_len.tolist() == [list(range(1, width + 1))] * 4
-
-
-# -- whole drafters ---------------------------------------------------------------------------------------------------
