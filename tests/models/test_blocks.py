@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from reference import exact_heads
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_checkpoint
-from tiny_gguf import causal, write
+from tiny_gguf import HEAD_DIM, HEADS, KV_HEADS, causal, write
 from torch import Tensor
 
 from draftwing.layers.linear import Linear
@@ -62,6 +62,18 @@ def test_a_file_gives_what_it_gives_dequantised(tmp_path: Path, arch: str, kind:
     if kind != Type.F16:
         for mine, theirs in zip(outputs(model), outputs(wide), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_are_views_of_the_file_until_they_are_packed(tmp_path: Path) -> None:
+    """But for the queries and keys of llama, whose rows are put in another order."""
+    path = write(tmp_path / "m.gguf", "llama", Type.Q8_0)
+    model = load_model(path, torch.float32, "cpu", weight_format=Q8)
+    parts = {name: linear.op._parts for name, linear in linears(model).items()}  # type: ignore[attr-defined]
+    owns = {name: [rows.data.untyped_storage().resizable() for rows in kept.values()] for name, kept in parts.items()}
+    ends = HEADS * HEAD_DIM, (HEADS + KV_HEADS) * HEAD_DIM
+    assert sorted(parts["layers.0.mixer.qkv"]) == [0, *ends]
+    assert owns["layers.0.mixer.qkv"] == [True, True, False]
+    assert not any(any(part) for name, part in owns.items() if "qkv" not in name)
 
 
 def test_kinds_that_have_no_kernel_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
