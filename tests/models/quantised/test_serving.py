@@ -59,6 +59,15 @@ def texts(folder: Path, algorithm: str, **options: object) -> list[list[int]]:
         return [done.token_ids for done in llm.generate(prompts(4, seed=1), params)]
 
 
+@pytest.mark.parametrize("name", tiny.FORMATS)
+def test_dense_it_is_the_model_of_the_same_weights(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    quantised, wide = pair(tmp_path, name)
+    with caplog.at_level(logging.INFO):
+        models = [load_model(path, torch.float32, "cpu") for path in (quantised, wide)]
+    assert "multiplied out, which takes" in caplog.text and "are not used" not in caplog.text
+    torch.testing.assert_close(logits(models[0]), logits(models[1]), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.further(name=["compressed fp8 channel", "compressed int4", "compressed int4 zeros", "gptq"])
 @pytest.mark.parametrize("name", SOME)
 def test_the_text_of_the_same_weights(tmp_path: Path, name: str) -> None:
