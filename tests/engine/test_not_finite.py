@@ -17,7 +17,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.engine import Engine
 from draftwing.errors import CheckpointError
 from draftwing.requests.request import LogprobParams
-from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
+from draftwing.sched.results import NOT_FINITE_MESSAGE
 
 CHAIN = TreeShape(3, 1, 4)
 

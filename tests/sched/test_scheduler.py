@@ -361,7 +361,7 @@ def test_a_result_for_a_row_that_was_given_away_is_dropped():
     assert following.rows.tolist() == plan.rows.tolist()
     sched.take_outputs()
     sched.commit(plan, result(plan, tokens=99))
-    assert sched.stale_results == 1 and not sched.take_outputs()
+    assert sched.results.stale == 1 and not sched.take_outputs()
     sched.commit(following, result(following, tokens=55))
     assert [out.token_ids for out in sched.take_outputs()] == [[55]]
 

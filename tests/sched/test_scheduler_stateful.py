@@ -33,6 +33,7 @@ from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
+from draftwing.sched.results import Results
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.slots import SlotAllocator
 from draftwing.sched.state_slots import StateSizes, StateSlots
@@ -237,13 +238,13 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         for plan in self.flying.pop(0).parts:
-            stale = self.sched.stale_results
+            stale = self.sched.results.stale
             places = zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)
             reused = [
                 r for r, number in places if r in self.sched.kv.by_row and self.sched.kv.by_row[r].admission != number
             ]
             self.sched.commit(plan, self.device.wait())
-            self.seen["stale"] += self.sched.stale_results > stale
+            self.seen["stale"] += self.sched.results.stale > stale
             self.seen["stale, row reused"] += bool(reused)
             self.hear()
 
@@ -340,7 +341,7 @@ def wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[...
 
 
 def any_admission(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, Scheduler, "_live", lambda method, self, row, number: self.kv.by_row.get(row))
+    wrap(patch, Results, "_live", lambda method, self, row, number: self._kv.by_row.get(row))
 
 
 def match_everything(patch: pytest.MonkeyPatch) -> None:

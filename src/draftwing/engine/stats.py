@@ -195,7 +195,7 @@ class Reporter:
             "hit_tokens": self.hit_tokens,
             "prefilled_tokens": self.prefilled_tokens,
             "retractions": sched.retractions,
-            "stale_rows": sched.stale_results,
+            "stale_rows": sched.results.stale,
             "drafted": asdict(self.drafted),
             "drafters": {name: asdict(counts) for name, counts in list(self.drafters.items())},
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
