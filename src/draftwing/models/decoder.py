@@ -254,7 +254,7 @@ class DecoderModel(nn.Module):
             if narrowed is not None and i == self.keepers + 1:
                 at, attend = narrowed
                 x, turns = x[at], [(cos[at], sin[at]) for cos, sin in turns]
-                embeddings = None if embeddings is None else embeddings[at]
+                embeddings, normed = (None if every is None else every[at] for every in (embeddings, normed))
                 if not len(at):
                     break
             cos, sin = turns[rope]
