@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
 TOKENS = 24  # of an answer

@@ -15,14 +15,14 @@ from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, NO_DEFERRAL, PLAIN, DraftD
 from draftwing.engine.devices import pick_device
 from draftwing.engine.draft_kv_backlog import ROOM, DraftKVBacklog
 from draftwing.engine.row_table import RowTable
+from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy.shape_policy import FixedShape
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.lookup_drafter import NGramDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 

@@ -5,8 +5,8 @@ import pytest
 from toy_grammar import ToyGrammar
 
 from draftwing.core import TreeShape
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
 pytestmark = pytest.mark.slow

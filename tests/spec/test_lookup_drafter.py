@@ -19,9 +19,7 @@ from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.reference.ngram import OWN, STEADY
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.drafter import Draft, DraftStep, SeenTokens
-from draftwing.spec.lookup_drafter import LookupDrafter
-from draftwing.spec.ngram_drafter import NGramDrafter
-from draftwing.spec.suffix_drafter import SuffixDrafter
+from draftwing.spec.lookup_drafter import LookupDrafter, NGramDrafter, SuffixDrafter
 
 NONE = torch.empty(0, dtype=torch.int64)
 NGRAM, SUFFIX = TreeShape(5, 3, 8), TreeShape(15, 4, 16)

@@ -18,12 +18,12 @@ from reference import checkpoints, draft_heads, exact_heads
 from reference.draft_cases import CASES, VOCAB, Case, load_head, mtp
 
 from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, TreeShape
+from draftwing.models.heads.base import DraftLM
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.torch.noise import gumbel
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 

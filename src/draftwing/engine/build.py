@@ -24,8 +24,7 @@ from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.capability import capability, in_words
-from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
+from draftwing.engine.startup.checks import capability, check_draft_files, check_target, check_token_map, in_words
 from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor

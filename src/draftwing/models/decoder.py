@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.embedding import Embedding, PerLayerEmbedding
-from draftwing.layers.end import LayerEnd
+from draftwing.layers.embedding import Embedding, LayerEnd, PerLayerEmbedding
 from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode

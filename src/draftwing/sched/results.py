@@ -6,7 +6,18 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from draftwing.core import FORBIDDEN, NOT_FINITE, Chunk, Output, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.core import (
+    FORBIDDEN,
+    NOT_FINITE,
+    Chunk,
+    Output,
+    Plan,
+    StepResult,
+    TokenLogprobs,
+    TracedNode,
+    TracedStep,
+    TreeShape,
+)
 from draftwing.sched.draft_backlog import DraftExtendPlanner
 from draftwing.sched.guidance import Guidance
 from draftwing.sched.kv_manager import KVManager
@@ -14,7 +25,6 @@ from draftwing.sched.policy.choice import ShapeChoice
 from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.req import Req
 from draftwing.sched.stop import append_until_stop
-from draftwing.sched.trace import traced_step
 
 log = logging.getLogger("draftwing")
 NOT_FINITE_MESSAGE = (
@@ -160,3 +170,29 @@ class Results:
         else:
             self._news.append(output)
         return output
+
+
+def traced_step(
+    result: StepResult, row: int, traced: int, number: int, requests: int, tokens: Sequence[int]
+) -> TracedStep:
+    """row: of the result.  traced: its place among the plan's traced rows.  number, requests: as in `TracedStep`.
+    tokens: that the request takes of the step; drafts past them do not count as accepted."""
+    nodes = [] if result.drafts is None else _nodes(result, row, traced, len(tokens))
+    return TracedStep(number, result.seconds, requests, nodes, list(tokens))
+
+
+def _nodes(result: StepResult, row: int, traced: int, taken: int) -> list[TracedNode]:
+    assert result.drafts is not None
+    drafts = min(taken, int(result.count[row]) - 1)
+    accepted = set(result.order[row, 1 : 1 + drafts].tolist())
+    live = result.depth[row].nonzero()[0].tolist()
+    place = {node: at for at, node in enumerate(live)}  # the root, node 0, has none
+    tokens, parents = (part[traced].tolist() for part in result.drafts)
+    source, verified = result.source[row].tolist(), result.verified[row].tolist()
+    survival = result.survival[row].tolist()
+    return [
+        TracedNode(
+            place.get(parents[node]), tokens[node], source[node], survival[node], verified[node], node in accepted
+        )
+        for node in live
+    ]

@@ -20,7 +20,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.spec.drafter import DraftStep, SeenTokens
-from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.lookup_drafter import NGramDrafter
 
 pytestmark = pytest.mark.slow
 

@@ -18,11 +18,11 @@ from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.layers.mlp import GatedMLP
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
 from draftwing.sched.policy.cost import StepCost
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.lookup_drafter import NGramDrafter
 from draftwing.spec.model_drafter import ModelDrafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 
 GB = 10**9
 TREE = TreeShape(5, 3, 8)
