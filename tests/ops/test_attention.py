@@ -313,7 +313,7 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
     for kv in (*expected_pool.kv, *pool.kv):
         kv.fill_(7.0)
     expected = TorchAttention(expected_pool).bind(batch, LAYER)(0, q, k, v)
-    found = native(pool).bind(batch, LAYER).fused(0, qkv.clone(), cos, sin)  # type: ignore[attr-defined]
+    found = native(pool).bind(batch, LAYER).fused(0, qkv.clone(), cos, sin, None)  # type: ignore[attr-defined]
     tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found, expected, **tolerance)
     owned = table[0]

@@ -285,7 +285,7 @@ def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interp
     results = []
     for kernel in (False, True):
         monkeypatch.setattr(chain_attention, "kernels_take", lambda x, kernel=kernel: kernel)
-        out = chain_attention.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin)
+        out = chain_attention.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin, None)
         results.append((out, *torch.autograd.grad(out, qkv, weight)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 

@@ -124,13 +124,7 @@ class Attend:
         raise NotImplementedError
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         """What rotating q and k and a call do, or None: then the caller does it.
 
@@ -368,13 +362,7 @@ class MixedAttend(Attend):
         return torch.cat([part.read(layer, q[at], kind) for part, at in self._parts])
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         made = [part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts]
         if made[0] is None or made[1] is None:
@@ -394,13 +382,7 @@ class KernelAttend(BoundAttend):
         return self._attend(layer, q, q.shape[1], kind)
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor:
         """In place of q; takes no gradient."""
         self.fused_write(layer, qkv, cos, sin, norms)

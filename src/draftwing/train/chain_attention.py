@@ -49,13 +49,7 @@ class ChainAttention(Attend):
         return attend_chains(q, seen).transpose(1, 2).flatten(2).flatten(0, 1)
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor:
         kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
         if kernels_take(qkv):
