@@ -421,7 +421,3 @@ class TiledAttention(AttnBackend, Protocol):
     def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
         """Tiles that so many queries in so many chunks have at most."""
         ...
-
-
-def default_scale(head_dim: int) -> float:
-    return head_dim**-0.5
