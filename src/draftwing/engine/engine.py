@@ -43,6 +43,11 @@ from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
+log = logging.getLogger("draftwing")
+RECEIVED = 32  # new requests for each step, beyond what could run at once
+ENDED = 128  # requests that end for each step
+_PROCESSOR = "custom_logit_processor"  # the field that names one
+
 
 class CacheNamespaces:
     """Requests share what has the same salt: those of one client with the same `cache_salt`.
@@ -70,12 +75,6 @@ class CacheNamespaces:
     def _hash(self, value: object) -> int:
         data = json.dumps(value).encode()
         return (int.from_bytes(blake2b(data, digest_size=8, key=self._key).digest(), "big") >> 1) or 1
-
-
-log = logging.getLogger("draftwing")
-RECEIVED = 32  # new requests for each step, beyond what could run at once
-ENDED = 128  # requests that end for each step
-_PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
 class Engine:

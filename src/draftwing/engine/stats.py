@@ -26,6 +26,8 @@ from draftwing.core import (
 from draftwing.sched.scheduler import Scheduler
 
 log = logging.getLogger("draftwing")
+KINDS = ("prefill", "plain", "speculative")  # of steps: of prompts, of one token per row, with drafts
+STAGES = ("draft", "verify", "commit")  # of a tree step: propose, the target's forward, sample and accept
 
 
 @dataclass
@@ -84,10 +86,6 @@ class StatusLine:
             "%d running, %d queued: %s, KV cache %.0f%% used%s",
             len(sched.running), len(sched.waiting), ", ".join(parts), 100 * used, self._mark,
         )  # fmt: skip
-
-
-KINDS = ("prefill", "plain", "speculative")  # of steps: of prompts, of one token per row, with drafts
-STAGES = ("draft", "verify", "commit")  # of a tree step: propose, the target's forward, sample and accept
 
 
 class StepTimes:

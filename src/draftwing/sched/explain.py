@@ -13,6 +13,8 @@ from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 if TYPE_CHECKING:
     from draftwing.sched.scheduler import Scheduler
 
+log = logging.getLogger("draftwing")
+LOG_SECONDS, REPORT_SECONDS = 10.0, 0.5  # between two lines, and two reports
 Entry = Mapping[str, Any]  # of one option, as `ShapePolicy.explain` gives them
 
 
@@ -124,11 +126,6 @@ def _count(requests: int) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
-
-
-log = logging.getLogger("draftwing")
-
-LOG_SECONDS, REPORT_SECONDS = 10.0, 0.5  # between two lines, and two reports
 
 
 class Explainer:

@@ -18,7 +18,15 @@ from draftwing.ops.drafts import LEVELS, roots_alone
 from draftwing.ops.reference.ngram_memory import CANDIDATES, NGramMemory
 from draftwing.ops.types import Draft, RowTensors
 
-_TIE = 1e-9  # far below the smallest difference of scores that matters, and below the smallest score
+OWN: Final = 8  # matches kept from the row's own history
+STEADY: Final = 3  # a match this long is what the row is copying from
+
+# Matches are ranked by a key, the least first. Its level is 4 * (max_window - length), plus 0 for a match that goes on
+# where the row was copying from, 1 for any other of its own, 2 for one of the shared memory.
+_LEVEL: Final = 32
+_LOW: Final = (1 << _LEVEL) - 1
+_FAR: Final = (1 << _LEVEL + 8) - 1
+_TIE: Final = 1e-9  # far below the smallest difference of scores that matters, and below the smallest score
 
 
 def grade_of(rank: Tensor, match: Tensor) -> Tensor:
@@ -103,16 +111,6 @@ class TreeBuilder:
         grade = torch.where((chosen > 0) & (chosen < dead), grade_of(rank, match.gather(1, rank)), 0)
         place = chosen.new_zeros(chosen.shape[0], dead + 1).scatter_(1, chosen, numbers)
         return Draft(tokens, place.gather(1, above), chosen < dead, grade)
-
-
-OWN: Final = 8  # matches kept from the row's own history
-STEADY: Final = 3  # a match this long is what the row is copying from
-
-# Matches are ranked by a key, the least first. Its level is 4 * (max_window - length), plus 0 for a match that goes on
-# where the row was copying from, 1 for any other of its own, 2 for one of the shared memory.
-_LEVEL: Final = 32
-_LOW: Final = (1 << _LEVEL) - 1
-_FAR: Final = (1 << _LEVEL + 8) - 1
 
 
 class NGramIndex:
