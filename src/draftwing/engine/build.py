@@ -72,7 +72,7 @@ class Parts:
     pool: KVPool
     costs: StepCost | None = None  # of steps, where the engine chooses by them
     cost_file: CostFile | None = None
-    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
+    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.checks`
 
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures costs for so long, which is more than a start does, for these batch sizes. Nothing may run."""
