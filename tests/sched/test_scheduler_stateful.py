@@ -41,8 +41,10 @@ CONTEXT = 36
 CHAINS = (TreeShape(5, 1, 6), TreeShape(3, 1, 4), PLAIN)
 TREES = (TreeShape(4, 4, 12), TreeShape(3, 3, 8), TreeShape(1, 4, 5), *CHAINS)
 LAGGING = ((PLAIN,), (), (PLAIN, TreeShape(3, 1, 4), TreeShape(3, 3, 8)))
-TOKENS = DraftDeferral(0, 9, True, 12)
-SLOTS = DraftDeferral(0, 9, by_slot=True)
+DEFERRALS = (
+    NO_DEFERRAL, DraftDeferral(8, 8), DraftDeferral(40, 20), DraftDeferral(60, 9), DraftDeferral(0, 9, True, 12),
+    DraftDeferral(0, 9, by_slot=True),
+)  # fmt: skip
 STATES = (None, StateSizes(12, 4, 3), StateSizes(4, 8, 2), StateSizes(40, 5, 1))
 MIXES = (lambda shape, rows: True, None, lambda shape, rows: shape == PLAIN or rows > 1)
 MENUS = {"plain": (PLAIN,), "chains": CHAINS, "trees": TREES}
@@ -110,6 +112,7 @@ WISHES = st.builds(
 
 class Serving(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()  # over all examples
+    deferral = NO_DEFERRAL
 
     @initialize(
         menu=st.sampled_from(sorted(MENUS)),
@@ -122,15 +125,12 @@ class Serving(RuleBasedStateMachine):
         radix=st.sampled_from([True, True, True, False]),
         lagging=st.sampled_from(LAGGING),
         lag=st.sampled_from([5, 9, 32]),
-        deferral=st.sampled_from(
-            [TOKENS, DraftDeferral(40, 20), SLOTS, DraftDeferral(60, 9), TOKENS, DraftDeferral(8, 8), NO_DEFERRAL]
-        ),
     )
     def start(
         self, menu: str, rows: int, lookahead: int, spare: int, tail: int, ahead: int, chunk: int, radix: bool,
-        lagging: tuple[TreeShape, ...], lag: int, deferral: DraftDeferral,
+        lagging: tuple[TreeShape, ...], lag: int,
     ) -> None:  # fmt: skip
-        shapes = MENUS[menu]
+        shapes, deferral = MENUS[menu], self.deferral
         spans = {shape: max(span(shape), tail) for shape in shapes}
         room = max(spans.values()) + max(shape.max_commit for shape in shapes)
         slots = CONTEXT + room + spare  # at the least, one request fits
@@ -305,7 +305,7 @@ RANDOM = settings(
     database=None,
     suppress_health_check=CHECKS,
 )
-EXAMPLES = 150
+EXAMPLES = 25  # with fewer something of `MUST` is seen less than three times
 MUST = {
     *("ended: stop", "ended: length", "ended: abort"),
     *("pool exhausted", "rows for another client", "preempted in prefill", "preempted in flight"),
@@ -313,6 +313,13 @@ MUST = {
     *("permuted", "caught up", "caught up after release", "far behind", "deferred", "deferred chunks", "skipped"),
     *("mixed", "answer shown", "prompts at rest", "replayed", "snapshots", "begun with a snapshot"),
 }
+
+
+def serve(examples: int, **how: Any) -> None:
+    """Runs so many examples with each way in which a drafter sees prompts later."""
+    for deferral in DEFERRALS:
+        machine = type("Serving", (Serving,), {"deferral": deferral})
+        run_state_machine_as_test(machine, settings=settings(RANDOM, max_examples=examples, **how))
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +333,7 @@ def same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_random_requests_aborts_steps_and_preemptions() -> None:
     Serving.seen.clear()
-    run_state_machine_as_test(Serving, settings=settings(RANDOM, max_examples=EXAMPLES))
+    serve(EXAMPLES)
     assert not {what for what in MUST if Serving.seen[what] < 3}, Serving.seen
 
 
@@ -334,12 +341,11 @@ def test_random_requests_aborts_steps_and_preemptions() -> None:
 @pytest.mark.exhaustive
 def test_others_each_time() -> None:
     """What it finds it prints, with a blob for `reproduce_failure`."""
-    new = settings(RANDOM, derandomize=False, print_blob=True, max_examples=1000)
-    run_state_machine_as_test(Serving, settings=new)
+    serve(200, derandomize=False, print_blob=True)
 
 
 def test_random_requests_of_a_few_examples() -> None:
-    run_state_machine_as_test(Serving, settings=settings(RANDOM, max_examples=8))
+    serve(2)
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -569,6 +575,5 @@ LATE: list[Patch] = [
 @pytest.mark.parametrize("broken", [*BROKEN, *LATE])
 def test_a_broken_rule_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
-    once = settings(RANDOM, max_examples=1000, phases=(Phase.generate,), report_multiple_bugs=False)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
-        run_state_machine_as_test(Serving, settings=once)
+        serve(300, phases=(Phase.generate,), report_multiple_bugs=False)

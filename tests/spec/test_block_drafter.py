@@ -16,7 +16,6 @@ from reference import draft_heads
 from reference.block_heads import IDS, accepted, block_pass, dflash_head, domino_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 
-from draftwing.config.drafters import find_drafter
 from draftwing.core import MODEL, PLAIN, TreeShape
 from draftwing.kv.pool import KVPool
 from draftwing.models.heads.block import BlockHead
@@ -279,7 +278,3 @@ def test_what_may_not_follow_is_not_drafted(tmp_path: Path) -> None:
     assert held.tokens[1, 1] != free.tokens[1, 1]
     again = rig.drafter.propose(DraftStep(rig.table, rows, shape, 40, none))
     assert all(torch.equal(a, b) for a, b in zip(again, free, strict=True)), "it holds for one step"
-
-
-def test_names_of_the_algorithms() -> None:
-    assert [find_drafter(name).heads for name in ("dflash", "DSpark")] == [("dflash", "dspark"), ("dspark", "dflash")]

@@ -10,7 +10,7 @@ from lookup_slots import Slots
 from torch import Tensor
 
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
@@ -144,16 +144,6 @@ def test_a_row_begins_anew_at_the_end_of_a_prompt(
     prefill(drafter, slots, 0)
     assert drafter.propose(DraftStep(slots, rows, SUFFIX, 2, NONE)).alive.sum() == 1, "the former request's draft"
     assert drafter.confidence(slots, rows, 2).tolist() == [0]
-
-
-@both
-def test_plain_shape_and_span(ops: TorchOps, kind: type[LookupDrafter]) -> None:
-    drafter, slots = kind(2, ops, capacity=1 << 14), make_slots(1, 50)  # type: ignore[call-arg, arg-type]
-    fill(slots, 0, [1, 2, 1])
-    draft = drafter.propose(DraftStep(slots, torch.tensor([0]), PLAIN, 2, NONE))
-    assert draft.tokens.tolist() == [[1]] and draft.alive.tolist() == [[True]] and draft.parent.tolist() == [[0]]
-    assert drafter.span(NGRAM) == NGRAM.nodes and drafter.span(PLAIN) == 1
-    assert drafter.aux_layers == () and drafter.lookahead == 0 and drafter.kv_layers == ()
 
 
 @pytest.mark.parametrize(
