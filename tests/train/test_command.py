@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from reference import exact_heads
-from reference.checkpoints import Checkpoint, Maker
 from safetensors.torch import load_file
 from tiny_checkpoint import write_tokenizer
 
@@ -69,11 +68,7 @@ def write_prompts(path: Path, field: str, texts: list[str]) -> None:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("train")
     exact = exact_heads.exact_eagle3(vocab_size=258)
-    make, tensors = Maker(99), dict(exact.target.tensors)
-    for name, value in tensors.items():
-        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
-            tensors[name] = make.matrix(*value.shape, 0.4)
-    write_tokenizer(Checkpoint(tensors, exact.target.config).write(folder / "target"))
+    write_tokenizer(exact_heads.disturbed(exact.target, 0.4).write(folder / "target"))
     write_prompts(folder / "p.jsonl", "prompt", [f"{i} prompt {i * i}" for i in range(80)])
     write_prompts(folder / "few.jsonl", "prompt", [f"{i} prompt {i * i}" for i in range(24)])
     write_prompts(folder / "e.jsonl", "question", [f"ask {i} {i**3}" for i in range(6)])

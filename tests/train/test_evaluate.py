@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from reference import exact_heads
-from reference.checkpoints import Checkpoint, Maker
 from tiny_checkpoint import write_tokenizer
 
 from draftwing.cli.main import main
@@ -34,11 +33,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A target, and a head that would be perfect if the target's layers did nothing; they do a little."""
     folder = tmp_path_factory.mktemp("models")
     exact = exact_heads.exact_eagle3(vocab_size=258)
-    make, tensors = Maker(99), dict(exact.target.tensors)
-    for name, value in tensors.items():
-        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
-            tensors[name] = make.matrix(*value.shape, 0.65)
-    target = Checkpoint(tensors, exact.target.config).write(folder / "target")
+    target = exact_heads.disturbed(exact.target, 0.65).write(folder / "target")
     write_tokenizer(target)
     head = exact.head.write(folder / "head")
     return {
