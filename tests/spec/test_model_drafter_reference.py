@@ -234,15 +234,8 @@ def check_some(case: Case, rig: Rig, count: int) -> None:
 DEFERRAL = DraftDeferral(40, 12)  # chunks of a prompt are seen together
 # tests/models/heads/test_eagle.py has the numbers of every head; here are those of which an engine does something else.
 OF_HEADS_ALONE = [
-    *(
-        "eagle2 fc bias",
-        "eagle2 qwen2",
-        "eagle3 speculators",
-        "eagle3 prefix",
-        "eagle3 aux norm",
-        "eagle3 norm before fc",
-    ),
-    *("eagle3 forced ids", "eagle3 head_dim", "eagle3 two layers", "eagle3 shared head"),
+    *("eagle2 fc bias", "eagle2 qwen2", "eagle3 prefix", "eagle3 aux norm", "eagle3 norm before fc"),
+    *("eagle3 speculators", "eagle3 forced ids", "eagle3 head_dim", "eagle3 two layers", "eagle3 shared head"),
 ]
 MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "mtp 3 layers", "standalone"]
 
