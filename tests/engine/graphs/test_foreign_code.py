@@ -104,7 +104,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts, Texts]:
     return model, asked, texts
 
 
-VISIBLE = [by_lists, by_arrays, by_exchange]  # to torch, which tells of them
+VISIBLE = [by_lists, by_arrays, by_exchange]  # as calls of torch; the others are not
 
 
 @needs_kernels
