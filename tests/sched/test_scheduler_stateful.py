@@ -305,7 +305,7 @@ RANDOM = settings(
     database=None,
     suppress_health_check=CHECKS,
 )
-EXAMPLES = 25  # with fewer something of `MUST` is seen less than three times
+EXAMPLES = 25  # of each way; 12 are enough to see each of `MUST` three times
 MUST = {
     *("ended: stop", "ended: length", "ended: abort"),
     *("pool exhausted", "rows for another client", "preempted in prefill", "preempted in flight"),
