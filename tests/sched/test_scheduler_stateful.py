@@ -301,7 +301,7 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_to
 RANDOM = settings(
     stateful_step_count=30,
     deadline=None,
-    derandomize=False,  # as it is by default where the variable CI is set
+    derandomize=False,  # the default is another one where the variable CI is set
     database=None,
     suppress_health_check=CHECKS,
 )
@@ -341,8 +341,8 @@ def test_random_requests_aborts_steps_and_preemptions() -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_others_each_time() -> None:
-    """What it finds it prints, with a blob for `reproduce_failure`."""
-    serve(200, drawn_anew=True, print_blob=True)
+    """Of a failure the steps are printed that lead to it."""
+    serve(200, drawn_anew=True)
 
 
 def test_random_requests_of_a_few_examples() -> None:
