@@ -3,6 +3,7 @@
 import random
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.spec.drafter import Draft
 from draftwing.spec.limits import limit
@@ -53,3 +54,10 @@ def test_mixed_rows_and_roots() -> None:
     assert got.alive.sum(1).tolist() == [5, 1, 3]
     root = Draft(*(x[:, :1] for x in chain[:3]))
     assert limit(root, 0, *torch.tensor([[0] * 3, [1] * 3, [1] * 3])) == root
+
+
+def test_runs_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        draft = Draft(*(torch.zeros(2, 6, dtype=d) for d in (torch.int64, torch.int64, torch.bool)))
+        one = torch.ones(2, dtype=torch.int64)
+        assert limit(draft, 3, one, one, one).alive.shape == (2, 6)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
 from draftwing.ops.drafts import new_calibration
@@ -161,3 +162,15 @@ def test_nothing_to_do() -> None:
     assert predicted.confidence(slots, row, predicted.longest([0])).tolist() == [0]
     predicted.write(0, range(9), 1)
     assert predicted.longest([0]) == 4 and predicted.tokens.shape == (1, 4)
+
+
+def test_runs_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        predicted = PredictedOutput(3, 64, torch.device("cpu"))
+        predicted.tokens = torch.zeros(3, 32, dtype=torch.int64)
+        slots = Slots(torch.zeros(3, 50, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+        rows, which = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        inner = Draft(*(torch.zeros(2, 5, dtype=d) for d in (torch.int64, torch.int64, torch.bool)))
+        draft = merged(predicted, inner, slots, rows, which, TreeShape(4, 1, 5), 20)
+        assert [x.shape for x in draft[:3]] == [(2, 5)] * 3
+        assert predicted.confidence(slots, which, 20).shape == (1,)
