@@ -23,6 +23,8 @@ CHAIN = TreeShape(3, 1, 4)
 
 
 @pytest.mark.slow
+@pytest.mark.further(name="model.norm.weight", algorithm="NGRAM")
+@pytest.mark.further(name="model.norm.weight", value=math.inf)
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("algorithm", ["none", "NGRAM"])

@@ -241,7 +241,7 @@ class SharedKeys:
 
 
 @pytest.mark.slow  # in Triton's interpreter
-@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("heads", [pytest.param(2, marks=pytest.mark.exhaustive), 6])
 def test_heads_that_share_a_key_are_attended_where_it_is(heads, monkeypatch):
     """What `ChainAttention` does where the kernels take shared keys: the same as with a copy for each head."""
     kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")
