@@ -21,9 +21,13 @@ _HERE = "draftwing.body"  # in a request's scope
 
 @functools.cache
 def _trim() -> Callable[[int], int]:
-    """What returns freed memory to the system. glibc keeps it, in pieces, for a next time that may never come; other C
-    libraries give it back by themselves, or cannot."""
+    """glibc's; others give freed memory back by themselves, or cannot."""
     return getattr(ctypes.CDLL(None), "malloc_trim", lambda spare: 0)
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system: the C library keeps it, in pieces, for a next time that may never come."""
+    _trim()(0)
 
 
 class BodyLimit:
@@ -48,7 +52,7 @@ class BodyLimit:
         finally:
             self.held -= body.size
             if max(body.size, body.sent) >= LARGE:
-                await asyncio.to_thread(_trim(), 0)
+                await asyncio.to_thread(_give_back)
 
 
 def count_as_body(scope: Scope, size: int) -> None:
