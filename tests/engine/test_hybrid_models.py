@@ -4,6 +4,7 @@ lookups and of both."""
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
+from draftwing.core import PLAIN
+from draftwing.engine.startup.warm_up import try_prompts
 
 TOKENS = 40
 
@@ -83,6 +86,16 @@ def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
     file = write(tmp_path / "mtp-model.gguf", theirs.config, state, only_mtp=True)
     found = texts(folder, "NEXTN", "float32", speculative_draft_model_path=str(file))
     assert found == texts(folder, "none", "float32")
+
+
+def test_what_nobody_s_rows_left_does_not_fail_the_first_prompts(tmp_path: Path) -> None:
+    folder, _ = written(tmp_path, "qwen3.5")
+    with LLM(str(folder), **ENGINE, speculative_algorithm="none") as llm:
+        executor = llm.engine.parts.executor
+        for layer in executor.table.states.layers.values():
+            layer.state[-1].fill_(math.nan)
+            layer.conv[-1].fill_(math.nan)
+        try_prompts(executor, (PLAIN,))
 
 
 @pytest.mark.slow

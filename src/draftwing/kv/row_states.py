@@ -11,7 +11,7 @@ A running row has two, and reads one while a step writes the other. The step tha
 `advance`, at commit, makes the written state the one that is read. So a rejected node leaves nothing, plain decoding
 is a tree of one node, and every token has the bits of a plain recurrence over its ancestors: of whichever tree, chunk
 or cached prefix it is computed in. State slot 0 is that of an empty text: zeros, never written. The last one is the
-dummy row's, whose state nobody reads.
+dummy row's, which no request reads.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ class RowStates:
         rows, *values = entries.unbind(1)
         for state, value in zip((self.read, self.write, self.length), values, strict=True):
             state.index_copy_(0, rows, torch.where(value < 0, state[rows], value))
+
+    def clear_dummy(self) -> None:
+        """Zeroes the dummy's state. Steps of nobody's rows leave anything in it, and what is not finite would stay."""
+        for layer in self.layers.values():
+            layer.state[self.dummy].zero_()
+            layer.conv[self.dummy].zero_()
 
     def advance(self, rows: Tensor, length: Tensor) -> None:
         """Makes what a step wrote of rows [B] what the next one reads. length [B]: tokens in it."""

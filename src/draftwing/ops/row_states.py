@@ -66,7 +66,7 @@ class RowStates(Protocol):
 
     slots: int  # usable state slots
     nodes: int  # of the largest tree
-    dummy: int  # the state slot that nobody reads
+    dummy: int  # the state slot that no request reads
     layers: Mapping[int, LayerStates]  # by pool layer
     read: Tensor
     write: Tensor
@@ -76,6 +76,10 @@ class RowStates(Protocol):
 
     def set(self, entries: Tensor) -> None:
         """Gives rows other state slots. entries [S, 4] int64 as `Plan.states`, of different rows."""
+        ...
+
+    def clear_dummy(self) -> None:
+        """Zeroes the dummy's state."""
         ...
 
     def advance(self, rows: Tensor, length: Tensor) -> None:

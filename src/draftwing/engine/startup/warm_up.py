@@ -73,6 +73,7 @@ def _run(executor: Executor, plan: Plan) -> float:
 
 def try_prompt(executor: Executor) -> None:
     """Runs a short prompt and leaves no trace. Raises CheckpointError where the model's logits are not finite."""
+    executor.run_on_all_ranks(_clear_dummy)
     _run(executor, _prompt(min(PROMPT, executor.table.length // 2)))
     executor.run_on_all_ranks(Executor.flush)
 
@@ -84,6 +85,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
     room."""
     tokens = min(PROMPT, executor.table.length // 2)
     executor.run_on_all_ranks(Executor.keep_calibration)
+    executor.run_on_all_ranks(_clear_dummy)
     for count in COUNTS:
         if count <= executor.table.rows:
             _run(executor, _prompt(tokens, count))
@@ -106,6 +108,13 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
         _run(executor, _asking(_step(0, shape, tokens)))
     executor.run_on_all_ranks(Executor.restore_calibration)
     executor.run_on_all_ranks(Executor.flush)
+
+
+def _clear_dummy(executor: Executor) -> None:
+    """Rows without requests, as those of the prompts here, continue the dummy's state of recurrent layers."""
+    if executor.table.states is not None:
+        with torch.inference_mode():
+            executor.table.states.clear_dummy()
 
 
 def _asking(plan: Plan) -> Plan:
