@@ -15,8 +15,8 @@ _LINE = 64  # bytes of a cache line, with which every piece begins
 class Arena:
     """Hands out pieces of large arrays, for which numpy asks Linux for pages of 2 MB.
 
-    Weights are read from beginning to end in each step. In pages of 4 KB that waits for addresses to be translated, most
-    of all on virtual machines, where these are translated twice. A matrix alone may be smaller than a large page.
+    A step reads all weights. In pages of 4 KB it waits for addresses to be translated, most of all on virtual machines,
+    which translate them twice. A matrix alone may be smaller than a large page.
     """
 
     def __init__(self) -> None:
