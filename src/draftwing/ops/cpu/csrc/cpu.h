@@ -178,21 +178,19 @@ INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a s
     }
 }
 
-/* Stores past the caches, at a multiple of a vector's size, and what makes that visible to other threads before anything
-   that is stored later. */
+/* Stores past the caches where an instruction set has it, at a multiple of a vector's size; and what makes that visible
+   to other threads before anything that is stored later. */
 INLINE void store_past(float *to, pf x) {
 #if PART == 16
     _mm512_stream_ps(to, (__m512)x);
-#elif PART == 8
+#elif PART == 8 && defined(__AVX2__)
     _mm256_stream_ps(to, (__m256)x);
-#elif defined(__SSE2__)
-    _mm_stream_ps(to, (__m128)x);
 #else
     memcpy(to, &x, sizeof x);
 #endif
 }
 INLINE void all_past(void) {
-#ifdef __SSE2__
+#if defined(__AVX2__)
     _mm_sfence();
 #endif
 }
