@@ -165,7 +165,8 @@ def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
     for what, found in runs.items():
         rates, ratios, prompts = (found[part] for part in ("decode", "ratio", "prompt"))
         ours = [f"{rates[name]:.1f} ({ratios[name]:.2f}x)" if name in rates else None for name in names[1:]]
-        rows.append([what, round(rates[LLAMA], 1), *ours, round(prompts[LLAMA]), round(prompts[names[1]])])
+        own = next(rate for name, rate in prompts.items() if name != LLAMA)
+        rows.append([what, round(rates[LLAMA], 1), *ours, round(prompts[LLAMA]), round(own)])
     return {
         "date": max(found["date"] for found in runs.values()),
         "commit": commit,
@@ -176,9 +177,7 @@ def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
         "and in brackets the median of the rounds' ratios to llama.cpp without drafts; acceptance is simulated, "
         + ", ".join(sorted({f"{found['accept_length']} tokens a step" for found in runs.values()})),
         "commands": list(dict.fromkeys(found["command"] for found in runs.values())),
-        "columns": [
-            "size, type, tokens of context", *names, f"prompt of that length: {LLAMA}", f"the same: {names[1]}"
-        ],
+        "columns": ["size, type, tokens of context", *names, f"prompt of that length: {LLAMA}", "the same: ours"],
         "rows": rows,
     }  # fmt: skip
 

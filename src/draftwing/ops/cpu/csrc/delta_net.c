@@ -20,11 +20,11 @@
 #define AT_ONCE 64 /* tokens of a chunk that are made ready together */
 #define WIDE 4     /* registers of columns at a time */
 #define COLUMNS (WIDE * PART)
-#define AHEAD 6                               /* tokens whose inputs are fetched meanwhile */
-#define ROW_LINES 4                   /* of the state that is needed next, fetched with a row of this one */
-#define UNIT_EPS 1e-6f                /* as L2_EPS */
-enum { READ = -1, NOWHERE = -2 };     /* where a state is, beside the buffers 0, 1, .. */
-enum { KEEP = 1, WRITE = 2 };         /* what is done with a new one: to a buffer, to memory, or both */
+#define AHEAD 6                   /* tokens whose inputs are fetched meanwhile */
+#define ROW_LINES 4               /* of the state that is needed next, fetched with a row of this one */
+#define UNIT_EPS 1e-6f            /* as L2_EPS */
+enum { READ = -1, NOWHERE = -2 }; /* where a state is, beside the buffers 0, 1, .. */
+enum { KEEP = 1, WRITE = 2 };     /* where a new one goes: to a buffer, to memory, or both */
 
 typedef struct {
     const void *taps[MOST_TAPS]; /* what went into the convolution, of this token the last */
@@ -172,7 +172,7 @@ static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
         if (parent >= 0) {
             taps = s->tokens[s->place[parent]].taps;
             token->from = s->tokens[s->place[parent]].to;
-            token->to = token->from + (s->sibling[q] >= 0); /* the last that goes on from a state does so in its place */
+            token->to = token->from + (s->sibling[q] >= 0); /* the last that goes on from it does so in its place */
         }
         if (s->child[q] < 0) token->to = NOWHERE;
         follow(j, token, taps, input_of(j, offset + q));
@@ -374,9 +374,9 @@ typedef struct {
 
 /* `parts` registers of columns: S goes from `from` to `to`, `out` or both by g, k and d (update: 0, KEEP, WRITE), and
    sums over it and the keys, and queries, of the token after are taken (sums 0: none, 1, 2: both). */
-INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, const float *k, const float *d, const float *next_k,
-                 const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts, const int update,
-                 const int sums) {
+INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, const float *k, const float *d,
+                 const float *next_k, const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts,
+                 const int update, const int sums) {
     pf keys[WIDE], queries[WIDE], change[WIDE];
     for (int c = 0; c < parts; c++) {
         keys[c] = queries[c] = (pf){0};
@@ -429,15 +429,14 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
         for (int64_t l = 0; l < columns; l++) d[l] = beta * (v[l] - g * sum_k[l]);
         for (int64_t l = 0; l < columns && t->query >= 0; l++) s->o[i * dv + c + l] = g * sum_q[l] + s->dot[i] * d[l];
         const int more = i + 1 < u->count, again = more && t[1].query < 0;
-        const Matrix from = PLACE(t->from), to = PLACE(t->to);
+        const Matrix from = PLACE(t->from);
         if (t->to == NOWHERE) {
+            const Matrix next = more ? PLACE(t[1].from) : from;
             if (t->writes) SUM(0, 0, WRITE, from, out);
-            else if (more) {
-                const Matrix next = PLACE(t[1].from);
-                SUM(i + 1, 2, 0, next, next);
-            }
+            else if (more) SUM(i + 1, 2, 0, next, next);
             continue;
         }
+        const Matrix to = PLACE(t->to);
         if (!more && t->writes) SUM(0, 0, KEEP | WRITE, from, to);
         else if (!more) SUM(0, 0, KEEP, from, to);
         else if (again) SUM(i + 1, 1, KEEP, from, to);
