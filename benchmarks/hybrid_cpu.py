@@ -161,7 +161,7 @@ def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> 
 def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
     """In the form of benchmarks/results. runs: by size, type and context, each in the order of its measurement."""
     names = [LLAMA, *dict.fromkeys(name for found in runs.values() for name in found["decode"] if name != LLAMA)]
-    rows = []
+    titles, rows = ["no speculation" if name == "none" else name for name in names], []
     for what, found in runs.items():
         rates, ratios, prompts = (found[part] for part in ("decode", "ratio", "prompt"))
         ours = [f"{rates[name]:.1f} ({ratios[name]:.2f}x)" if name in rates else None for name in names[1:]]
@@ -177,7 +177,7 @@ def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
         "and in brackets the median of the rounds' ratios to llama.cpp without drafts; acceptance is simulated, "
         + ", ".join(sorted({f"{found['accept_length']} tokens a step" for found in runs.values()})),
         "commands": list(dict.fromkeys(found["command"] for found in runs.values())),
-        "columns": ["size, type, tokens of context", *names, f"prompt of that length: {LLAMA}", "the same: ours"],
+        "columns": ["size, type, tokens of context", *titles, f"prompt of that length: {LLAMA}", "the same: ours"],
         "rows": rows,
     }  # fmt: skip
 
@@ -210,7 +210,8 @@ def main() -> None:
     about = {
         "date": time.strftime("%Y-%m-%d"), "accept_length": args.accept_length,
         "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
-        f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads}",
+        f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
+        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"
