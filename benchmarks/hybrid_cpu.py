@@ -4,7 +4,8 @@
 
 The files have the shapes of Qwen3.5 and random weights, so acceptance is simulated (`--accept-length`, of three drafts)
 and texts are worthless; llama.cpp decodes without drafts. Everyone takes turns; a figure is the median of the rounds, a
-ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes.
+ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. What
+`--out` has of other sizes, types and contexts stays there, so that long runs can be made in pieces.
 `llama_cpp_build.py` says what a build of llama.cpp needs.
 """
 
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from gguf import GGUFWriter
 from gguf_files import MIXTURES, add_random, add_sizes, add_tokens, finish
-from llama_cpp_build import CACHE, ISAS, build
+from llama_cpp_build import CACHE, ISAS, VERSION, build
 from load_runs import let_go, listed, machine
 from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, median_ratio
 
@@ -147,15 +149,34 @@ def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> 
     return {**found, "prompt": prompts, "rounds": rates, "recorded": recorded}
 
 
-def table(results: dict[int, Any]) -> str:
-    """Tokens per second, and in brackets how many times llama.cpp's."""
-    lines = ["| context | of | prompt | decoding |", "|---|---|---|---|"]
-    for context, found in results.items():
-        for name, rate in found["decode"].items():
-            prompt = found["prompt"][name]
-            first = f"{prompt:.0f} ({prompt / found['prompt'][LLAMA]:.2f}x)"
-            lines.append(f"| {context} | {name} | {first} | {rate:.1f} ({found['ratio'][name]:.2f}x) |")
-    return "\n".join(lines)
+def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
+    """In the form of benchmarks/results. runs: by size, type and context, each in the order of its measurement."""
+    names = [LLAMA, *dict.fromkeys(name for found in runs.values() for name in found["decode"] if name != LLAMA)]
+    titles, rows = ["no speculation" if name == "none" else name for name in names], []
+    for what, found in runs.items():
+        rates, ratios, prompts = (found[part] for part in ("decode", "ratio", "prompt"))
+        ours = [f"{rates[name]:.1f} ({ratios[name]:.2f}x)" if name in rates else None for name in names[1:]]
+        own = next(rate for name, rate in prompts.items() if name != LLAMA)
+        rows.append([what, round(rates[LLAMA], 1), *ours, round(prompts[LLAMA]), round(own)])
+    return {
+        "date": max(found["date"] for found in runs.values()),
+        "commit": commit,
+        "hardware": hardware,
+        "software": [f"torch {torch.__version__.partition('+')[0]}", f"llama.cpp of llama-cpp-python {VERSION}"],
+        "model": "shapes of Qwen3.5 with random weights, one GGUF file for both; Q4_K has its head in Q6_K",
+        "workload": "1 request, greedy, an answer behind a context that is cached; tokens/s, medians of the rounds, "
+        "and in brackets the median of the rounds' ratios to llama.cpp without drafts; acceptance is simulated, "
+        + ", ".join(sorted({f"{found['accept_length']} tokens a step" for found in runs.values()})),
+        "commands": list(dict.fromkeys(found["command"] for found in runs.values())),
+        "columns": ["size, type, tokens of context", *titles, f"prompt of that length: {LLAMA}", "the same: ours"],
+        "rows": rows,
+    }  # fmt: skip
+
+
+def write(args: Any, runs: dict[str, Any]) -> None:
+    for path, what in ((args.out, runs), (args.result, result(runs, args.hardware, args.commit))):
+        if path is not None:
+            path.write_text(json.dumps(what, indent=1) + "\n", encoding="utf8")
 
 
 def main() -> None:
@@ -171,23 +192,30 @@ def main() -> None:
     parser.add_argument("--isa", choices=ISAS, default="native", help="that llama.cpp is built for")
     parser.add_argument("--cache", type=Path, default=CACHE, help="of builds of llama.cpp")
     parser.add_argument("--files", type=Path, help="a folder that keeps the files")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--hardware", default=machine(), help="for the result")
+    parser.add_argument("--commit", default="", help="the same")
+    parser.add_argument("--out", type=Path, help="JSON of the runs, to which these are added")
+    parser.add_argument("--result", type=Path, help="in the form of benchmarks/results")
     args = parser.parse_args()
+    runs: dict[str, Any] = json.loads(args.out.read_text(encoding="utf8")) if args.out and args.out.exists() else {}
+    about = {
+        "date": time.strftime("%Y-%m-%d"), "accept_length": args.accept_length,
+        "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
+        f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
+        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}",
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"
         if not file.exists():
             write_random(file, SIZES[args.size], MIXTURES[args.quantised], 32768)
         engines = {name: make_engine(args, file, name) for name in args.drafters}
-        results = {}
         for context in args.contexts:
-            results[context] = compare(args, file, context, engines)
-            print(context, results[context], flush=True)
+            found = compare(args, file, context, engines)
+            print(context, found, flush=True)
+            runs[f"{args.size}, {args.quantised}, {context:,}"] = {**about, **found}
+            write(args, runs)
         for engine in engines.values():
             let_go(engine)
-    if args.out:
-        about = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "size": args.size, "kind": args.quantised}
-        args.out.write_text(json.dumps(about | {"contexts": results}, indent=1), encoding="utf8")
-    print(table(results))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from draftwing.layers.rope import RopeConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch, spans_of
+from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
@@ -244,7 +245,7 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dty
     states[4] = dense[7] / 8
     names = torch.randperm(1000, generator=torch.manual_seed(0))[:160] if named else None
     norm = (numbers(96, seed=3).to(dtype), 1e-5) if normed else None
-    gemm, bias = BlockedGemm([OPS.quantize(dense, "Q8_0")], dtype, Workers()), numbers(160, seed=4).to(dtype)
+    gemm, bias = BlockedGemm([OPS.quantize(dense, "Q8_0")], dtype, Workers(), Arena()), numbers(160, seed=4).to(dtype)
     bias[7] = bias[150]
     assert HeadTopK.takes(gemm)
     readout = HeadTopK(gemm, bias, norm, names)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.types import BlockRows
@@ -35,13 +36,13 @@ class BlockedGemm:
 
     block = 0  # see `PackedGemm`
 
-    def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype, workers: Workers) -> None:
-        """dtype: float32 or bfloat16, of x, bias, residual and the result."""
+    def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype, workers: Workers, arena: Arena) -> None:
+        """dtype: float32 or bfloat16, of x, bias, residual and the result. arena: where the panels lie."""
         self.raw: Any = load_extension()
         self.workers = workers
         self.dtype, self.inputs = dtype, parts[0].columns
         self.rounded = self.inputs + self.inputs // 32 * 20  # bytes of a row in 8 bits, as C's `rounded_size` has it
-        self._take([_Panels(self._packed(part), TYPES[part.kind], part.data.shape[0]) for part in parts])
+        self._take([_Panels(self._packed(part, arena), TYPES[part.kind], part.data.shape[0]) for part in parts])
 
     def _take(self, parts: Sequence[_Panels]) -> None:
         """Takes parts; its outputs are those of the parts, in their order."""
@@ -70,10 +71,10 @@ class BlockedGemm:
         found._take(parts)
         return found
 
-    def _packed(self, part: BlockRows) -> Tensor:
+    def _packed(self, part: BlockRows, arena: Arena) -> Tensor:
         """Returns panels [panels, bytes]."""
         rows, kind = part.data.shape[0], TYPES[part.kind]
-        panels = torch.empty(-(-rows // _PANEL), self.raw.panel_bytes(kind, self.inputs), dtype=torch.uint8)
+        panels = arena.empty(-(-rows // _PANEL), self.raw.panel_bytes(kind, self.inputs))
         assert part.columns == self.inputs and part.data.dtype == torch.uint8 and part.data.stride(1) == 1
         data = part.data.contiguous()
         self.raw.block_pack(panels.data_ptr(), data.data_ptr(), kind, rows, self.inputs, self.workers.address)

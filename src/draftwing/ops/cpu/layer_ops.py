@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.contracts import FEW_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
+from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, quantize
 from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
 from draftwing.ops.cpu.extension import DTYPES
@@ -47,6 +48,7 @@ class CpuLayerOps(LayerOps):
     raw: Any  # the extension module
     spare: Spare
     workers: Workers
+    arena: Arena  # of weights
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes what torch does, with the same roundings."""
@@ -211,7 +213,7 @@ class CpuLayerOps(LayerOps):
     block_kinds = frozenset(TYPES)
 
     def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> BlockedGemm:
-        return BlockedGemm(parts, dtype, self.workers)
+        return BlockedGemm(parts, dtype, self.workers, self.arena)
 
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
         """kind: Q8_0, Q4_0 or Q4_K."""

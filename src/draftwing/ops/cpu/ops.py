@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.attention import POOL_TYPES, NativeAttention
 from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.cpu.expansion import CpuExpansionOps
@@ -42,7 +43,7 @@ class CpuOps(
         super().__init__(device)
         self.raw = load_extension()
         assert self.raw is not None, "the extension was not built, or is not wanted"
-        self.spare, self.workers, self.scratches = Spare(), Workers(), {}
+        self.spare, self.workers, self.arena, self.scratches = Spare(), Workers(), Arena(), {}
 
     @property
     def active_threads(self) -> float:  # type: ignore[override]

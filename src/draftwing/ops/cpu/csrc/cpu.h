@@ -178,6 +178,23 @@ INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a s
     }
 }
 
+/* Stores past the caches where an instruction set has it, at a multiple of a vector's size; and what makes that visible
+   to other threads before anything that is stored later. */
+INLINE void store_past(float *to, pf x) {
+#if PART == 16
+    _mm512_stream_ps(to, (__m512)x);
+#elif PART == 8 && defined(__AVX2__)
+    _mm256_stream_ps(to, (__m256)x);
+#else
+    memcpy(to, &x, sizeof x);
+#endif
+}
+INLINE void all_past(void) {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 /* The upper half to the lower one, and so on. */
 INLINE float sum_lanes(vf v) {
     const Parted x = {.f = v};

@@ -9,7 +9,10 @@
    A unit of work is some value heads of one key head. It takes the tokens of a tree, or some of a chunk, in an order in
    which mostly each follows the one before: S is then written, and summed for the next token, in one go. It does so for
    as many columns as registers have room for, whose S stays in the first cache. A thread runs its units one after the
-   other, and of a chunk so many tokens at a time that their inputs are in its cache for all of them. */
+   other, and of a chunk so many tokens at a time that their inputs are in its cache for all of them.
+
+   A state is read from memory once in a step, and written there once, past the caches: else its lines would be read
+   before they are written. Tokens that go on from it have it in a buffer. */
 
 #include "cpu.h"
 
@@ -17,17 +20,19 @@
 #define AT_ONCE 64 /* tokens of a chunk that are made ready together */
 #define WIDE 4     /* registers of columns at a time */
 #define COLUMNS (WIDE * PART)
-#define AHEAD 6                               /* tokens whose inputs are fetched meanwhile */
-#define ROW_LINES 4                           /* of the states that are needed next, fetched with a row of this one */
-#define UNIT_EPS 1e-6f                        /* as L2_EPS */
-enum { READ = -1, WRITE = -2, NOWHERE = -3 }; /* where a state is, beside the buffers 0, 1, .. */
+#define AHEAD 6                   /* tokens whose inputs are fetched meanwhile */
+#define ROW_LINES 4               /* of the state that is needed next, fetched with a row of this one */
+#define UNIT_EPS 1e-6f            /* as L2_EPS */
+enum { READ = -1, NOWHERE = -2 }; /* where a state is, beside the buffers 0, 1, .. */
+enum { KEEP = 1, WRITE = 2 };     /* where a new one goes: to a buffer, to memory, or both */
 
 typedef struct {
     const void *taps[MOST_TAPS]; /* what went into the convolution, of this token the last */
     int64_t query;               /* of the batch, or -1: run again */
     float *gates;                /* its record, or NULL: read where it is run again, else written */
     char *input;                 /* the rest of a record that is written */
-    int64_t from, to;            /* the state before it, and where that after it goes */
+    int64_t from, to;            /* the state before it, and the buffer that the one after it goes to, or NOWHERE */
+    int64_t writes;              /* whether that is the row's next state, and goes to memory, too */
     int64_t save;                /* another state slot that this goes to, or -1 */
 } Token;
 
@@ -160,18 +165,16 @@ static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
     for (int64_t q = 0; q >= 0;) {
         Token *token = &s->tokens[count];
         const int64_t parent = s->parent[q], record = page * j->nodes + node_of(j, offset + q);
-        *token = (Token){.query = offset + q, .from = count ? 0 : READ, .to = WRITE, .save = -1};
+        *token = (Token){.query = offset + q, .from = count ? 0 : READ, .writes = parent < 0, .save = -1};
         token->gates = j->gates + record * 2 * j->value_heads;
         token->input = j->inputs + record * j->channels * j->bytes;
         const void *const *taps = count ? s->tokens[count - 1].taps : first;
         if (parent >= 0) {
-            const int64_t from = s->tokens[s->place[parent]].to;
             taps = s->tokens[s->place[parent]].taps;
-            token->from = from;
-            /* The last that goes on from a state may do so in its place. */
-            if (s->child[q] < 0) token->to = NOWHERE;
-            else token->to = from < 0 ? 0 : from + (s->sibling[q] >= 0);
+            token->from = s->tokens[s->place[parent]].to;
+            token->to = token->from + (s->sibling[q] >= 0); /* the last that goes on from it does so in its place */
         }
+        if (s->child[q] < 0) token->to = NOWHERE;
         follow(j, token, taps, input_of(j, offset + q));
         s->place[q] = count++;
         if (s->child[q] >= 0) q = s->child[q];
@@ -194,7 +197,7 @@ static int64_t chunk_tokens(const Net *j, const Spare *s, int64_t chunk, int64_t
     while (save < end && save[0] <= done) save += 2;
     for (int64_t i = 0; i < count; i++) {
         const int64_t at = done + i;
-        s->tokens[i] = (Token){.query = span[1] + at, .from = at ? 0 : READ, .to = at == last ? WRITE : 0, .save = -1};
+        s->tokens[i] = (Token){.query = span[1] + at, .from = at ? 0 : READ, .writes = at == last, .save = -1};
         follow(j, &s->tokens[i], i ? s->tokens[i - 1].taps : taps, input_of(j, span[1] + at));
         if (save < end && save[0] == at + 1) {
             s->tokens[i].save = save[1];
@@ -277,7 +280,7 @@ static void scale_unit(float *x, int64_t size, float scale) {
 typedef struct {
     int64_t row, key, part; /* key head, and which of the groups of its value heads */
     int64_t count, kept;    /* of tokens; heads whose states are before its own in `buffers`, of a chunk */
-    Ahead next;             /* the states that are read and written after these */
+    Ahead next;             /* the state that is read after these */
 } Unit;
 INLINE int64_t head_of(const Net *j, const Unit *u, int64_t h) {
     h += u->part * j->group;
@@ -355,7 +358,7 @@ static void write_inputs(const Net *j, const Spare *s, const Unit *u) {
             const size_t size = (size_t)(of.size * j->bytes);
             if (t->input) memcpy(t->input + at, (const char *)t->taps[before] + at, size);
             for (int save = 0; save < 2; save++) {
-                const int64_t slot = save ? t->save : t->to == WRITE ? j->write[u->row] : -1;
+                const int64_t slot = save ? t->save : t->writes ? j->write[u->row] : -1;
                 char *to = j->windows + slot * before * j->channels * j->bytes + at;
                 for (int64_t w = 0; slot >= 0 && w < before; w++)
                     memmove(to + w * j->channels * j->bytes, (const char *)t->taps[w + 1] + at, size);
@@ -369,11 +372,11 @@ typedef struct {
     int64_t stride;
 } Matrix; /* some columns of S */
 
-/* `parts` registers of columns: S goes from `from` to `to` by g, k and d (update), and sums over it and the keys, and
-   queries, of the token after are taken (sums 0: none, 1, 2: both). */
-INLINE void step(Matrix from, Matrix to, int64_t key_dim, float g, const float *k, const float *d, const float *next_k,
-                 const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts, const int update,
-                 const int sums) {
+/* `parts` registers of columns: S goes from `from` to `to`, `out` or both by g, k and d (update: 0, KEEP, WRITE), and
+   sums over it and the keys, and queries, of the token after are taken (sums 0: none, 1, 2: both). */
+INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, const float *k, const float *d,
+                 const float *next_k, const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts,
+                 const int update, const int sums) {
     pf keys[WIDE], queries[WIDE], change[WIDE];
     for (int c = 0; c < parts; c++) {
         keys[c] = queries[c] = (pf){0};
@@ -388,7 +391,8 @@ INLINE void step(Matrix from, Matrix to, int64_t key_dim, float g, const float *
             pf s = part_at(row + c * PART);
             if (update) {
                 s = fused(key, change[c], s * g);
-                memcpy(to.at + i * to.stride + c * PART, &s, sizeof s);
+                if (update & KEEP) memcpy(to.at + i * to.stride + c * PART, &s, sizeof s);
+                if (update & WRITE) store_past(out.at + i * out.stride + c * PART, s);
             }
             if (sums > 0) keys[c] = fused(s, next_key, keys[c]);
             if (sums > 1) queries[c] = fused(s, query, queries[c]);
@@ -406,13 +410,12 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
     const int64_t size = dk * dv, kept = j->spans ? ((u->kept + h) * dv + c) * dk : 0;
     float *state = j->state + head * size + c, sum_k[COLUMNS], sum_q[COLUMNS], d[COLUMNS];
 #define SLOT(slot) ((Matrix){state + (slot) * j->value_heads * size, dv})
-#define PLACE(where)                             \
-    ((where) == READ    ? SLOT(j->read[u->row])  \
-     : (where) == WRITE ? SLOT(j->write[u->row]) \
-                        : (Matrix){s->buffers + kept + (where) * dk * columns, columns})
+#define PLACE(where) \
+    ((where) == READ ? SLOT(j->read[u->row]) : (Matrix){s->buffers + kept + (where) * dk * columns, columns})
     const Token *tokens = s->tokens;
+    const Matrix out = SLOT(j->write[u->row]);
 #define SUM(n, m, update, from, to) \
-    step(from, to, dk, g, k, d, s->k + (n) * dk, s->q + (n) * dk, sum_k, sum_q, &u->next, parts, update, m)
+    step(from, to, out, dk, g, k, d, s->k + (n) * dk, s->q + (n) * dk, sum_k, sum_q, &u->next, parts, update, m)
     const float *k = NULL;
     float g = 0;
     const Matrix first = PLACE(tokens[0].from);
@@ -426,17 +429,21 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
         for (int64_t l = 0; l < columns; l++) d[l] = beta * (v[l] - g * sum_k[l]);
         for (int64_t l = 0; l < columns && t->query >= 0; l++) s->o[i * dv + c + l] = g * sum_q[l] + s->dot[i] * d[l];
         const int more = i + 1 < u->count, again = more && t[1].query < 0;
-        if (t->to != NOWHERE) {
-            const Matrix from = PLACE(t->from), to = PLACE(t->to);
-            if (!more) SUM(0, 0, 1, from, to);
-            else if (again) SUM(i + 1, 1, 1, from, to);
-            else SUM(i + 1, 2, 1, from, to);
-            for (int64_t r = 0; r < dk && t->save >= 0; r++)
-                memcpy(SLOT(t->save).at + r * dv, to.at + r * to.stride, (size_t)columns * 4);
-        } else if (more) {
-            const Matrix next = PLACE(t[1].from);
-            SUM(i + 1, 2, 0, next, next);
+        const Matrix from = PLACE(t->from);
+        if (t->to == NOWHERE) {
+            const Matrix next = more ? PLACE(t[1].from) : from;
+            if (t->writes) SUM(0, 0, WRITE, from, out);
+            else if (more) SUM(i + 1, 2, 0, next, next);
+            continue;
         }
+        const Matrix to = PLACE(t->to);
+        if (!more && t->writes) SUM(0, 0, KEEP | WRITE, from, to);
+        else if (!more) SUM(0, 0, KEEP, from, to);
+        else if (again) SUM(i + 1, 1, KEEP, from, to);
+        else if (t->writes) SUM(i + 1, 2, KEEP | WRITE, from, to);
+        else SUM(i + 1, 2, KEEP, from, to);
+        for (int64_t r = 0; r < dk && t->save >= 0; r++)
+            memcpy(SLOT(t->save).at + r * dv, to.at + r * to.stride, (size_t)columns * 4);
     }
 }
 static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_columns(j, s, u, h, c, WIDE); }
@@ -468,12 +475,11 @@ static void give(const Net *j, const Spare *s, int64_t head, int64_t count) {
     else give_of(j, s, head, count, 0);
 }
 
-/* The states that head h of a unit reads and writes. */
+/* The state that head h of a unit reads. */
 static Ahead states_of(const Net *j, const Unit *u, int64_t h) {
     const int64_t size = j->key_dim * j->value_dim, head = head_of(j, u, h);
     const char *read = (const char *)(j->state + (j->read[u->row] * j->value_heads + head) * size);
-    const char *write = (const char *)(j->state + (j->write[u->row] * j->value_heads + head) * size);
-    return (Ahead){read, read + size * 4, write, write + size * 4};
+    return (Ahead){read, read + size * 4, NULL, NULL};
 }
 static void run_tokens(const Net *j, const Spare *s, Unit *u, const Unit *then) {
     const int64_t dv = j->value_dim;
@@ -515,6 +521,7 @@ static void run_units(const Net *j, const Spare *s, int64_t row, int64_t from, i
         next.part = (unit + 1) % parts;
         run_tokens(j, s, &u, unit + 1 < end && !j->spans ? &next : NULL);
     }
+    all_past();
 }
 
 static void run_piece(const Net *j, const Spare *s, int64_t item, int64_t from, int64_t end) {

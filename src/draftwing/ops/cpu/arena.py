@@ -1,0 +1,33 @@
+"""Memory for weights, in large pages where the system has them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CHUNK = 64 << 20  # bytes that are asked for at once: taken from the system as they are written
+_LINE = 64  # bytes of a cache line, with which every piece begins
+
+
+class Arena:
+    """Hands out pieces of large arrays, for which numpy asks Linux for pages of 2 MB.
+
+    A step reads all weights. In pages of 4 KB it waits for addresses to be translated, most of all on virtual machines,
+    which translate them twice. A matrix alone may be smaller than a large page.
+    """
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, *shape: int) -> Tensor:
+        """Returns bytes of this shape, with anything in them. They are freed with the last piece of their array."""
+        size = math.prod(shape)
+        whole = -(-size // _LINE) * _LINE
+        if len(self._left) < whole:
+            memory = torch.from_numpy(np.empty(max(whole, _CHUNK) + _LINE, np.uint8))
+            self._left = memory[-memory.data_ptr() % _LINE :]
+        piece, self._left = self._left[:size], self._left[whole:]
+        return piece.view(shape)
