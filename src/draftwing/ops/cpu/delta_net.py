@@ -61,6 +61,7 @@ def delta_net(
     values = spec.value_heads * spec.value_dim
     parts = [part if part.stride(1) == 1 else part.contiguous() for part in inputs]
     assert all(part.dtype == kept.conv.dtype for part in parts)
+    assert kept.state.data_ptr() % (4 * _VECTOR) == 0, "states are stored as whole vectors past the caches"
     assert [part.shape[1] for part in parts] == [spec.channels, values, spec.value_heads, spec.value_heads]
     assert weights.conv.shape == (spec.channels, spec.conv_width)
     assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
