@@ -73,9 +73,7 @@ def check_int8(layers: Sequence[SlotSpec], dtype: torch.dtype) -> None:
 class KVPool:
     """kv[layer]: [slots + 1, *shape of the layer's spec]; of keys and values [slots + 1, kv_heads, 2, head_dim].
 
-    A head's key and value lie side by side, so that a backend brings both to its own layout by one copy. On a CPU a
-    head's slots lie behind each other, since attention reads head by head, and a core reads what lies together twice as
-    fast as pieces of some hundred bytes. In
+    A head's key and value lie side by side, so that a backend brings both to its own layout by one copy. In
     float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448. In int8 each key, and each
     value, of a head has a scale of its own, the bytes of a float32 behind its codes: [.., head_dim + 4].
     """
@@ -95,7 +93,9 @@ class KVPool:
         self.slots = slots
         self.dtype = dtype
         check_int8(self.layers, dtype)
-        self.kv = [_zeros(spec, slots + 1, dtype, device) for spec in self.layers]
+        self.kv = [
+            zeros_as_written((slots + 1, *spec.shape_in(dtype)), spec.dtype_in(dtype), device) for spec in self.layers
+        ]
         self.states: RowStates | None = None  # of layers that keep theirs by row
 
     @staticmethod
@@ -122,14 +122,6 @@ class KVPool:
         """slots [n] int64"""
         for kv in self.kv:
             (kv.view(torch.uint8) if kv.dtype == FP8 else kv).index_fill_(0, slots, 0)
-
-
-def _zeros(spec: SlotSpec, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns [slots, *shape of the spec]."""
-    shape, own = spec.shape_in(dtype), spec.dtype_in(dtype)
-    if device.type != "cpu" or not isinstance(spec, KVSpec):
-        return zeros_as_written((slots, *shape), own, device)
-    return zeros_as_written((shape[0], slots, *shape[1:]), own, device).transpose(0, 1)
 
 
 def _in_int8(rows: Tensor) -> Tensor:

@@ -61,8 +61,7 @@ class NativeAttention:
         """Where the addresses of so many layers' keys and values stand, which are all of this shape."""
         row = shape.head_dim + (SCALE_BYTES if self.pool.dtype == torch.int8 else 0)
         expected = (self.pool.slots + 1, shape.kv_heads, 2, row)
-        steps = _steps(self.pool.kv[first])
-        assert all(kv.shape == expected and _steps(kv) == steps for kv in self.pool.kv[first : first + count])
+        assert all(kv.shape == expected for kv in self.pool.kv[first : first + count])
         return self._pools.data_ptr() + first * self._pools.itemsize
 
     def spare(self, size: int) -> Tensor:
@@ -75,11 +74,6 @@ class NativeAttention:
             return kept
         self._outgrown.append(kept)
         return zeros_as_written((max(size, 2 * kept.numel()),), kept.dtype, kept.device)
-
-
-def _steps(kv: Tensor) -> tuple[int, int]:
-    """kv [slots, kv_heads, ...] -> bytes from a slot to the next, and from a head to the next."""
-    return kv.stride(0) * kv.itemsize, kv.stride(1) * kv.itemsize
 
 
 class CpuAttend(KernelAttend):
@@ -134,7 +128,7 @@ class CpuAttend(KernelAttend):
         self._raw.rope_write(
             qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
             kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_type, *heads_at,
-            self._workers.address, wide, norms is not None and norms.values, *_steps(kv), eps,
+            self._workers.address, wide, norms is not None and norms.values, eps,
         )  # fmt: skip
         return True
 
@@ -156,8 +150,7 @@ class CpuAttend(KernelAttend):
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
             self._backend.pools(first, layers.count, layers.shape), layers.places, spare.data_ptr(), layers.width,
             self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
-            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, *_steps(self._kv[first]), 0, 0, 0, 2,
-            layers.eps,
+            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, 2, layers.eps,
         )  # fmt: skip
         return outs
 
@@ -198,7 +191,7 @@ class CpuAttend(KernelAttend):
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
-            self._kv_type, *self._how, *_steps(kv), *numbers_of_kind(kind), kv.shape[2],
+            self._kv_type, *self._how, *numbers_of_kind(kind), kv.shape[2],
         )  # fmt: skip
         return out
 

@@ -35,7 +35,7 @@ _KEY_TILE = 16
 class Keys(NamedTuple):
     """What the queries of B rows read, fetched once a layer."""
 
-    rows: Tensor  # [K] int64, K = B * blocks * kv_heads * width: rows of the pool's layer as it lies, [slots * kv_heads, ...]
+    rows: Tensor  # [K] int64, K = B * blocks * kv_heads * width: rows of the pool's layer as [slots * kv_heads, ...]
     staged: Tensor  # [K, 2 * head_dim] in the pool's dtype; `fetched` itself where that is float32
     fetched: Tensor  # [K, 2 * head_dim]: the part of `wide` that a layer fills
     wide: Tensor  # [B, blocks, kv_heads, width, 2 * head_dim + _KEY_TILE] float32: keys, values, ones
@@ -142,8 +142,7 @@ class TorchAttend(BoundAttend):
 
 def _fetch(keys: Keys, kv: Tensor) -> None:
     # A head's key and value are one row, and rows come in the order of the products' operands: nothing is transposed.
-    size = kv.shape[2] * kv.shape[3]
-    torch.index_select(kv.as_strided((kv.numel() // size, size), (size, 1)), 0, keys.rows, out=keys.staged)
+    torch.index_select(kv.view(-1, kv.shape[2] * kv.shape[3]), 0, keys.rows, out=keys.staged)
     if keys.staged is not keys.fetched:
         keys.fetched.copy_(keys.staged)
     keys.fetched.masked_fill_(keys.foreign, 0.0)  # a weight of 0 would not keep out a NaN
@@ -182,8 +181,7 @@ def _keys(slots: Tensor, read: Tensor, kv: Tensor, buffers: Buffers) -> Keys:
     rows, blocks, width = slots.shape
     kv_heads, dim = kv.shape[1], kv.shape[3]
     head = torch.arange(kv_heads, device=kv.device).unsqueeze(1)
-    slot_step, head_step = (step // (kv.shape[2] * dim) for step in kv.stride()[:2])
-    index = (slots.unsqueeze(2) * slot_step + head * head_step).flatten()  # of [B, blocks, kv_heads, width]
+    index = (slots.unsqueeze(2) * kv_heads + head).flatten()  # of [B, blocks, kv_heads, width]
     wide = buffers.take("wide", index.shape[0], 2 * dim + _KEY_TILE)  # the last columns stay ones
     fetched = wide[:, : kv.shape[2] * dim]
     staged = fetched if kv.dtype == wide.dtype else kv.new_empty(fetched.shape)

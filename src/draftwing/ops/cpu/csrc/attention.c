@@ -152,9 +152,9 @@ static void add_values(const Tile *t, const char *const *at, const char *const *
    in it compilers make loads with a mask, of addresses that are none, which CPUs are slow to leave out. */
 static void addresses(const Tile *t, const char **to, int64_t from, int64_t end, const int64_t *path) {
     const Attention *a = t->a;
-    const int64_t *table = t->table, stride = a->steps.slot;
+    const int64_t *table = t->table, size = a->parts * row_bytes(a), stride = a->kv_heads * size;
     const int64_t shared = path ? least(most(t->prefix, from), end) : end;
-    const char *base = (const char *)a->kv + t->head * a->steps.head;
+    const char *base = (const char *)a->kv + t->head * size;
     for (int64_t j = from; j < shared; j++) *to++ = base + table[j] * stride;
     for (int64_t j = shared; j < end; j++) *to++ = base + table[t->prefix + path[j - t->prefix]] * stride;
     for (int64_t j = end; j % LANES; j++, to++) to[0] = to[-1];
@@ -386,11 +386,10 @@ Attention attention_of(const int64_t *n) {
                    .depth = n[19],
                    .tickets = POINTER(n[20]),
                    .workers = POINTER(n[22]),
-                   .steps = {n[23], n[24]},
-                   .window = n[25],
-                   .sinks = POINTER(n[26]),
-                   .scalar = n[27],
-                   .parts = n[28]};
+                   .window = n[23],
+                   .sinks = POINTER(n[24]),
+                   .scalar = n[25],
+                   .parts = n[26]};
     a.padded = round_up(a.dim, LANES);
     a.scratch = (float *)(a.tickets + TICKETS);
     a.stored = a.scratch + a.workers->most * thread_floats(&a);

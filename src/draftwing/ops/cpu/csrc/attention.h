@@ -111,7 +111,7 @@ INLINE int64_t value_behind(const Attention *a) { return a->parts > 1 ? row_byte
 /* Where the key of a page table's entry is. */
 INLINE const char *key_at(const Tile *t, int64_t entry) {
     const Attention *a = t->a;
-    return (const char *)a->kv + t->table[entry] * a->steps.slot + t->head * a->steps.head;
+    return (const char *)a->kv + (t->table[entry] * a->kv_heads + t->head) * a->parts * row_bytes(a);
 }
 INLINE const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
 

@@ -76,11 +76,11 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
     const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, rope = i * r->rope_stride;
     const int64_t bytes = kv_type == INT8 ? dim + SCALE_BYTES : dim * (kv_type == HALF ? 2 : 4);
     char *row = (char *)r->out + i * r->stride * width;
-    char *slot = (char *)r->kv + r->slots[i] * r->steps.slot;
+    char *slot = (char *)r->kv + r->slots[i] * r->kv_heads * 2 * bytes;
     const int64_t turned = r->heads + r->kv_heads;
     float wide[kv_type == INT8 ? MOST_DIM : 1];
     for (int64_t h = from_head; h < to_head && h < turned; h++) {
-        char *from = row + h * dim * width, *key = slot + (h - r->heads) * r->steps.head;
+        char *from = row + h * dim * width, *key = slot + (h - r->heads) * 2 * bytes;
         const int is_key = h >= r->heads, round = is_key && kv_type == INT8;
         void *to = !is_key ? from : round ? (char *)wide : key;
         const int to_half = !is_key ? half : kv_type == HALF;
@@ -102,7 +102,7 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
         if (round) round_row(key, wide, dim);
     }
     for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++) {
-        char *value = slot + (h - turned) * r->steps.head + bytes, *from = row + h * dim * width;
+        char *value = slot + (2 * (h - turned) + 1) * bytes, *from = row + h * dim * width;
         if (r->v_norm) {
             const Rows norm = {.out = from, .x = from, .size = dim, .eps = r->eps};
             norm_row(&norm, 0, half);
@@ -170,11 +170,10 @@ static PyObject *py_soft_cap(PyObject *self, PyObject *const *args, Py_ssize_t g
 }
 
 /* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, type of kv, norms
-   of the heads of q and k or zeros, workers, whether these norms are wide, whether heads of v are normed, bytes of the
-   pool's slots and heads; eps */
+   of the heads of q and k or zeros, workers, whether these norms are wide, whether heads of v are normed; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[20];
-    if (!numbers(args, given - 1, 20, n)) return NULL;
+    int64_t n[18];
+    if (!numbers(args, given - 1, 18, n)) return NULL;
     Rows r = {.row = rope_all,
               .out = POINTER(n[0]),
               .kv = POINTER(n[1]),
@@ -193,8 +192,7 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
               .k_norm = POINTER(n[14]),
               .wide = n[16],
               .v_norm = n[17],
-              .steps = {n[18], n[19]},
-              .eps = PyFloat_AsDouble(args[20])};
+              .eps = PyFloat_AsDouble(args[18])};
     return PyErr_Occurred() ? NULL : go(&r, POINTER(n[15]), n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 

@@ -360,12 +360,6 @@ HIDDEN void round_row(char *to, const float *x, int64_t dim);
 
 /* -- what lies between the products: cpu.c ------------------------------------------------------------------------- */
 
-/* Bytes from a slot of the pool to the next, and from one of its heads to the next. Each head has its slots behind each
-   other, so that what is read of it lies together. */
-typedef struct {
-    int64_t slot, head;
-} Steps;
-
 typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
@@ -375,7 +369,6 @@ typedef struct Rows {
     void *out, *kv;
     const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* weight, q_norm, k_norm: of heads: NULL where there is none */
     const int64_t *slots;
-    Steps steps;
 } Rows;
 /* Of row i: all of it, elements, or heads [from, to). */
 HIDDEN void norm_part(const Rows *r, int64_t i);
@@ -392,7 +385,6 @@ typedef struct {
     int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_type; /* half: of q and out */
     Workers *workers;
     int64_t window, scalar; /* as `AttentionKind` has them */
-    Steps steps;            /* of the pool */
     int64_t parts;          /* of what a head keeps: 2, key and value; 1: its value is its key */
     const float *sinks;     /* of heads, or NULL */
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
@@ -403,9 +395,8 @@ typedef struct {
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
-   scratch, its size, workers; bytes of the pool's slots and heads; window, sinks or 0, scalar: as `AttentionKind` has
-   them; parts. */
-#define ATTENTION 29
+   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them; parts. */
+#define ATTENTION 27
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* Attends until nothing is left to take, in thread `thread` of those that share `taken`. */
 HIDDEN void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next);

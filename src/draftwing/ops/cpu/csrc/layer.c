@@ -233,7 +233,6 @@ static Layers layers_of(const int64_t *n) {
                              .rope_stride = n[12],
                              .heads = a.heads,
                              .kv_heads = a.kv_heads,
-                             .steps = a.steps,
                              .dim = a.dim,
                              .half = n[14],
                              .kv_type = a.kv_type}};
