@@ -109,7 +109,17 @@ def grow(small: Path, large: Path, text: list[int]) -> None:
 
 @contextmanager
 def llama(args: Any, file: Path, flash: str, text: list[int], folder: Path) -> Iterator[Ask]:
-    command = [build(args.isa, args.cache) / "llama-server", "-m", file, "-fa", flash, "-np", 1, "-c", args.context + SPARE]
+    command = [
+        build(args.isa, args.cache) / "llama-server",
+        "-m",
+        file,
+        "-fa",
+        flash,
+        "-np",
+        1,
+        "-c",
+        args.context + SPARE,
+    ]
     command += ["-t", args.threads, "-tb", args.threads, "--cache-ram", 0, "--no-warmup", "--slot-save-path", folder]
     with Server(Contender("llama.cpp", tuple(map(str, command))), folder / "log") as server:
 
@@ -135,6 +145,7 @@ def rates(ask: Ask, text: list[int], args: Any) -> list[float]:
         answer = ask([*text, *(rng.randrange(3, 1000) for _ in range(ENDING))], args.tokens)
         assert answer.computed <= 2 * ENDING, f"{answer.computed} tokens were computed: the context is not cached"
         found.append(answer.decode)
+        print(f"{answer.decode:.1f} tokens/s", flush=True)
     return found[1:]
 
 
