@@ -1,11 +1,12 @@
 """Decoding behind contexts whose prompts take many minutes on a CPU: keys and values are made up.
 
-    python benchmarks/made_contexts.py --isa avx512 --context 16000 --out made.json
+    python benchmarks/made_contexts.py --isa avx512 --context 16000 --who none,off --out made.json
 
 The model is `--model` of `cpu_contexts.py`, a GGUF file with random weights, so nobody could tell. This engine goes
 through the prompt without its layers, and its pool is filled with random numbers; llama.cpp, with flash attention and
 without, gets the state of a short prompt over and over. Then both answer questions behind that, whose 48 tokens they do
-compute. All run after each other, for memory. `--out` keeps what it has of other contexts and instruction sets.
+compute. All run after each other, for memory: `none` is this engine, `off` and `on` are llama.cpp's flash attention.
+`--out` keeps what it has of other runs.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from chat_servers import Contender, Server, run_with
 from cpu_contexts import LLAMAS, SHAPES, SPARE, Shape, ask_llama, write_random
 from gguf_files import MIXTURES
 from llama_cpp_build import CACHE, ISAS, build
-from load_runs import let_go
+from load_runs import let_go, listed
 from turns import Ask, ask_engine, cpu_engine, kv_bytes_per_token, read_bandwidth
 
 from draftwing.engine.engine import Engine
@@ -145,30 +146,25 @@ def rates(ask: Ask, text: list[int], args: Any) -> list[float]:
         answer = ask([*text, *(rng.randrange(3, 1000) for _ in range(ENDING))], args.tokens)
         assert answer.computed <= 2 * ENDING, f"{answer.computed} tokens were computed: the context is not cached"
         found.append(answer.decode)
-        print(f"{answer.decode:.1f} tokens/s", flush=True)
     return found[1:]
 
 
-def measure(args: Any, file: Path, shape: Shape) -> dict[str, Any]:
+def measure(args: Any, file: Path, shape: Shape, who: str) -> dict[str, Any]:
     rng = random.Random(0)
     text = [rng.randrange(3, shape.vocab) for _ in range(args.context)]
-    engine = cpu_engine(str(file), args.threads, args.context + SPARE, speculative_algorithm="none")
-    try:
-        fill(engine, text, shape.hidden)
-        found = {"none": rates(lambda prompt, tokens: ask_engine(engine, prompt, tokens), text, args)}
-    finally:
-        let_go(engine)
-    for name, flash in LLAMAS.items():
-        with tempfile.TemporaryDirectory() as folder, llama(args, file, flash, text, Path(folder)) as ask:
-            found[name] = rates(ask, text, args)
-    middle = {name: statistics.median(own) for name, own in found.items()}
-    size = file.stat().st_size + kv_bytes_per_token(file) * args.context
+    if who == "none":
+        engine = cpu_engine(str(file), args.threads, args.context + SPARE, speculative_algorithm="none")
+        try:
+            fill(engine, text, shape.hidden)
+            found = rates(partial(ask_engine, engine), text, args)
+        finally:
+            let_go(engine)
+    else:
+        with tempfile.TemporaryDirectory() as folder, llama(args, file, who, text, Path(folder)) as ask:
+            found = rates(ask, text, args)
+    rate, size = statistics.median(found), file.stat().st_size + kv_bytes_per_token(file) * args.context
     read = read_bandwidth(min(size, MOST_READ), args.threads, 5)
-    ratio = middle["none"] / max(middle[name] for name in LLAMAS)
-    return {
-        "decode": middle, "ratio": ratio, "floor_share": middle["none"] * size / read, "read_bytes_per_s": read,
-        "rounds": found,
-    }  # fmt: skip
+    return {"decode": rate, "floor_share": rate * size / read, "read_bytes_per_s": read, "rounds": found}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -180,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--who", type=listed(str), default=["none", *LLAMAS.values()])
     parser.add_argument("--isa", choices=ISAS, default="avx512")
     parser.add_argument("--cache", type=Path, default=CACHE, help="of builds of llama.cpp")
     parser.add_argument("--out", type=Path)
@@ -189,11 +186,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         file, shape = args.file or Path(folder) / "made.gguf", SHAPES[args.model]
         if not file.exists():
             write_random(file, shape, 1 << 16, MIXTURES[args.quantised])
-        found = measure(args, file, shape)
-    print(json.dumps({"isa": args.isa, "context": args.context, **found}))
-    if args.out is not None:
-        kept = json.loads(args.out.read_text(encoding="utf8")) if args.out.exists() else {}
-        args.out.write_text(json.dumps({**kept, f"{args.isa} {args.context}": found}, indent=1) + "\n", encoding="utf8")
+        for who in args.who:
+            name, found = f"{args.isa}, {args.context}, {who}", measure(args, file, shape, who)
+            print(json.dumps({name: found}), flush=True)
+            if args.out is not None:
+                kept = json.loads(args.out.read_text(encoding="utf8")) if args.out.exists() else {}
+                args.out.write_text(json.dumps({**kept, name: found}, indent=1) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":
