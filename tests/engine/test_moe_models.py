@@ -13,13 +13,16 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.further(kind=["glm4-moe", "deepseek-v3"], dtype="float32")
-@pytest.mark.further(kind=["glm4-moe-groups", "minimax-m2", "glm4-moe-lite"], dtype="bfloat16")
+KINDS = ["glm4-moe", "glm4-moe-groups", "minimax-m2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite"]
+
+
+@pytest.mark.further(kind=["glm4-moe", "deepseek-v2-groups", "deepseek-v3"], dtype="float32")
+@pytest.mark.further(kind=[kind for kind in KINDS if kind not in ("glm4-moe", "deepseek-v3")], dtype="bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-groups", "minimax-m2", "deepseek-v3", "glm4-moe-lite"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512)
-    predicts = kind not in ("minimax-m2", "glm4-moe-lite")  # of the latter transformers knows no such layer
+    predicts = kind in ("glm4-moe", "glm4-moe-groups", "deepseek-v3")  # transformers knows no such layer of others
     with_layer(tmp_path, theirs, published(theirs, predicting(theirs)) if predicts else {})
     write_tokenizer(tmp_path)
     plain = texts(tmp_path, "none", dtype)

@@ -18,6 +18,7 @@ import tiny_gguf
 import torch
 from hybrid_models import KINDS, reference
 from reference.hf_configs import (
+    DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     GEMMA3_1B,
     GEMMA4_26B,
@@ -61,7 +62,7 @@ EVERY = (
     LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
     GPT_OSS_20B, GEMMA4_31B, GEMMA4_26B, GEMMA4_E2B,
     GEMMA3_1B, QWEN35_9B, QWEN35_TEXT, QWEN35_35B, QWEN3_NEXT_80B, LFM2_12B, GLM45, MINIMAX_M2,
-    DEEPSEEK_V3, GLM47_FLASH,
+    DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM47_FLASH,
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"),

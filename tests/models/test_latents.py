@@ -16,7 +16,7 @@ from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 
 CPU = torch.device("cpu")
-KINDS = ["deepseek-v3", "glm4-moe-lite"]
+KINDS = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

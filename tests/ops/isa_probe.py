@@ -196,7 +196,7 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     count, hidden, ffn = 21, 96, 64
     for kind, limit, routing in (
         ("Q8_0", 0.0, Routing(5)),
-        ("Q4_0", 7.0, Routing(5, False)),
+        ("Q4_0", 7.0, Routing(5, False, groups=7, top_groups=3)),
         ("Q4_0", 0.0, Routing(4, sigmoid=True, groups=7, top_groups=2, scale=2.5)),
     ):
 

@@ -54,6 +54,8 @@ def test_routes(ops: TorchOps, rows: int, count: int, top_k: int, renormalise: b
         (33, 10, Routing(3, True, True, 10, 5)),
         (4, 256, Routing(8, True, True, 8, 4, 2.5)),
         (3, 96, Routing(4, scale=0.5)),
+        (40, 21, Routing(4, False, groups=7, top_groups=2, scale=16.0)),
+        (5, 160, Routing(6, groups=8, top_groups=3)),
     ],
 )
 def test_routes_by_sigmoids_and_in_groups(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
@@ -62,7 +64,7 @@ def test_routes_by_sigmoids_and_in_groups(ops: TorchOps, rows: int, count: int, 
     for row, experts, weights in zip(logits.double(), routed.experts, routed.weights, strict=True):
         scores = row.sigmoid() if routing.sigmoid else row.softmax(0)
         by, size = scores if shift is None else scores + shift.double(), count // routing.groups
-        groups = by.view(routing.groups, size).sort(descending=True).values[:, :2].sum(1)
+        groups = by.view(routing.groups, size).sort(descending=True).values[:, : 1 + routing.sigmoid].sum(1)
         chosen = sorted(range(routing.groups), key=lambda g: -float(groups[g]))[: routing.top_groups]
         order = sorted((e for g in chosen for e in range(g * size, (g + 1) * size)), key=lambda e: -float(by[e]))
         expected = scores[order[: routing.top_k]]

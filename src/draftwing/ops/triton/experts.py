@@ -25,16 +25,22 @@ _BLOCK, _CHUNK = 128, 32  # pairs that a program places, and those that they are
 
 @triton.jit
 def _in_best_groups(
-    value, lane, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LANES: tl.constexpr
+    value,
+    lane,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TWO: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """value [LANES], of which those of a group of SIZE lie beside each other -> whether each is in one of TOP_GROUPS
-    groups with the largest sums of their two best."""
+    groups with the largest sums of their TWO best, or with the largest best."""
     sums = tl.full([LANES], float("-inf"), tl.float32)  # of each lane's group
     for group in tl.static_range(GROUPS):
         of = lane // SIZE == group
         first = tl.max(tl.where(of, value, float("-inf")), 0)
         at = tl.min(tl.where(of & (value == first), lane, LANES), 0)
-        second = tl.max(tl.where(of & (lane != at), value, float("-inf")), 0) if SIZE > 1 else 0.0
+        second = tl.max(tl.where(of & (lane != at), value, float("-inf")), 0) if TWO and SIZE > 1 else 0.0
         sums = tl.where(of, first + second, sums)
     other = lane < SIZE * GROUPS
     for _ in tl.static_range(TOP_GROUPS):
@@ -88,7 +94,7 @@ def _route_kernel(
     found = tl.full([TOP_LANES], float("-inf"), tl.float32)
     free = lane < COUNT
     if GROUPS > 1:
-        free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, LANES)
+        free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, correction is not None, LANES)
     for choice in tl.static_range(TOP):
         best = tl.max(tl.where(free, value, float("-inf")), 0)
         expert = tl.min(tl.where(free & (value == best), lane, LANES), 0)
