@@ -201,7 +201,7 @@ def _metadata(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> N
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     writer.add_eos_token_id(1)
-    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_count(getattr(config, "n_routed_experts", 0) or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     softmax = config.model_type == "deepseek_v2"
     writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if softmax else ExpertGatingFuncType.SIGMOID)
