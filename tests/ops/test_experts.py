@@ -241,6 +241,19 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
         assert again is not None and torch.equal(again, gated[own])
 
 
+def test_triton_gemms_of_every_expert(triton_ops: TorchOps) -> None:
+    """As heads' matrices are: each row has one row for each of them; with any number of rows the same bits."""
+    weight, x = made(triton_ops, COUNT * 40, 32), made(triton_ops, 37 * COUNT, 32, seed=1)
+    gemm = triton_ops.expert_gemm(weight, COUNT)
+    assert gemm is not None
+    every = gemm.linear(x, None, triton_ops.every_expert(37, COUNT, triton_ops.device))
+    for rows in (0, 1, 16, 37):
+        routed, own = triton_ops.every_expert(rows, COUNT, triton_ops.device), slice(rows * COUNT)
+        assert routed.experts.tolist() == [list(range(COUNT))] * rows and bool((routed.weights == 1).all())
+        assert torch.equal(gemm.linear(x[own], None, routed), every[own])
+    torch.testing.assert_close(every.double(), by_hand(x, weight, None, routed), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["dense", "fp8", "mxfp4"])

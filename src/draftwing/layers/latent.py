@@ -173,7 +173,7 @@ class LatentAttention(Mixer):
         self.key_up = ExpertLinear(config.plain, config.latent, heads, False, dtype, device)
         self.value_up = ExpertLinear(config.latent, config.values, heads, False, dtype, device)
         self.o = row_parallel(Linear(heads * config.values, hidden, config.bias, dtype, device, form), layer.ranks)
-        self.kind = AttentionKind(scalar=config.plain + config.turned)
+        self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
 
     def linears(self) -> list[Linear]:
         return [self.down, self.query, self.o]
@@ -189,16 +189,16 @@ class LatentAttention(Mixer):
         q = torch.cat((plain, rotate(turned, cos, sin)), 2)  # [M, heads, width]
         if config.factor != 1:
             q = (q.float() * config.factor).to(q.dtype)
-        latents = self._latents(made, cos, sin)
-        out = attend(self.pool_layer, q, latents, latents, self.kind).view(rows * config.heads, -1)
-        values = self.value_up(out[:, : config.latent].contiguous(), routed)
+        keys = self._latents(made, cos, sin)
+        out = attend(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
+        values = self.value_up(out.view(rows * config.heads, -1), routed)
         return self.o(values.view(rows, -1), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        latents = self._latents(self.down.last(x, self.config.width), cos, sin)
-        attend.write(self.pool_layer, latents, latents)
+        keys = self._latents(self.down.last(x, self.config.width), cos, sin)
+        attend.write(self.pool_layer, keys, keys)
 
     def _latents(self, made: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """made [M, ..] of `down` -> what the tokens keep, [M, 1, width]"""

@@ -45,11 +45,13 @@ class AttentionKind(NamedTuple):
     sinks [heads] float32: logits of a key without a value, which is in the denominator of every query's softmax; as
     they are, without the scale.
     scalar: scores are divided by its square root; 0: head_dim (`query_pre_attn_scalar` of Gemma's configs).
+    values: the first so many elements of a key are the value, and the pool has both once; 0: they are apart.
     """
 
     window: int = 0
     sinks: Tensor | None = None
     scalar: int = 0
+    values: int = 0
 
     def scale(self, head_dim: int) -> float:
         """What scores are multiplied with."""
@@ -58,7 +60,7 @@ class AttentionKind(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether it is as `FULL`."""
-        return not self.window and self.sinks is None and not self.scalar
+        return not self.window and self.sinks is None and not self.scalar and not self.values
 
 
 FULL = AttentionKind()  # to everything before, as in Llama
@@ -91,7 +93,8 @@ class Attend:
     norms_heads = False  # whether `fused` takes the norms of heads, too
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        """q [M, heads, head_dim], k, v [M, kv_heads, head_dim], q and k rotated -> [M, heads * head_dim]"""
+        """q [M, heads, head_dim], k [M, kv_heads, head_dim], v [M, kv_heads, values], q and k rotated -> [M, heads *
+        values]. values: head_dim, or as `kind` has it."""
         raise NotImplementedError
 
     def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:

@@ -193,7 +193,7 @@ class CpuAttend(KernelAttend):
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
             self._kv_type, *self._how, *numbers_of_kind(kind), kv.shape[2],
         )  # fmt: skip
-        return out
+        return out.unflatten(1, (heads, dim))[..., : kind.values].flatten(1) if kind.values else out
 
     def _half(self, x: Tensor) -> bool:
         """Whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""

@@ -59,7 +59,8 @@ class PagedAttention:
     def _tile(self, shape: HeadShape) -> tuple[int, int]:
         """Heads per key head, and rows of a tile."""
         if shape not in self._tiles:
-            kv = next(kv for kv in self.pool.kv if kv.shape[1:] == (shape.kv_heads, 2, shape.head_dim))
+            of_shape = shape.kv_heads, shape.head_dim
+            kv = next(kv for kv in self.pool.kv if kv.dim() == 4 and kv.shape[1::2] == of_shape)
             self._tiles[shape] = shape.heads // shape.kv_heads, prefill_rows(kv, self.exact)
         return self._tiles[shape]
 
@@ -101,7 +102,7 @@ class TritonAttend(KernelAttend):
         """q [M, heads or more, head_dim]"""
         batch, backend = self._batch, self._backend
         kv, scales = backend.pool.kv[self._first_layer + layer], backend.pool.scales[self._first_layer + layer]
-        out = q.new_empty(q.shape[0], heads * q.shape[2])
+        out = q.new_empty(q.shape[0], heads * (kind.values or q.shape[2]))
         if batch.chunks or batch.tiles is not None:
             shape = HeadShape(heads, kv.shape[1], kv.shape[3])
             tiles = self._chunk_tiles(shape) if batch.tiles is None else batch.tiles[shape]

@@ -168,6 +168,25 @@ def _tile_kernel(
             tl.store(tiles + first + lane, lane * 0 - 1, mask=(first + lane >= total) & (first + lane < tile_count))
 
 
+@triton.jit(do_not_specialize=["rows", "tile_count"])
+def _every_expert_kernel(
+    experts, weights, order, tiles, rows, tile_count, COUNT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):
+    """A tile: of each expert there are as many, which have its rows in their order."""
+    start(PDL)
+    tile = tl.program_id(0)
+    each = tile_count // COUNT
+    expert, first = tile // each, tile % each * ROWS
+    row = first + tl.arange(0, ROWS)
+    pair, there = row * COUNT + expert, row < rows
+    tl.store(experts + pair, pair * 0 + expert, mask=there)
+    tl.store(weights + pair, pair * 0.0 + 1.0, mask=there)
+    tl.store(order + expert * rows + row, pair, mask=there)
+    tl.store(tiles + tile, expert)
+    tl.store(tiles + tile_count + tile, expert * rows + first)
+    tl.store(tiles + 2 * tile_count + tile, tl.minimum(rows - first, ROWS))
+
+
 @triton.jit
 def _mix_kernel(
     out,
@@ -265,9 +284,17 @@ def route(
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:
     """See `ExpertOps.every_expert`; in small tiles, whose bits do not depend on the number of rows."""
-    experts = torch.arange(count, device=device).expand(rows, -1).contiguous()
-    weights = torch.ones(rows, count, dtype=torch.float32, device=device)
-    return Routed(experts, weights, count, tiles_of(experts, count, SMALL_TILE))
+    tile_count = count * triton.cdiv(rows, SMALL_TILE)
+    experts = torch.empty(rows, count, dtype=torch.int64, device=device)
+    weights = torch.empty(rows, count, dtype=torch.float32, device=device)
+    order = torch.empty(rows * count, dtype=torch.int32, device=device)
+    tiles = torch.empty(3, tile_count, dtype=torch.int32, device=device)
+    if tile_count:
+        _every_expert_kernel[(tile_count,)](
+            experts, weights, order, tiles, rows, tile_count, COUNT=count, ROWS=SMALL_TILE, num_warps=1,
+            **launch_options(device),
+        )  # fmt: skip
+    return Routed(experts, weights, count, ExpertTiles(order, tiles, SMALL_TILE))
 
 
 def tile_rows(tokens: int, exact: bool) -> int:
