@@ -19,6 +19,7 @@ from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding, PerLayerEmbedding
 from draftwing.layers.end import LayerEnd
 from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
+from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
@@ -206,7 +207,7 @@ class DecoderModel(nn.Module):
     def head_shapes(self) -> list[HeadShape]:
         """Returns the different shapes of its attention, of this rank."""
         mixers = [layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return list(dict.fromkeys(mixer.shape for mixer in mixers if isinstance(mixer, Attention)))
+        return list(dict.fromkeys(mixer.shape for mixer in mixers if isinstance(mixer, Attention | LatentAttention)))
 
     @property
     def needs_chunks(self) -> bool:
