@@ -148,10 +148,16 @@ TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def write_gguf(
-    path: Path, config: Any, tensors: Mapping[str, Tensor], kind: Type = Type.F32, joined: bool = False
+    path: Path,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    kind: Type = Type.F32,
+    joined: bool = False,
+    apart: bool | None = None,
 ) -> Path:
     """A file as llama.cpp's converter lays it out. tensors: of a model of transformers and, with other names, of a
-    prediction layer.  kind: of matrices.  joined: as files of old have latent attention."""
+    prediction layer.  kind: of matrices.  joined: as files of old have latent attention.  apart: whether it has the
+    two parts of its matrix, None: if it has not the whole."""
     arch = {"glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}.get(config.model_type, "deepseek2")
     writer = gguf_package.GGUFWriter(path, arch)
     predicts = any(name.endswith("eh_proj.weight") for name in tensors)
@@ -163,14 +169,15 @@ def write_gguf(
     experts: dict[str, list[Tensor]] = {}
     for name, value in tensors.items():
         stored = value.detach().float()
-        if name.endswith("kv_b_proj.weight") and not joined:
+        if name.endswith("kv_b_proj.weight") and (not joined if apart is None else apart):
             block = f"blk.{name.split('.')[2]}"
             keys, values = stored.unflatten(0, (config.num_attention_heads, -1)).split(
                 (config.qk_nope_head_dim, config.v_head_dim), 1
             )
             _add(writer, f"{block}.attn_k_b.weight", keys.transpose(1, 2), kind)
             _add(writer, f"{block}.attn_v_b.weight", values, kind)
-            continue
+            if not joined:
+                continue
         for theirs, made in _converted(name, stored, "post_attention_norm" if arch == "glm4moe" else "ffn_norm"):
             if theirs.endswith("_exps.weight") and made.dim() == 2:
                 experts.setdefault(theirs, []).append(made)

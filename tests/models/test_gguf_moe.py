@@ -90,16 +90,24 @@ def test_a_file_is_spread(tmp_path: Path, kind: str) -> None:
 
 
 def test_whose_router_a_file_has(tmp_path: Path) -> None:
-    """Which files need not say; and nothing of one part is read twice."""
+    """Which files need not say."""
     for kind, architecture in (("deepseek-v2", "DeepseekV2ForCausalLM"), ("deepseek-v3", "DeepseekV3ForCausalLM")):
         theirs = in_gguf(kind)
-        both = {**theirs.state_dict()}
-        file = open_gguf(write_gguf(tmp_path / "m.gguf", theirs.config, both))
+        file = open_gguf(write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict()))
         del file.metadata["deepseek2.expert_gating_func"]
         config = gguf.model_config(file)
         assert config.architecture == architecture and config.experts is not None
         assert config.experts.routing.sigmoid == (kind == "deepseek-v3")
         assert config.experts.routing.renormalise == (kind == "deepseek-v3")
+
+
+def test_a_matrix_that_is_whole_and_in_parts_is_read_once(tmp_path: Path) -> None:
+    theirs, found = in_gguf("deepseek-v2"), []
+    for apart in (False, True):
+        path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict(), joined=True, apart=apart)
+        found.append(load_model(path, torch.float32, "cpu"))
+    whole, both = found
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), both.parameters(), strict=True))
 
 
 def test_what_is_wrong_with_latents_is_said(tmp_path: Path) -> None:

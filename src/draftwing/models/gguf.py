@@ -22,10 +22,11 @@ from draftwing.layers.rope import RopeConfig, yarn_attention_factor
 from draftwing.models import gguf_experts, gguf_gemma4, gguf_hybrids, gguf_latents
 from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields
+from draftwing.models.gguf_names import hf_name, layer_name
 from draftwing.models.latents import parts
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
-from draftwing.models.weight_map import QWEN_MTP_PREFIX, expert_names
+from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
 
@@ -48,50 +49,6 @@ ARCHITECTURES = {
 }
 WITH_EXPERTS = {"llama": "MixtralForCausalLM"}  # where the metadata speak of experts
 
-TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    **gguf_gemma4.TOP_NAMES,
-}
-BLOCK_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-SHARED_NAMES = {  # of experts for all rows
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-LATENT_NAMES = BLOCK_NAMES | SHARED_NAMES | gguf_latents.NAMES
-# Names that an architecture has besides, or in place of these.
-OTHER_NAMES = {
-    "Gemma3ForCausalLM": GEMMA_NAMES,
-    "Gemma4ForCausalLM": GEMMA_NAMES | gguf_gemma4.NAMES,
-    "GptOssForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
-    "Glm4MoeForCausalLM": BLOCK_NAMES | SHARED_NAMES | {"post_attention_norm": "post_attention_layernorm"},
-    "DeepseekV2ForCausalLM": LATENT_NAMES,
-    "DeepseekV3ForCausalLM": LATENT_NAMES,
-    "Lfm2ForCausalLM": gguf_hybrids.LFM2_NAMES,
-    **{
-        gguf_hybrids.ARCHITECTURES[arch]: BLOCK_NAMES | gguf_hybrids.DELTA_NAMES
-        for arch in (gguf_hybrids.QWEN35, gguf_hybrids.QWEN35_MOE, gguf_hybrids.QWEN3_NEXT)
-    },
-}
 GEMMA_27B = 62  # layers of the one model whose scale is not that of its heads' size, which files do not say
 # [experts, rows, columns], of which gates and ups may be one tensor, the gates first
 EXPERT_TENSORS = {
@@ -184,15 +141,9 @@ def model_config(file: GGUFFile) -> ModelConfig:
     local_rope = _local_rope(fields, family)
     reach = () if arch == gguf_gemma4.ARCH else _windows(fields, layers, family, positions)
     made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
-    if arch == gguf_gemma4.ARCH:
-        own = gguf_gemma4.layers(file, stored, layer, layers)
+    if arch in _OWN_LAYERS:
+        own = _OWN_LAYERS[arch](file, stored, layer, layers)
         made = tuple(replace(one, experts=like.experts) for one, like in zip(own, made, strict=True))
-    if arch == gguf_latents.ARCH:
-        mixer = gguf_latents.latent_attention(file, stored)
-        made = tuple(replace(one, mixer=mixer) for one in made)
-    if arch in gguf_hybrids.ARCHITECTURES:
-        hybrid = gguf_hybrids.layers(file, fields, arch, layer, layers)
-        made = tuple(replace(one, experts=like.experts) for one, like in zip(hybrid, made, strict=True))
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -210,8 +161,12 @@ def model_config(file: GGUFFile) -> ModelConfig:
     )
 
 
-# What layers have in common, where a file says it otherwise.
+# What layers have in common, where a file says it otherwise; and layers that differ in more than windows and experts.
 _OWN_FIELDS = {gguf_gemma4.ARCH: gguf_gemma4.of_first, gguf_latents.ARCH: gguf_latents.of_turned}
+_OWN_LAYERS = dict.fromkeys(gguf_hybrids.ARCHITECTURES, gguf_hybrids.layers) | {
+    gguf_gemma4.ARCH: gguf_gemma4.layers,
+    gguf_latents.ARCH: gguf_latents.layers,
+}
 
 
 def own_layers(fields: Fields) -> int:
@@ -326,30 +281,6 @@ def _holds_mxfp4(file: GGUFFile) -> bool:
     return any(EXPERT_PARTS.fullmatch(name) and file.kind(name) == MXFP4 for name in file.tensors)
 
 
-def layer_name(block: int, own: int) -> str:
-    """What a block's names begin with. own: layers of the model itself."""
-    return f"model.layers.{block}" if block < own else f"{QWEN_MTP_PREFIX}layers.{block - own}"
-
-
-def hf_name(name: str, config: ModelConfig, own: int) -> str:
-    """The Hugging Face name of a GGUF tensor; one that has none keeps its own. own: layers of the model itself."""
-    match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias|)", name)
-    if match is None:
-        tops = gguf_hybrids.LFM2_TOP_NAMES if config.architecture == "Lfm2ForCausalLM" else {}
-        return tops.get(name, TOP_NAMES.get(name, name))
-    layer, part, suffix = layer_name(int(match[1]), own), match[2], match[3]
-    names = OTHER_NAMES.get(config.architecture, BLOCK_NAMES)
-    if part == "ffn_gate_inp":
-        return f"{layer}.{expert_names(config).router}{suffix}"
-    if part == "exp_probs_b":
-        return f"{layer}.{expert_names(config).correction}"
-    if part in WHOLE_NAMES:
-        return f"{layer}.{WHOLE_NAMES[part]}"
-    if part in gguf_hybrids.NEXTN_NAMES:
-        return f"{QWEN_MTP_PREFIX}{gguf_hybrids.NEXTN_NAMES[part]}{suffix}"
-    return f"{layer}.{names[part]}{suffix}" if part in names else name
-
-
 def unpermuted(rows: Tensor, heads: int) -> Tensor:
     """Undoes the row order of the `llama` architecture, which pairs rows (2i, 2i + 1) of a head for rotation.
 
@@ -366,13 +297,6 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for name in file.tensors:
         if name.startswith("rope_factors_"):
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
-
-
-# Without what their names end with.
-WHOLE_NAMES = {
-    "attn_sinks": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
-    "layer_output_scale": "layer_scalar",
-}  # fmt: skip
 
 
 def _windows(fields: Fields, layers: int, family: Family, positions: int) -> tuple[int, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 
 from draftwing.gguf_file import GGUFFile
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import yarn_attention_factor
 from draftwing.models.fields import WIDEST, Fields
@@ -43,8 +45,8 @@ def of_turned(fields: Fields) -> Fields:
     return Fields({**dict(fields.items()), **own}, fields.where, fields.prefix)
 
 
-def latent_attention(file: GGUFFile, fields: Fields) -> LatentAttentionConfig:
-    """Returns the mixer of all layers. fields: as they are in the file."""
+def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """Returns the layers, like one but for their mixers. fields: as they are in the file."""
 
     def size(key: str, low: int = 1, high: int = WIDEST) -> int:
         return fields.whole(f"attention.{key}", low, high)
@@ -58,7 +60,7 @@ def latent_attention(file: GGUFFile, fields: Fields) -> LatentAttentionConfig:
     factor, all_dim = 1.0, round(10 * fields.number(YARN_LOG, 0, 1e3, 0.0), 6)  # it was rounded to float32
     if fields.text("rope.scaling.type", "none") == "yarn":
         factor = yarn_attention_factor(fields.number("rope.scaling.factor", 1e-3, 1e6), all_dim) ** 2
-    return LatentAttentionConfig(
+    mixer = LatentAttentionConfig(
         size("head_count"),
         size(key, turned + 1) - turned,
         turned,
@@ -68,3 +70,4 @@ def latent_attention(file: GGUFFile, fields: Fields) -> LatentAttentionConfig:
         bias="blk.0.attn_kv_a_mqa.bias" in file.tensors,
         factor=factor,
     )
+    return (replace(layer, mixer=mixer),) * count
