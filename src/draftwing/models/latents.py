@@ -28,8 +28,8 @@ def latent_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[Layer
     def size(key: str, low: int = 1, default: int | None = None) -> int:
         return fields.whole(key, low, WIDEST, default)
 
-    # Relatives differ in what they take for granted.
     assert layer.experts is not None
+    # Relatives differ in what they take for granted.
     fields.number("routed_scaling_factor", 1e-3, 1e3)
     groups = ("n_group", "topk_group") if layer.experts.routing.sigmoid else ()
     for key in (*groups, *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):

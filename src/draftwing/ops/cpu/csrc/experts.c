@@ -92,8 +92,8 @@ static void make_sigmoids(float *logits, float *sigmoids, const float *correctio
     for (int64_t e = 0; e < n; e++) logits[e] = sigmoids[e] + (correction ? correction[e] : 0);
 }
 
-/* Takes out the experts of all groups but those with the largest sums of their two best, of logits with the largest best.
-   sums: of each group. */
+/* Takes out the experts of all groups but those with the largest sums of their two best, or of logits with the largest
+   best. sums: of each group. */
 static void leave_groups(const Mixture *j, const float *scores, float *sums, char *taken) {
     const int64_t size = j->count / j->expert_groups;
     for (int64_t g = 0; g < j->expert_groups; g++) {
