@@ -30,6 +30,11 @@ from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.types import BlockRows, QuantizedRows
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [M, heads, head_dim]; cos, sin [M, 1, head_dim] from `rope_table`, the sine with its sign. Out of place."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
 class LayerOps(ExpertOps):
     """Norms, gated activation, rows of a table, and which GEMMs there are.
 
@@ -107,6 +112,12 @@ class LayerOps(ExpertOps):
     def concat_columns(self, *parts: Tensor) -> Tensor:
         """parts [M, n_i] of one dtype, rows may be apart -> [M, sum of n_i]"""
         return torch.cat(parts, 1)
+
+    def concat_rope(self, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0) -> Tensor:
+        """plain [M, heads, n], turned [M, heads, m], both perhaps apart, cos, sin [M, 1, m] -> [M, heads, n + m]: the
+        first as they are, the others turned by `rotate`, all times `factor` in float32 and rounded."""
+        out = torch.cat((plain, rotate(turned, cos, sin)), 2)
+        return out if factor == 1 else (out.float() * factor).to(out.dtype)
 
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
         """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
