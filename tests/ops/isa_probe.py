@@ -81,6 +81,7 @@ def gated(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         yield ops.silu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
         yield ops.gelu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
         yield ops.soft_cap(made.floats(dtype, 5, ffn, scale=scale), 30.0)
+        yield ops.add_scaled(made.floats(dtype, 5, ffn), made.floats(dtype, 5, ffn), scale / 3)
 
 
 @case

@@ -317,6 +317,19 @@ def test_take_rows(shape: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) ->
                 ops.take_rows(made(ops, dtype, 7, *shape), torch.tensor([2, wrong]))
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.0255, None])
+@pytest.mark.parametrize("size", [31, 576])
+def test_add_scaled(size: int, scale: float | None, dtype: torch.dtype, ops: TorchOps) -> None:
+    """scale None: one that is a tensor."""
+    x, y, factor = made(ops, dtype, 5, 2 * size)[:, :size], made(ops, dtype, 5, size, seed=1), scale or 1.3
+    given = torch.tensor([factor], dtype=dtype, device=ops.device) if scale is None else factor
+    factor = float(given)
+    found = ops.add_scaled(x, y, given)
+    close(found, (x.double() + y.double()).to(dtype).double() * factor, ops)
+    close(ops.add_scaled(x, None, given), x.double() * factor, ops)
+    assert torch.equal(ops.add_scaled(x[3:4], y[3:4], given), found[3:4])
+
+
 @pytest.mark.parametrize(("heads", "factor"), [(1, 1.0), (3, 1.87)])
 def test_concat_rope(heads: int, factor: float, dtype: torch.dtype, ops: TorchOps) -> None:
     """Of rows and heads that are apart; 24 pairs of elements are turned."""
@@ -371,6 +384,7 @@ def test_no_rows(dtype: torch.dtype, ops: TorchOps) -> None:
     assert ops.rms_norm(x, weight, 1e-5).shape == (0, 64)
     assert ops.add_rms_norm(x, x, weight, 1e-5)[1].shape == (0, 64)
     assert ops.silu_mul(x).shape == (0, 32)
+    assert ops.add_scaled(x, x).shape == (0, 64)
     assert ops.fuse_inputs(ids, table, x).shape == (0, 128)
     assert ops.concat_rope(*x.view(0, 2, 32).expand(2, -1, -1, -1), x[:, None, :32], x[:, None, :32]).shape == (
         0,

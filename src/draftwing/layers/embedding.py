@@ -75,8 +75,8 @@ class PerLayerEmbedding(nn.Module):
     def forward(self, ids: Tensor, x: Tensor, ops: LayerOps) -> Tensor:
         """ids [M]; x [M, hidden], the scaled embedding -> [M, layers, size]"""
         known, rows = self.embed.source(ids)
-        own = (rows if known is None else ops.take_rows(rows, known)) * self._factors[1]
-        made = self.norm((self.project(x) * self._factors[0]).view(-1, self._shape[1]))
-        return ((made.view(own.shape) + own) * self._factors[2]).view(-1, *self._shape)
+        own = ops.add_scaled(rows if known is None else ops.take_rows(rows, known), None, self._factors[1])
+        made = self.norm(ops.add_scaled(self.project(x), None, self._factors[0]).view(-1, self._shape[1]))
+        return ops.add_scaled(made.view(own.shape), own, self._factors[2]).view(-1, *self._shape)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -147,7 +147,7 @@ class DecoderLayer(nn.Module):
             out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
             x, normed = self.mlp_norm.of_sum(x, out)
             made = self.mlp(normed)
-            return x + self.mlp_out_norm(made if self.beside is None else self.beside(made, x))
+            return self._ops.add_scaled(x, self.mlp_out_norm(made if self.beside is None else self.beside(made, x)))
         if self._ops.norm_adds_residual:
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
         else:
@@ -278,7 +278,7 @@ class DecoderModel(nn.Module):
     def embedded(self, ids: Tensor) -> Tensor:
         """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them."""
         x = self.embed(ids)
-        return x if self._embed_scale == 1 else x * self._embed_scale
+        return x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final

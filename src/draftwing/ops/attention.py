@@ -142,6 +142,19 @@ class Attend:
         """
         return None
 
+    def fused_read(
+        self,
+        layer: int,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
+        """What rotating q and `read` do, or None: then the caller does it. q [M, heads, head_dim], as qkv of `fused`;
+        norms: of queries, before."""
+        return None
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """What a call does for later ones: the keys, rotated, and values of queries whose results nobody wants."""
         raise NotImplementedError
@@ -379,11 +392,26 @@ class MixedAttend(Attend):
         norms: HeadNorms | None = None,
         kind: AttentionKind = FULL,
     ) -> Tensor | None:
-        made = [part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts]
-        if made[0] is None or made[1] is None:
-            assert made[0] is made[1], "one part has overwritten its queries, and both would be rotated again"
-            return None
-        return torch.cat([made[0], made[1]])
+        return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+
+    def fused_read(
+        self,
+        layer: int,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
+        return _both([part.fused_read(layer, q[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+
+
+def _both(made: list[Tensor | None]) -> Tensor | None:
+    """What two parts of a batch have made together, None where both leave it to the caller."""
+    if made[0] is None or made[1] is None:
+        assert made[0] is made[1], "one part has overwritten its queries, and both would be rotated again"
+        return None
+    return torch.cat([made[0], made[1]])
 
 
 class KernelAttend(BoundAttend):
@@ -395,6 +423,10 @@ class KernelAttend(BoundAttend):
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         return self._attend(layer, q, q.shape[1], kind)
+
+    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
+        self._turn(layer, qkv, self._pool.kv[self._first_layer + layer].shape[1], cos, sin, norms)
+        return True
 
     def fused(
         self,
@@ -408,6 +440,23 @@ class KernelAttend(BoundAttend):
         """In place of q; takes no gradient."""
         self.fused_write(layer, qkv, cos, sin, norms)
         return self._attend(layer, qkv, qkv.shape[1] - 2 * self._pool.kv[self._first_layer + layer].shape[1], kind)
+
+    def fused_read(
+        self,
+        layer: int,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor:
+        """In place of q; takes no gradient."""
+        self._turn(layer, q, 0, cos, sin, norms)
+        return self._attend(layer, q, q.shape[1], kind)
+
+    def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
+        """What `fused_write` does of so many heads of keys, and as many of values."""
+        raise NotImplementedError
 
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim] -> [M, heads * head_dim]"""

@@ -75,12 +75,11 @@ class TritonAttend(KernelAttend):
         self._walks: dict[int, Walks] = {}  # by the convolution's width
         self._sources: dict[int, Tensor] = {}  # the same of short convolutions
 
-    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
-        kv = self._backend.pool.kv[self._first_layer + layer]
+    def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
+        kv = self._backend.pool.kv[self._first_layer + layer][:, :kv_heads]
         scales = self._backend.pool.scales[self._first_layer + layer]
         q_norm, k_norm, eps, v_norm = norms or (None, None, 0.0, False)
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm)
-        return True
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         batch, kept, width = self._batch, self._backend.pool.kv[self._first_layer + layer], taps.shape[1]
