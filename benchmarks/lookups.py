@@ -33,8 +33,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.drafts import new_calibration
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
-from draftwing.spec.ngram_drafter import NGramDrafter
-from draftwing.spec.suffix_drafter import SuffixDrafter
+from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 
 COSTS = {"cheap": 0.01, "middle": 0.06, "dear": 0.2}  # of a verified node, in plain steps
 TOKENS = 160  # of an answer

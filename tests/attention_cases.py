@@ -35,6 +35,7 @@ class Case:
     path_len: Tensor  # [B, Q]
     q: Tensor  # [B * Q, heads, dim]
     kind: AttentionKind = FULL
+    scales: tuple[float, float] = (1.0, 1.0)  # of the pool's keys and values
 
     def positions(self, b: int, node: int) -> list[int]:
         """Page-table positions that a query reads, in order."""
@@ -58,15 +59,14 @@ class Case:
         table[0, : len(where)] = self.table[self.rows[b], where]
         zero = torch.zeros(1, dtype=torch.int64, device=table.device)
         query = self.q[b * self.path.shape[1] + node, None]
-        return Case(
-            self.kv, table, zero, zero + len(where) - 1, zero.view(1, 1, 1), zero.view(1, 1) + 1, query, self.kind
-        )
+        path, one = zero.view(1, 1, 1), zero.view(1, 1) + 1
+        return Case(self.kv, table, zero, zero + len(where) - 1, path, one, query, self.kind, self.scales)
 
     def as_chunk(self, length: int, tiling: object = TINY) -> Tensor:
         """Of `alone`: what the last of `length` equal queries of a prefill chunk gets."""
         start = int(self.prefix[0]) + 1 - length
         queries = self.q.expand(length, -1, -1).contiguous()
-        return prefill(queries, self.kv, self.table, 0, start, tiling, self.kind)[-1]
+        return prefill(queries, self.kv, self.table, 0, start, tiling, self.kind, self.scales)[-1]
 
     def run(
         self, exact: bool = True, tiling: object = None, workspace: object = None, inputs_ready: bool = False
@@ -77,7 +77,7 @@ class Case:
         tiling = tiling or (TINY if exact else ONE_LANE)
         attention.tree_attention(
             self.q, self.kv, self.table, self.rows, self.prefix, self.path, self.path_len, out, workspace, exact, 0,
-            tiling, kind=self.kind, inputs_ready=inputs_ready,
+            tiling, scales=self.scales, kind=self.kind, inputs_ready=inputs_ready,
         )  # fmt: skip
         assert not workspace.take("tickets", 1, torch.int32).any(), "tickets are left behind"
         return out
@@ -130,11 +130,18 @@ def make_case(
 
 
 def prefill(
-    q: Tensor, kv: Tensor, table: Tensor, row: int, start: int, tiling: object, kind: AttentionKind = FULL
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    row: int,
+    start: int,
+    tiling: object,
+    kind: AttentionKind = FULL,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     out = q.new_full((q.shape[0], q.shape[1] * (kind.values or q.shape[2])), torch.nan)
     rows = torch.tensor([row], device=q.device)
     group = q.shape[1] // kv.shape[1]
     tiles = chunked.prefill_tiles([(0, 0, start, q.shape[0])], group, chunked.prefill_rows(kv, True, tiling))
-    chunked.prefill_attention(q, kv, table, rows, tiles.to(q.device), out, True, tiling, kind=kind)
+    chunked.prefill_attention(q, kv, table, rows, tiles.to(q.device), out, True, tiling, scales, kind)
     return out

@@ -29,7 +29,11 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec import build
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
-LONGEST = "tests/test_soak.py"
+# Files that take half a minute and more, the longest first.
+LONGEST = (
+    "tests/test_soak.py", "tests/train/test_command.py", "tests/spec/test_model_drafter_reference.py",
+    "tests/test_readme.py", "tests/ops/test_isa.py", "tests/train/test_fit.py", "tests/test_docs.py",
+)  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
 
 
@@ -45,7 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & SLOW_FIXTURES or (interpreted and "triton" in item.nodeid):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), item.path not in slow))
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (order.get(item.nodeid.partition("::")[0], len(order)), item.path not in slow))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

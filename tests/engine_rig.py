@@ -31,8 +31,7 @@ from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft
-from draftwing.spec.ngram_drafter import NGramDrafter
-from draftwing.spec.suffix_drafter import SuffixDrafter
+from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 
 VOCAB = 48
 CONTEXT = 128

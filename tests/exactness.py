@@ -1,7 +1,7 @@
 """What holds of any model, for classes of tests to inherit: its text is the same with drafts as without them.
 
-`case`: model, prompts, parameters, the answers of plain decoding, and a book of them for the oracle. `another`: a
-model with the same weights.
+The fixture `case` is a `case_of`: model, prompts, parameters, the answers of plain decoding, and a book of them for the
+oracle.
 """
 
 from __future__ import annotations
@@ -10,12 +10,28 @@ import pytest
 import torch
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
 TOKENS = 24  # of an answer
 CHAIN, TREE, DEEP = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(8, 2, 16)
+
+
+WINDOWS_CUDA = pytest.param(
+    "windows cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+
+
+def case_of(harness, make):
+    """make: a model, the same each time."""
+    model, prompts = make(), harness.prompts_for(8)
+    params = [harness.greedy(TOKENS) if i % 2 else harness.seeded(TOKENS, seed=i) for i in range(8)]
+    expected = harness.plain_answers(model, prompts, params)
+    assert len({token for answer in expected.tokens.values() for token in answer}) > 12, "answers say nothing"
+    model.again = make
+    return model, prompts, params, expected, harness.make_book(prompts, expected)
 
 
 def answer(harness, case, **how):
@@ -27,6 +43,11 @@ def answer(harness, case, **how):
 
 class Exactness:
     slots = 120  # too few for all requests
+
+    @pytest.fixture
+    def another(self, case):
+        """A model with the same weights."""
+        return case[0].again()
 
     @pytest.mark.further(harness="ranks", shape=[CHAIN, TREE])
     @pytest.mark.further(harness=["windows", "blocks"], shape=CHAIN)

@@ -201,3 +201,17 @@ class Pooled:
         self.states.advance(self._rows, torch.tensor([length]))
         if not self.states.write[0]:
             self.states.write[0] = self._spare
+
+
+def check_steps(theirs: Any, pooled: Pooled) -> None:
+    """Chunks, single tokens and a tree have the logits that transformers' model gives the whole text."""
+    ids = tokens(40)
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0]
+    found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
+    # The text's tokens are nodes 0, 2 and 4; then two steps of one node follow.
+    drafted = ids[torch.tensor([21, 5, 22, 9, 23])]
+    found.append(pooled.tree(drafted, [-1, 0, 0, 2, 2], 21)[torch.tensor([0, 2, 4])])
+    pooled.accept(21, [0, 2, 4])
+    found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)

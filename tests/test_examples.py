@@ -12,7 +12,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +74,6 @@ def test_streaming_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         script(EXAMPLES / "streaming_chat.py").main(url)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "chatting with echo" and "user:Hello?" in out and "user:And then?" in out
-
-
-def test_streaming_chat_without_its_client() -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="pip install openai"):
-        patch.setitem(sys.modules, "openai", None)
-        script(EXAMPLES / "streaming_chat.py")
 
 
 def blocks(section: str) -> list[str]:

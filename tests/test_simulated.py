@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -99,13 +98,6 @@ def test_simulated_accept_length(model: str, head: str, algorithm: str, length: 
     found = 1 + sum(meta["spec_num_correct_drafts"] for meta in metas) / steps
     deviation = math.sqrt((length - 1) * (5 - length))  # at most: all drafts are accepted, or none
     assert abs(found - length) <= 0.05 + 3 * deviation / math.sqrt(steps)  # the last step of an answer may be cut
-
-
-def test_the_policy_chooses_shapes_unless_one_is_fixed() -> None:
-    eagle = Options(speculative_algorithm="EAGLE3", speculative_draft_model_path="x", simulate_accept_length=2.5)
-    for fixed in (False, True):
-        options = dataclasses.replace(eagle, speculative_fixed_shape=fixed).resolve().for_engine(CPU_DEFAULTS)
-        assert options.speculative_fixed_shape == fixed
 
 
 def test_every_response_says_so() -> None:

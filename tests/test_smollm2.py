@@ -6,7 +6,6 @@ import jsonschema
 import pytest
 
 from draftwing import LLM, SamplingParams
-from draftwing.engine.devices.cpu import has_native_bfloat16
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 REPEAT = [
@@ -80,43 +79,3 @@ def test_answers_of_small_schemas_come_to_an_end(plain, ngram):
     for answer, (schema, _) in zip(answers, [one for one in asked for _ in range(2)], strict=True):
         jsonschema.validate(json.loads(answer.text), schema)
     assert [answer.token_ids for answer in ngram.chat(prompts, params)] == [answer.token_ids for answer in answers]
-
-
-def test_stop_string_n_and_min_new_tokens(dense):
-    params = SamplingParams(temperature=0, stop="capital", max_new_tokens=20)
-    (answer,) = dense.chat(CAPITAL, params)
-    assert answer.text == "The " and answer.finish_reason == {"type": "stop", "matched": "capital"}
-    both = dense.chat(STORY, SamplingParams(n=2, seed=3, max_new_tokens=12))
-    assert len(both) == 2 and both[0].token_ids != both[1].token_ids
-    (longer,) = dense.chat(CAPITAL, SamplingParams(temperature=0, min_new_tokens=12, max_new_tokens=16))
-    assert 2 not in longer.token_ids[:11] and len(longer.token_ids) >= 12
-
-
-def test_dtype_auto(plain, dense):
-    expected = "torch.bfloat16" if has_native_bfloat16() else "torch.float32"
-    assert str(dense.engine.parts.dtype) == expected
-    parts = plain.engine.parts
-    if parts.executor.ops.block_kinds:
-        assert str(parts.dtype) == "torch.float32"
-        assert str(parts.executor.attn.pool.dtype) == "torch.bfloat16"
-
-
-def test_salts_isolate_prefixes_and_generated_text(ngram):
-    once = SamplingParams(temperature=0, max_new_tokens=30)
-    ngram.engine.flush_cache()
-    cached, correct = [], []
-    for salt in ("a", "a", "b", None):
-        (answer,) = ngram.chat(STORY, once, cache_salt=salt)
-        cached.append(answer.meta_info["cached_tokens"])
-        correct.append(answer.meta_info["spec_num_correct_drafts"])
-    assert cached[0] == cached[2] == cached[3] == 0 and cached[1] == answer.meta_info["prompt_tokens"] - 1
-    assert correct[1] > 15 > max(correct[0], correct[2], correct[3]), "a copy of the first answer under its salt only"
-
-
-def test_ignore_eos_and_request_timeout(dense, smollm2_path):
-    (answer,) = dense.chat(CAPITAL, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=20))
-    assert 2 in answer.token_ids[:-1] and answer.finish_reason == {"type": "length", "length": 20}
-    with LLM("smollm2", speculative_algorithm="none", max_total_tokens=2048, request_timeout=1.0) as llm:
-        (late,) = llm.chat(STORY, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=1500))
-    assert late.finish_reason["type"] == "abort" and "timeout" in late.finish_reason["message"]
-    assert 0 < len(late.token_ids) < 1500

@@ -24,8 +24,7 @@ def bench() -> list[tuple[str, float]]:
     from draftwing.ops import make_ops
     from draftwing.ops.attention import Batch
     from draftwing.spec.drafter import DraftStep, SeenTokens
-    from draftwing.spec.ngram_drafter import NGramDrafter
-    from draftwing.spec.suffix_drafter import SuffixDrafter
+    from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 
     cuda = torch.device("cuda")
     found = []

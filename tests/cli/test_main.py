@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from engine_process import engines
 
 import draftwing
 from draftwing.cli.main import main
+from draftwing.utils import free_port, wait_for_server
 
 # The real command, but for the model: no weights, a tokenizer of bytes, and the worker of fake_engine.py.
 # A test runner in the background hands an ignored SIGINT on to its children.
@@ -63,16 +65,6 @@ def test_a_model_may_stand_without_its_option(command: str, capsys: pytest.Captu
     assert "given twice: 'a' and --model 'b'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["chat", "bench"])
-def test_help_of_tools_leaves_out_what_concerns_a_server(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    assert "--api-key" in text and "--model" in text and "--speculative-algorithm" in text
-    for gone in ("--port", "--drain-timeout", "refused", "--dp-size"):
-        assert gone not in text
-
-
 def test_a_port_in_use_is_known_before_weights_load(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -102,10 +94,10 @@ def logged(process: subprocess.Popen[str], last: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [None, "it's $secret"])  # which a shell has to quote
-def test_serve_says_where_it_is_answers_and_ends(key: str | None) -> None:
+def test_serve_says_where_it_is_answers_and_ends() -> None:
     """The key is in no line of the log."""
-    code = script(*(["--api-key", key] if key else []))
+    key = "it's $secret"  # which a shell has to quote
+    code = script("--api-key", key)
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
         log = logged(process, "OpenAI API: ")
@@ -115,7 +107,7 @@ def test_serve_says_where_it_is_answers_and_ends(key: str | None) -> None:
         assert url.startswith("http://127.0.0.1:") and url == f"{page.split()[-1]}/v1"
         assert "secret" not in "".join(log)
         body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
         request = urllib.request.Request(f"{url}/chat/completions", body.encode(), headers)
         with urllib.request.urlopen(request, timeout=10) as response:
             assert json.load(response)["choices"][0]["message"]["content"] == "user:Hello\n"
@@ -193,11 +185,16 @@ class Streamed(threading.Thread):
 
 
 @pytest.mark.slow
-def test_sigterm_lets_running_requests_end() -> None:
-    with serving() as (process, url):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_running_requests_end(number: int) -> None:
+    """When a terminal is closed its shell sends SIGHUP once more."""
+    with serving(pause=0.001) as (process, url):
         (engine,) = engines(process.pid)
         client = Streamed(url, 1500)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
+        if number == signal.SIGHUP:
+            assert "are running" in logged(process, "they have")[-1]  # two at once would be one
+            process.send_signal(number)
         client.join(20)
         assert process.wait(10) == 0 and gone(engine)
     assert '"finish_reason":"length"' in client.text and client.text.endswith("data: [DONE]\n\n")
@@ -244,6 +241,39 @@ def test_ctrl_c_ends_server_and_engine() -> None:
         assert process.returncode == 130 and gone(engine) and "Traceback" not in log
 
 
+@contextmanager
+def of_a_shell(files: str, before: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """As `serving`, by a shell. files: redirections.  before: what the shell does first."""
+    port = free_port()
+    command = shlex.join([sys.executable, "-c", script("--port", str(port))])
+    process = subprocess.Popen(["bash", "-c", f"{before} exec {command} {files}"])
+    try:
+        wait_for_server(f"http://127.0.0.1:{port}", timeout=60, process=process)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.further(files=["2>&-", ">/dev/full 2>&1", "2>/dev/full"])
+@pytest.mark.parametrize("files", ["2>/dev/full", "2>&-", ">/dev/full 2>&1", "<&- >&- 2>&-"])
+def test_a_server_begins_whatever_becomes_of_what_it_says(files: str) -> None:
+    with of_a_shell(files) as (process, url):
+        assert httpx.post(f"{url}/generate", json={"text": "ab"}, timeout=60).json()["text"] == "ab"
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_a_server_under_nohup_stays() -> None:
+    """Also where nobody reads what it says."""
+    with of_a_shell("2> >(exec true)", "trap '' HUP;") as (process, url):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None and httpx.get(f"{url}/health", timeout=10).status_code == 200
+
+
 @pytest.mark.slow
 def test_the_server_ends_when_its_engine_died_too_often() -> None:
     with serving(pause=0.05, deaths=1) as (process, url):
@@ -264,17 +294,16 @@ def test_the_server_ends_when_its_engine_died_too_often() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_while_the_engine_loads(number: int) -> None:
+def test_ctrl_c_while_the_engine_loads() -> None:
     code = script(worker="endless_start")
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         end = time.monotonic() + 20
         while not (found := engines(process.pid)) and time.monotonic() < end:
             time.sleep(0.02)
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGINT)
         _, log = process.communicate(timeout=10)
-        assert process.returncode == (130 if number == signal.SIGINT else 143), log
+        assert process.returncode == 130, log
         assert gone(found[0]) and "Traceback" not in log
     finally:
         process.kill()

@@ -199,13 +199,6 @@ def test_the_default_head_drafts_in_its_own_tree(shipped: Path, caplog: pytest.L
     ]
 
 
-def test_any_head_has_its_own_tree_unless_another_is_given(models: Path) -> None:
-    own = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(models / "heads/tiny/eagle3")}
-    for given, shape in (({}, (2, 2, 5)), ({"speculative_eagle_topk": 1}, (2, 1, 3))):
-        with LLM(str(models / "tiny"), **ENGINE, **own, **given) as llm:
-            assert llm.engine.info.shape.tree == shape
-
-
 @pytest.mark.slow
 def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (shipped / "config.json").read_text()

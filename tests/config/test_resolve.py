@@ -27,14 +27,6 @@ def no_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("draftwing.config.drafters.HEADS", tmp_path)
 
 
-def test_nothing_given_is_the_documented_default() -> None:
-    options = Options().resolve()
-    assert (options.model, options.host, options.port, options.dtype) == ("smollm2", "127.0.0.1", 30000, "auto")
-    assert options.speculative_algorithm == "none" and options.speculative_shape == TreeShape(0, 1, 1)
-    assert options.speculative_ngram_capacity == 10_000_000 and options.speculative_ngram_branch_length == 18
-    assert options.random_seed is not None
-
-
 @pytest.mark.parametrize(
     ("drafter", "given", "shape"),
     [

@@ -12,9 +12,9 @@ from reference.budgets import machine
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
 from draftwing.requests.request import ThinkingBudget
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
 pytestmark = [

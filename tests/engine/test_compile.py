@@ -16,8 +16,8 @@ from draftwing.engine import build
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
 pytestmark = pytest.mark.slow

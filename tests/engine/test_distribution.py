@@ -9,11 +9,11 @@ import torch
 from made_up_costs import OnMadeUpMachine
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import SamplingGroups
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
 DRAWS = 3000

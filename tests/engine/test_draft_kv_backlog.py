@@ -15,14 +15,14 @@ from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, NO_DEFERRAL, PLAIN, DraftD
 from draftwing.engine.devices import pick_device
 from draftwing.engine.draft_kv_backlog import ROOM, DraftKVBacklog
 from draftwing.engine.row_table import RowTable
+from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.policy.shape_policy import FixedShape
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.lookup_drafter import NGramDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 
@@ -74,6 +74,19 @@ def drafts_of(
     return found
 
 
+def drafts_and_passes(harness: Any, kind: str, lag: int, deferral: DraftDeferral) -> tuple[list[Any], list[list[int]]]:
+    """The drafts of one that lags, and of its passes over text the lengths of their parts."""
+    passes, see = list[list[int]](), DraftKVBacklog._see
+
+    def noted(self: DraftKVBacklog, parts: Any) -> None:
+        passes.append([part.length for part in parts])
+        see(self, parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftKVBacklog, "_see", noted)
+        return drafts_of(harness, kind, True, lag, deferral, torch.float32), passes
+
+
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_same_bits(on_cpu: Any, kind: str, lag: int) -> None:
@@ -89,14 +102,7 @@ def test_the_same_bits(on_cpu: Any, kind: str, lag: int) -> None:
 def test_text_that_the_host_knows_is_seen_as_a_prompt_is(on_cpu: Any, lag: int, deferral: DraftDeferral) -> None:
     """Of several rows in a pass, and by a drafter that needs tokens alone further behind than a pass over rows goes."""
     expected = drafts_of(on_cpu, "STANDALONE", False, lag, dtype=torch.float32)
-    passes, see = [], DraftKVBacklog._see
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            DraftKVBacklog,
-            "_see",
-            lambda self, parts: (passes.append([part.length for part in parts]), see(self, parts)),
-        )
-        found = drafts_of(on_cpu, "STANDALONE", True, lag, deferral, torch.float32)
+    found, passes = drafts_and_passes(on_cpu, "STANDALONE", lag, deferral)
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*pair, **NEAR)
@@ -120,11 +126,7 @@ def test_hidden_states_that_lie_with_the_slots(on_cpu: Any, kind: str, lag: int,
     """A drafter that saw neither prompts nor answers while nothing was drafted is where one is that saw all."""
     monkeypatch.setattr("draftwing.sched.draft_backlog.RESTED", -1)
     expected = drafts_of(on_cpu, kind, False, lag, dtype=torch.float32)
-    passes, see = [], DraftKVBacklog._see
-    monkeypatch.setattr(
-        DraftKVBacklog, "_see", lambda self, parts: (passes.append([part.length for part in parts]), see(self, parts))
-    )
-    found = drafts_of(on_cpu, kind, True, lag, DraftDeferral(0, 50, by_slot=True), torch.float32)
+    found, passes = drafts_and_passes(on_cpu, kind, lag, DraftDeferral(0, 50, by_slot=True))
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*pair, **NEAR)

@@ -6,21 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from engine_rig import RANKS
-from exactness import TOKENS, Exactness
+from exactness import WINDOWS_CUDA, Exactness, case_of
 from gemma4_models import KINDS, SIZES
 
 from draftwing.engine.devices import pick_device
 from draftwing.models.config import from_hf
 
-CUDA = pytest.param(
-    "windows cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("harness", ["windows", "blocks", RANKS, CUDA], indirect=True, scope="session"),
+    pytest.mark.parametrize("harness", ["windows", "blocks", RANKS, WINDOWS_CUDA], indirect=True, scope="session"),
     pytest.mark.further(case="dense"),
     pytest.mark.further(harness="ranks", case="experts"),
 ]
@@ -47,17 +42,7 @@ def case(request, harness, one_thread):
             model.pack(pick_device("cuda").ops)
         return model
 
-    model, prompts = make(), harness.prompts_for(8)
-    params = [harness.greedy(TOKENS) if i % 2 else harness.seeded(TOKENS, seed=i) for i in range(8)]
-    expected = harness.plain_answers(model, prompts, params)
-    assert len({token for answer in expected.tokens.values() for token in answer}) > 12, "answers say nothing"
-    model.again = make
-    return model, prompts, params, expected, harness.make_book(prompts, expected)
-
-
-@pytest.fixture
-def another(case):
-    return case[0].again()
+    return case_of(harness, make)
 
 
 class TestGemma4(Exactness):

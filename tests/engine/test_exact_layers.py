@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from exactness import TOKENS, Exactness
+from exactness import Exactness, case_of
 from layer_kinds import KINDS, config_of, dense_logits
 
 from draftwing.layers.linear_ops.formats import DENSE
@@ -25,18 +25,7 @@ pytestmark = [
 @pytest.fixture(scope="session", params=list(KINDS))
 def case(request, harness, one_thread):
     """harness "cpu": over torch's attention, "windows": over the device's own."""
-    make = partial(harness.model_of, config_of(KINDS[request.param], harness.CONTEXT))
-    model, prompts = make(), harness.prompts_for(8)
-    params = [harness.greedy(TOKENS) if i % 2 else harness.seeded(TOKENS, seed=i) for i in range(8)]
-    expected = harness.plain_answers(model, prompts, params)
-    assert len({token for answer in expected.tokens.values() for token in answer}) > 12, "answers say nothing"
-    model.again = make
-    return model, prompts, params, expected, harness.make_book(prompts, expected)
-
-
-@pytest.fixture
-def another(case):
-    return case[0].again()
+    return case_of(harness, partial(harness.model_of, config_of(KINDS[request.param], harness.CONTEXT)))
 
 
 def test_logits_are_those_of_a_dense_computation(harness, case):

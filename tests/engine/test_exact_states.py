@@ -4,11 +4,11 @@ happens to their requests on the way."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from exactness import CHAIN, DEEP, TOKENS, TREE, answer
+from exactness import CHAIN, DEEP, TOKENS, TREE, WINDOWS_CUDA, answer, case_of
 from layer_kinds import HYBRIDS, config_of
 
 from draftwing.core import PLAIN, TreeShape
@@ -22,21 +22,12 @@ from draftwing.sched.state_slots import StateSizes, StateSlots
 
 # The device's own kernels; with windows each night.
 OTHERS = [pytest.param("windows", marks=pytest.mark.exhaustive), pytest.param("blocks", marks=pytest.mark.slow)]
-CUDA = pytest.param(
-    "windows cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
-pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS, CUDA], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS, WINDOWS_CUDA], indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session", params=list(HYBRIDS))
 def case(request, harness, one_thread):
-    model = harness.model_of(config_of(HYBRIDS[request.param], harness.CONTEXT))
-    prompts = harness.prompts_for(8)
-    params = [harness.greedy(TOKENS) if i % 2 else harness.seeded(TOKENS, seed=i) for i in range(8)]
-    expected = harness.plain_answers(model, prompts, params)
-    assert len({token for answer in expected.tokens.values() for token in answer}) > 12, "answers say nothing"
-    return model, prompts, params, expected, harness.make_book(prompts, expected)
+    return case_of(harness, partial(harness.model_of, config_of(HYBRIDS[request.param], harness.CONTEXT)))
 
 
 @pytest.mark.slow

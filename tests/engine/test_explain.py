@@ -11,8 +11,8 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.explain import LOG_SECONDS, REPORT_SECONDS, Explainer
 from draftwing.llm import LLM
+from draftwing.sched.explain import LOG_SECONDS, REPORT_SECONDS, Explainer
 
 CHAIN = TreeShape(2, 1, 3)
 

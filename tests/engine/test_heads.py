@@ -18,10 +18,9 @@ from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
+from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
-from draftwing.spec.suffix_drafter import SuffixDrafter
 
 # EAGLE3 stands for all with either lag, and 3 layers for 2.
 OTHERS = [kind for kind in MAKERS if kind != "EAGLE3"]

@@ -20,14 +20,14 @@ def test_an_error_in_a_commit_leaves_a_usable_engine(tmp_path: Path, overlap: bo
     model = str(write_checkpoint(tmp_path / "tiny"))
     with LLM(model, speculative_algorithm="NGRAM", max_total_tokens=1024, enable_overlap=overlap) as llm:
         expected = llm.generate("hello hello", PARAMS)[0].token_ids
-        sched = llm.engine.parts.sched
-        real = sched._commit_path
+        results = llm.engine.parts.sched.results
+        real = results._commit_path
 
         def once(*args: object) -> None:
-            sched._commit_path = real  # type: ignore[method-assign]
+            results._commit_path = real  # type: ignore[method-assign]
             raise RuntimeError("once")
 
-        sched._commit_path = once  # type: ignore[assignment, method-assign]
+        results._commit_path = once  # type: ignore[assignment, method-assign]
         with pytest.raises(RuntimeError, match="once"):
             llm.generate("hello hello", PARAMS)
         assert llm.generate("hello hello", PARAMS)[0].token_ids == expected
@@ -46,15 +46,16 @@ def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path: Path) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))
     with LLM(model, speculative_algorithm="NGRAM", max_total_tokens=1024, enable_overlap=True) as llm:
         expected = llm.generate("hello hello", PARAMS)[0].token_ids
-        sched, real, ended = llm.engine.parts.sched, llm.engine.parts.sched._commit_path, []
+        results, ended = llm.engine.parts.sched.results, []
+        real = results._commit_path
 
         def interrupted(*args: object) -> None:
-            sched._commit_path = real  # type: ignore[method-assign]
+            results._commit_path = real  # type: ignore[method-assign]
             signal.raise_signal(signal.SIGINT)
             real(*args)  # type: ignore[arg-type]
             ended.append(True)
 
-        sched._commit_path = interrupted  # type: ignore[assignment, method-assign]
+        results._commit_path = interrupted  # type: ignore[assignment, method-assign]
         with pytest.raises(KeyboardInterrupt):
             llm.generate("hello hello", PARAMS)
         assert ended and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -22,16 +22,15 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Download
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.layers.config import ExpertConfig
+from draftwing.models.heads.base import DraftLM
 from draftwing.models.loader import load_model
 from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
-from draftwing.spec.suffix_drafter import SuffixDrafter
 
 pytestmark = pytest.mark.slow
 

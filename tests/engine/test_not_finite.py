@@ -17,12 +17,14 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.engine import Engine
 from draftwing.errors import CheckpointError
 from draftwing.requests.request import LogprobParams
-from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
+from draftwing.sched.results import NOT_FINITE_MESSAGE
 
 CHAIN = TreeShape(3, 1, 4)
 
 
 @pytest.mark.slow
+@pytest.mark.further(name="model.norm.weight", algorithm="NGRAM")
+@pytest.mark.further(name="model.norm.weight", value=math.inf)
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("algorithm", ["none", "NGRAM"])

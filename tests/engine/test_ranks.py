@@ -18,13 +18,13 @@ from toy_grammar import ToyGrammar
 from draftwing.core import PLAIN, DraftDeferral, TreeShape
 from draftwing.engine.startup.warm_up import try_prompts
 from draftwing.models.heads import base
+from draftwing.models.heads.base import DraftLM
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.requests.request import LogprobParams
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.lookup_drafter import NGramDrafter
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 
 TREE, COPIED = TreeShape(4, 3, 12), TreeShape(7, 3, 10)

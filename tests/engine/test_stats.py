@@ -34,7 +34,7 @@ def scheduler(*running, shape=CHAIN):
         kv=SimpleNamespace(obtainable=75),
         choice=SimpleNamespace(policy=SimpleNamespace(menu=(shape, PLAIN)), suspended=False),
         retractions=2,
-        stale_results=1,
+        results=SimpleNamespace(stale=1),
     )
 
 

@@ -37,6 +37,7 @@ def run(harness, case, traced, **how):
 
 
 @pytest.mark.slow
+@pytest.mark.further(graph_size=4, drafter=["ngram", "suffix", None])
 @pytest.mark.parametrize("graph_size", [0, 4])
 @pytest.mark.parametrize(("drafter", "lag"), [("oracle", 0), ("oracle", 1), ("ngram", 1), ("suffix", 0), (None, 0)])
 def test_a_trace_is_what_was_committed(harness, case, drafter, lag, graph_size):

@@ -15,12 +15,12 @@ from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, TreeShape
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.layers.config import ExpertConfig
+from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.contracts import Routing
 from draftwing.spec.block_drafter import BlockDrafter
-from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
 pytestmark = pytest.mark.slow

@@ -214,10 +214,6 @@ def test_dense_weights_are_quantised(scheme: str, most: float) -> None:
     )
 
 
-def test_formats_are_compared_by_what_they_store() -> None:
-    assert GroupFormat(None, GroupTorchOps(CPU)) == GroupFormat(None) != GroupFormat("fp8")
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_kernels_of_many_rows(deterministic: bool) -> None:
     """They take what they are for, but in deterministic mode, whose bits they have not."""

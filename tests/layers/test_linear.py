@@ -135,15 +135,6 @@ def test_a_residual_that_may_be_overwritten() -> None:
         torch.testing.assert_close(linear(x, residual, overwrite=True).double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_float16_stays_unpacked() -> None:
-    linear, weight = make_linear(64, 32, True, torch.float16)
-    linear.pack(OPS["own"])
-    assert hasattr(linear, "weight")
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)).half()
-    expected = x.double() @ weight[:, :-1].T + weight[:, -1]
-    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-2, atol=1e-2)
-
-
 def test_a_deterministic_gpu_refuses_weights_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = TorchOps(CPU)
     monkeypatch.setattr(ops, "gemm_keeps_bits", lambda weight: False)  # as of CUDA

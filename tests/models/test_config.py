@@ -60,14 +60,6 @@ def test_llama2() -> None:
     )
 
 
-def test_llama32() -> None:
-    config = from_hf(LLAMA32_1B)
-    assert config.ropes == (RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),)
-    assert (config.attention.kv_heads, config.attention.head_dim, config.tie_embeddings) == (8, 64, True)
-    assert config.stop_ids == (128001, 128008, 128009)
-    assert config.dtype == torch.bfloat16
-
-
 def test_qwen35() -> None:
     config = from_hf(QWEN35_9B)
     attention, net = config.layers[3].mixer, config.layers[0].mixer
@@ -89,23 +81,9 @@ def test_lfm2() -> None:
     assert from_hf({**LFM2_12B, "block_ffn_dim_multiplier": 1.05}).layers[0].ffn == 8704
 
 
-def test_qwen2() -> None:
-    config = from_hf(QWEN25_7B)
-    attention = config.attention
-    biases = attention.qkv_bias, attention.o_bias, config.layers[0].mlp_bias
-    assert biases == (True, False, False) and not attention.qk_norm
-    assert (attention.head_dim, config.ropes[0].theta, config.tie_embeddings) == (128, 1e6, False)
-
-
 def test_transformers5_keys() -> None:
     config = from_hf(QWEN25_15B_TRANSFORMERS5)
     assert (config.ropes, config.dtype, config.tie_embeddings) == ((RopeConfig(1e6),), torch.float16, True)
-
-
-def test_qwen3() -> None:
-    config = from_hf(QWEN3_8B)
-    attention = config.attention
-    assert (attention.qk_norm, attention.qkv_bias, attention.head_dim, config.stop_ids) == (True, False, 128, (151645,))
 
 
 def test_glm45() -> None:

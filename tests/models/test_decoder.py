@@ -23,8 +23,6 @@ from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
-from draftwing.ops import make_ops
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import MXRows
 from draftwing.parallel.ranks import Absent
 
@@ -122,6 +120,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Of all families whole sequences are compared; what else is done with a model is a matter of these differences.
+DIFFERENT = (
+    "llama3.2-tied", "llama-biases", "mistral-window", "gemma3", "qwen3-moe-mixed", "gpt-oss", "mixtral",
+    "glm4-moe-groups", "minimax-m2", "qwen3-yarn",
+)  # fmt: skip
+of_different = pytest.mark.further(pair=[family for family in FAMILIES if family not in DIFFERENT])
+
+
 def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedModel:
     prefix, settings = copy.deepcopy(FAMILIES[family])  # some configs write into their objects
     kind = "Gemma3Text" if prefix == "Gemma3" else prefix
@@ -170,6 +176,7 @@ def test_prefill_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
 
 
 @pytest.mark.slow
+@of_different
 @torch.inference_mode()
 def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
     reference, model = pair
@@ -184,22 +191,7 @@ def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama3.2-tied", "qwen3-moe"])
-@torch.inference_mode()
-def test_packed_model_gives_the_same(tmp_path: Path, family: str) -> None:
-    reference = random_reference(family)
-    reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32, "cpu")
-    model.pack(make_ops(torch.device("cpu")))
-    hidden, aux_hidden = model(tokens(9), torch.arange(9), DenseCache(), (1, 3))
-    expected = reference(tokens(9)[None], output_hidden_states=True)
-    torch.testing.assert_close(model.logits(hidden), expected.logits[0], atol=1e-4, rtol=1e-4)
-    assert aux_hidden is not None  # a packed product must not write into the residual stream that was tapped
-    torch.testing.assert_close(aux_hidden[:, :64], expected.hidden_states[1][0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(model.norm(aux_hidden[:, 64:]), hidden)
-
-
-@pytest.mark.slow
+@of_different
 def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
     reference, model = pair
     ids = tokens(12)
@@ -220,6 +212,7 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
 
 
 @pytest.mark.slow
+@of_different
 def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel], tmp_path: Path) -> None:
     reference, model = pair
     if isinstance(reference, transformers.GptOssForCausalLM):
@@ -235,12 +228,6 @@ def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel]
     for (name, expected), (_, found) in zip(reference.named_parameters(), again.named_parameters(), strict=True):
         stored_less_1 = isinstance(reference, transformers.Gemma3ForCausalLM) and "norm" in name
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if stored_less_1 else 0, msg=name)
-
-
-def test_tied_embeddings_share_storage(tmp_path: Path) -> None:
-    random_reference("qwen2-tied").save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32, "cpu")
-    assert model.lm_head.weight is model.embed.weight
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
@@ -261,21 +248,6 @@ def test_the_language_model_of_a_model_for_images(tmp_path: Path, prefix: str) -
     model = load_model(tmp_path, torch.float32, "cpu")
     hidden, _ = model(tokens(40), torch.arange(40), DenseCache())
     torch.testing.assert_close(model.logits(hidden), reference(tokens(40)[None]).logits[0], atol=1e-4, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_runs_on_fake_tensors() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from draftwing.models.config import from_hf
-
-    config = from_hf(random_reference("qwen3").config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
-    with FakeTensorMode():
-        model = DecoderModel(config, torch.bfloat16, "cpu")
-        model.set_max_positions(32)
-        ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden, aux_hidden = model(ids, positions, FunctionAttend(lambda layer, q, k, v: q.flatten(1)), (1,))
-        assert model.logits(hidden).shape == (5, 101) and aux_hidden is not None and aux_hidden.shape == (5, 64)
 
 
 def test_experts_that_are_quantised_one_by_one(tmp_path: Path) -> None:

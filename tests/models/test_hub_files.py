@@ -148,11 +148,6 @@ def test_files_hold_no_code_and_no_second_copy() -> None:
         hub_files.wanted("a/b", files)
 
 
-def test_sizes_for_people() -> None:
-    sizes = {0: "0 bytes", 1500: "1.5 kB", 93_000_000: "93.0 MB", 16_060_522_496: "16.1 GB"}
-    assert {size: hub_files.readable(size) for size in sizes} == sizes
-
-
 def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: FakeHub) -> None:
     hub.files["config.json"] = b'{"architectures": ["DeepseekV32ForCausalLM"]}'
     with pytest.raises(CheckpointError, match="DSA"):

@@ -11,7 +11,7 @@ import pytest
 import tiny_quantised as tiny
 import torch
 from block_ops import BlockTorchOps
-from hybrid_models import KINDS, Pooled, on_two_ranks, reference, saved, tokens, whole_logits
+from hybrid_models import KINDS, Pooled, check_steps, on_two_ranks, reference, saved, tokens, whole_logits
 from safetensors.torch import load_file, save_file
 
 from draftwing.errors import CheckpointError, ConfigError
@@ -46,19 +46,9 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
 
 
 @pytest.mark.slow
-@torch.inference_mode()
 def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:
     theirs, model, _ = pair
-    ids, pooled = tokens(40), Pooled(model)
-    expected = theirs(ids[None]).logits[0]
-    found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
-    # The text's tokens are nodes 0, 2 and 4; then two steps of one node follow.
-    drafted = ids[torch.tensor([21, 5, 22, 9, 23])]
-    logits = pooled.tree(drafted, [-1, 0, 0, 2, 2], 21)
-    found.append(logits[torch.tensor([0, 2, 4])])
-    pooled.accept(21, [0, 2, 4])
-    found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    check_steps(theirs, Pooled(model))
 
 
 @pytest.mark.parametrize("rotary", [0.25, 0.5])
@@ -88,6 +78,7 @@ def test_a_checkpoint_is_written_as_it_was_read(pair: tuple[Any, DecoderModel, P
 
 
 @pytest.mark.slow
+@pytest.mark.further(packed="torch", kind=["qwen3.5", "qwen3-next", "lfm2"])
 @pytest.mark.parametrize("packed", ["torch", "c"])
 @pytest.mark.parametrize("kind", SOME)
 def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -> None:
@@ -100,8 +91,8 @@ def test_a_packed_model_gives_the_same(tmp_path: Path, kind: str, packed: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.further(kind="qwen3-next", name="fp8 block")
-@pytest.mark.further(kind="qwen3.5-moe", name="gptq")
+@pytest.mark.further(kind=["qwen3-next", "qwen3.5-even", "lfm2"], name="fp8 block")
+@pytest.mark.further(kind=["qwen3.5", "qwen3.5-moe", "qwen3.5-even"], name="gptq")
 @pytest.mark.parametrize("kind", [*SOME, "qwen3.5-even"])
 @pytest.mark.parametrize("name", ["", "fp8 block", "gptq"])
 def test_shares_of_ranks_are_the_whole(tmp_path: Path, kind: str, name: str) -> None:
@@ -130,6 +121,8 @@ def test_what_cannot_be_spread(tmp_path: Path) -> None:
 @pytest.mark.further(form="blocks", name=["fp8 block", "awq", "gptq"])
 @pytest.mark.further(kind="qwen3-next", name=["fp8 block", "awq"])
 @pytest.mark.further(kind="qwen3.5-moe", name=["gptq", "compressed int4"])
+@pytest.mark.further(kind="lfm2", form=["dense", "blocks"])
+@pytest.mark.further(kind="qwen3.5", form="groups", name=["fp8 block", "awq"])
 @pytest.mark.parametrize("form", ["dense", "groups", "blocks"])
 @pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "awq", "gptq", "compressed int4"])
 @pytest.mark.parametrize("kind", SOME)
@@ -173,6 +166,7 @@ def test_the_language_model_of_a_model_for_images(tmp_path: Path, kind: str, cap
 
 
 @pytest.mark.slow
+@pytest.mark.further(dtype=torch.float32, kind=["qwen3.5", "qwen3-next", "lfm2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SOME)
 def test_from_the_config_alone(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_models import Pooled, on_two_ranks, tokens, whole_logits
+from hybrid_models import Pooled, check_steps, on_two_ranks, tokens, whole_logits
 from moe_models import reference
 
 from draftwing.kv.pool import KVSpec
@@ -40,16 +40,7 @@ def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderMode
     theirs, _, folder = pair
     model = load_model(folder, torch.float32, ops.device)
     model.pack(ops)
-    ids, pooled = tokens(40), Pooled(model, ops)
-    with torch.inference_mode():
-        expected = theirs(ids[None]).logits[0]
-    found = [pooled.chunk(ids[:3], 0), pooled.chunk(ids[3:20], 3), pooled.tree(ids[20:21], [-1], 20)]
-    # The text's tokens are nodes 0, 2 and 4; then two steps of one node follow.
-    drafted = ids[torch.tensor([21, 5, 22, 9, 23])]
-    found.append(pooled.tree(drafted, [-1, 0, 0, 2, 2], 21)[torch.tensor([0, 2, 4])])
-    pooled.accept(21, [0, 2, 4])
-    found += [pooled.tree(ids[24:25], [-1], 24), pooled.tree(ids[25:26], [-1], 25), pooled.chunk(ids[26:], 26)]
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    check_steps(theirs, Pooled(model, ops))
 
 
 def test_two_ranks_have_shares_of_the_heads(pair: tuple[Any, DecoderModel, Path]) -> None:

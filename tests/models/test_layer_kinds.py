@@ -108,10 +108,3 @@ def test_training_sees_the_same_layers(kind: str) -> None:
     model.set_max_positions(16)
     found = model.logits(features.batch([ids])[0][1])
     torch.testing.assert_close(found, dense_logits(model, ids.tolist()), rtol=1e-9, atol=1e-9)
-
-
-def test_tables_are_by_kind() -> None:
-    model = DecoderModel(config_of(MIXED), torch.float32, "cpu")
-    model.set_max_positions(40)
-    assert [tuple(rope.table.shape) for rope in model.ropes] == [(40, 2, 16), (40, 2, 32)]  # type: ignore[union-attr]
-    assert model._rope_of == [0, 1, 0, 1] and model.dtype == torch.float32

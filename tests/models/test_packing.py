@@ -98,17 +98,3 @@ def test_packed_head_gives_the_same(kind: str, device: torch.device, ops: TorchO
     found = head.run(ids, positions, features, 0, ATTEND)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(features, before)
-
-
-def test_what_is_not_packed_has_gradients(device: torch.device) -> None:
-    model = DecoderModel(CONFIG, torch.float32, device)
-    filled(model, 0)
-    model.set_max_positions(32)
-    ids = torch.arange(5, device=device)
-    model.requires_grad_(True)
-    model(ids, ids, ATTEND)[0].square().sum().backward()
-    missing = [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()]
-    assert missing == ["lm_head.weight"]
-    model.pack(make_ops(device))
-    with torch.no_grad():
-        model(ids, ids, ATTEND)

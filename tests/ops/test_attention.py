@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +20,6 @@ from pool_batches import (
     random_paths,
 )
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
@@ -222,9 +218,10 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.further(backend="torch", shape=[(4, 2, 128), (4, 4, 16), (5, 1, 40)])
 @pytest.mark.further(backend="torch", shape=(9, 3, 64), dtype=torch.float32)
-@pytest.mark.further(shape=[(9, 3, 64), (4, 4, 16)], dtype=torch.float32)
+@pytest.mark.further(backend="cpu", shape=[(4, 4, 16), (4, 2, 16)])
+@pytest.mark.further(shape=(9, 3, 64), dtype=torch.float32)
 @pytest.mark.further(shape=(4, 2, 128), dtype=[torch.bfloat16, torch.int8])
-@pytest.mark.further(shape=(4, 2, 16), dtype=torch.float32)
+@pytest.mark.further(backend="torch", shape=(4, 2, 16), dtype=torch.float32)
 @pytest.mark.further(shape=(9, 3, 64), backend="torch")
 @pytest.mark.parametrize(
     "backend",
@@ -316,7 +313,7 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
     for kv in (*expected_pool.kv, *pool.kv):
         kv.fill_(7.0)
     expected = TorchAttention(expected_pool).bind(batch, LAYER)(0, q, k, v)
-    found = native(pool).bind(batch, LAYER).fused(0, qkv.clone(), cos, sin)  # type: ignore[attr-defined]
+    found = native(pool).bind(batch, LAYER).fused(0, qkv.clone(), cos, sin, None)  # type: ignore[attr-defined]
     tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found, expected, **tolerance)
     owned = table[0]
@@ -329,33 +326,9 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
     assert torch.equal(again, found)
 
 
-@pytest.mark.slow
 def test_the_choice_of_a_backend() -> None:
     half = KVPool([KVSpec(1, 16)], 4, torch.float16, CPU)
     assert isinstance(make_ops(CPU).attention(half), TorchAttention), "the kernels know no float16"
     pool = KVPool([KVSpec(1, 16)], 4, torch.bfloat16, CPU)
     own = type(make_ops(CPU).attention(pool)).__name__
     assert own == ("NativeAttention" if KERNELS else "TorchAttention")
-    code = (
-        "import torch; from draftwing.ops import make_ops; from draftwing.kv.pool import *; cpu = torch.device('cpu');"
-        "print(type(make_ops(cpu).attention(KVPool([KVSpec(1, 16)], 4, torch.bfloat16, cpu))).__name__)"
-    )
-    environ = {**os.environ, "DRAFTWING_NATIVE": "0"}
-    run = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "TorchAttention"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 12])
-def test_trees_read_nothing_on_the_host(nodes: int) -> None:
-    with FakeTensorMode():
-        pool = KVPool([KVSpec(3, 64)], 500, torch.bfloat16, CPU)
-        rows = 2
-        path = torch.zeros(rows, nodes, 4, dtype=torch.int64)
-        index = torch.zeros(rows * nodes, dtype=torch.int64)
-        table = torch.zeros(rows + 1, 130, dtype=torch.int64)
-        batch = Batch(torch.zeros(rows).long(), index, index, index, table, torch.zeros(rows).long(), bound=120)
-        batch = batch._replace(path=path, path_len=torch.ones(rows, nodes, dtype=torch.int64))
-        q, k = torch.empty(rows * nodes, 9, 64).bfloat16(), torch.empty(rows * nodes, 3, 64).bfloat16()
-        out = TorchAttention(pool).bind(batch, 0)(0, q, k, k)
-    assert out.shape == (rows * nodes, 9 * 64) and out.dtype == torch.bfloat16

@@ -205,15 +205,6 @@ def test_a_layer_holds_the_memory_that_it_reads() -> None:
 
 
 @pytest.mark.usefixtures("known_layout")
-def test_a_layer_in_bfloat16_takes_few_rows() -> None:
-    layer = tiny().layers[0]
-    rows = FEW_ROWS + 1
-    attend: Any = attend_to(KVPool([KVSpec(2, 32)] * 2, 100, torch.bfloat16, CPU), rows)
-    with pytest.raises(AssertionError):
-        attend.run_layers(layer._whole, numbers(rows, 128, seed=1), None, *numbers(2, rows, 1, 32, seed=2))
-
-
-@pytest.mark.usefixtures("known_layout")
 def test_other_layers_are_run_by_parts() -> None:
     layer = tiny(head_dim=16).layers[0]
     assert isinstance(layer, DecoderLayer) and layer.mlp.down.op.few_rows is not None and layer._whole is None

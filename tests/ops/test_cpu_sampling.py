@@ -99,33 +99,6 @@ def test_noise_of_one_function_is_that_of_the_other(kernels: CpuOps) -> None:
     assert torch.equal(added, kernels.gumbel(seed, positions + 1, 700).gather(-1, ids))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab", "topk"), [(8, 8), (100, 1), (1003, 4), (32_000, 10)])
-def test_top_tokens(kernels: CpuOps, dtype: torch.dtype, vocab: int, topk: int) -> None:
-    """Drafts: the best and their log probabilities, with the target's noise and without, all in float64."""
-    logits, positions, seed, temperature, generator = random_rows(40, vocab, dtype, vocab)
-    nodes, key = logits.view(40, vocab), (seed[:10], positions[:10, 0], temperature[:10])
-    target = torch.randint(0, 10**5, (vocab,), generator=generator)
-    temperature[:10:3] = 0.0
-    noise = torch.from_numpy(noise64(seed[:10], positions[:10, 0], 10**5)) * temperature[:10, None]
-    for own, add, ids in (
-        (None, 0.0, None), (key, noise[:, None, :vocab], None), (key, noise[:, target][:, None], target)
-    ):  # fmt: skip
-        best, logp = (x.view(10, 4, topk) for x in kernels.top_tokens(nodes, 10, topk, own, ids))
-        z = nodes.view(10, 4, vocab).double() + add
-        wanted = z.sort(dim=-1, descending=True, stable=True)
-        near = wanted.values.diff(dim=-1).abs()[..., :topk] < 1e-4  # of the next one, so of either place
-        near = torch.nn.functional.pad(near, (0, topk - near.shape[-1] + 1))
-        clear = ~near[..., :topk] & ~near.roll(1, -1)[..., :topk] & wanted.values[..., :topk].isfinite()
-        if own is None:
-            clear = wanted.values[..., :topk].isfinite()  # also ties: the same numbers, no sum
-        assert torch.equal(best[clear], wanted.indices[..., :topk][clear]) and clear.double().mean() > 0.5
-        torch.testing.assert_close(
-            logp.double(), (wanted.values - z.logsumexp(-1, keepdim=True))[..., :topk], rtol=1e-5, atol=2e-5
-        )
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_see_the_others(kernels: CpuOps, threads: None, dtype: torch.dtype, top_p: float) -> None:
@@ -226,61 +199,14 @@ def test_the_two_zeros_are_one_logit(kernels: CpuOps, dtype: torch.dtype) -> Non
 
 
 FILTERS = {
-    "k": (7, 1.0, 0.0), "k of all": (10**6, 1.0, 0.0), "k 1": (1, 1.0, 0.0), "large k": (700, 1.0, 0.0),
-    "p": (0, 0.9, 0.0), "small p": (0, 1e-6, 0.0), "large p": (0, 0.999999, 0.0), "min p": (0, 1.0, 0.05),
-    "min p 1": (0, 1.0, 1.0), "k and p": (40, 0.8, 0.0), "all": (60, 0.95, 0.02), "none": (0, 1.0, 0.0),
+    "k": (7, 1.0, 0.0), "k of all": (10**6, 1.0, 0.0), "large k": (700, 1.0, 0.0), "p": (0, 0.9, 0.0),
+    "small p": (0, 1e-6, 0.0), "large p": (0, 0.999999, 0.0), "min p": (0, 1.0, 0.05), "min p 1": (0, 1.0, 1.0),
+    "all": (60, 0.95, 0.02), "none": (0, 1.0, 0.0),
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FILTERS)
-def test_filters_are_those_of_float64(kernels: CpuOps, dtype: torch.dtype, name: str) -> None:
-    """Without temperature's noise in the way: which tokens can be drawn at all, in any of the 16 best places."""
-    top_k, top_p, min_p = FILTERS[name]
-    rows, vocab = 150, 1003
-    logits, positions, seed, temperature, _ = random_rows(rows, vocab, dtype, 3)
-    own = params(temperature, seed, top_k, top_p, min_p)
-    ids, added = kernels.candidates(logits, positions, positions * 0, own, torch.arange(rows), 16)
-    noise = noise64(seed, positions[:, 0] + 1, vocab)
-    for i in range(rows):
-        x, t = logits[i, 0].double().numpy(), temperature[i].double().item()
-        possible, sure = brute_force(x, t, top_k, top_p, min_p)
-        got = set(ids[i, 0, added[i, 0].isfinite()].tolist())
-        assert got <= set(possible.nonzero()[0].tolist())
-        assert len(got) >= min(16, sure.sum())
-        z = np.where(sure, x + t * noise[i], -np.inf)
-        if got:  # what surely stays and beats the last one that came in did come in
-            least = min((x + t * noise[i])[list(got)]) + 1e-5 * (1 + t)
-            assert set((z > least).nonzero()[0].tolist()) <= got or (len(got) < 16 and sure.sum() <= len(got))
-
-
-def brute_force(
-    x: Doubles, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """x [V] -> masks [V]: the tokens that filters may keep, and those that they must; they differ where a limit falls
-    into the roundings of float32."""
-    masks = []
-    for slack in (1e-5, -1e-5):
-        weight = np.exp((x - x.max()) / temperature)
-        keep = np.isfinite(x)
-        if 0 < top_k < len(x):
-            keep &= x >= np.sort(x)[-top_k]
-        if top_p < 1:
-            order = np.argsort(-np.where(keep, x, -np.inf), kind="stable")
-            p = np.where(keep, weight, 0)[order]
-            p /= p.sum()
-            before = np.cumsum(p) - p
-            last = x[order][before < max(top_p + slack, 1e-12)][-1]
-            keep &= x >= last
-        if min_p > 0:
-            keep &= weight >= min_p * (1 - slack)
-        masks.append(keep)
-    return masks[0], masks[1]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["k and p", "all", "p", "none"])
 def test_tokens_are_those_of_torch(kernels: CpuOps, dtype: torch.dtype, name: str) -> None:
     """A thousand mixed rows; the two differ in the last bits, so one in a thousand may be another token."""
     logits, positions, seed, temperature, generator = random_rows(1000, 777, dtype, 5)

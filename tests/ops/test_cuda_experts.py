@@ -44,16 +44,6 @@ def test_which_weights_are_a_stream() -> None:
     assert layout_of(dense(66, 2048), width=33) == Layout(), "scales of four features are copied at a time"
 
 
-def test_a_token_alone() -> None:
-    """Its kernel is another one where that was measured to be faster; the bits are those of the stream."""
-    for layout, alone in (
-        (Layout(chunks=32), True),
-        (Layout(FP8, 1, chunks=32), True),
-        (Layout(MX, 4, chunks=45), False),
-    ):
-        assert isinstance(cuts_for(layout).get(("silu", 1)), Cut) == alone
-
-
 def test_devices_without_bulk_copies() -> None:
     layout = Layout(FP8, 1, chunks=32)
     assert layout.on((9, 0)) == layout

@@ -27,13 +27,6 @@ CUTS = (
 )
 
 
-def test_shape() -> None:
-    shape = TallShape(128, groups=2, row_tiles=2, stages=5, ahead=4, cluster=2)
-    assert shape.features == 256 and shape.warps * 32 == 256 and shape.call == "tall_gemm, 16, 2, 2, 5, 4, 2, 0"
-    assert shape.grid("plain", 300, 1000) == (6, 4) and shape.grid("silu", 128, 1024) == (2, 8)
-    assert shape.shared_bytes(Width(4, False, 1).part) == 5 * 16 + max(5 * 128 * 128 + 8 * 2 * 4 * 640, 128 * 260 * 4)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_shapes_that_are_taken(bits: int) -> None:
     """There is room for them, and devices and types that have none have no kernels."""

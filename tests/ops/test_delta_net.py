@@ -17,6 +17,8 @@ from draftwing.ops.torch.ops import TorchOps
 
 pytestmark = [
     pytest.mark.further(ops="triton", spec=["as many heads", "tiled", "two taps"]),
+    pytest.mark.further(ops="torch", spec=["as many heads", "two taps"]),
+    pytest.mark.further(ops="torch", spec="tiled", kind=["root", "chain", "whole chain", "rejected", "bush"]),
     pytest.mark.further(ops="triton", kind=["root", "chain", "whole chain", "rejected", "bush"]),
 ]
 SPECS = {
@@ -224,6 +226,7 @@ def bench(ops: TorchOps, spec: DeltaSpec) -> Bench:
 
 
 @pytest.mark.slow
+@pytest.mark.further(ops="triton")  # test_triton_delta_net.py has chunks and parts of trees, too
 def test_chunks_of_any_cut(bench: Bench) -> None:
     found: list[list[Tensor]] = [[] for _ in range(ROWS)]
     for lengths in ({0: 1, 1: 7}, {1: 2, 2: 16}, {0: 5, 2: 1}, {0: 10, 1: 7, 2: 3}):
@@ -256,6 +259,7 @@ def test_trees_and_what_of_them_is_accepted(bench: Bench, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.further(ops="triton")
 def test_ragged_batches(bench: Bench) -> None:
     bench.prefill({0: 3, 1: 1, 2: 6})
     bench.step({0: TREES["tree"], 1: TREES["root"], 2: TREES["chain"]}, ragged=True)

@@ -252,6 +252,8 @@ def test_broken_logits_give_valid_ids(ops: TorchOps, dtype: torch.dtype) -> None
         assert not_finite[:, 1:3].all() and not not_finite[:, 3].any()
 
 
+@pytest.mark.further(vocab=1003)
+@pytest.mark.further(dtype=torch.float32, listed=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize(("vocab", "nodes"), [(1003, 1), (5003, 1)] + ([(128256, 4)] if CUDA else []))

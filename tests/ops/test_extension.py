@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from draftwing.errors import ConfigError
 from draftwing.ops.cpu import extension
 from draftwing.ops.cpu.isa import PLAIN, known_sets, runnable_sets
 
-NAMES = ["plain", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx"]
 WORDS = {  # of /proc/cpuinfo, where they differ
     "lzcnt": "abm", "avx512_vbmi": "avx512vbmi",
 }  # fmt: skip
-
-
-def test_sets_go_from_the_plainest_to_the_best() -> None:
-    sets = known_sets("x86_64")
-    assert [isa.name for isa in sets] == NAMES
-    assert sets[0] == PLAIN and not PLAIN.needs and not PLAIN.flags
-    assert [isa.name for isa in known_sets("aarch64")] == ["plain", "dotprod", "i8mm"]
-    assert known_sets("riscv64") == (PLAIN,)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +103,3 @@ def test_the_log_says_that_it_is_missing_unless_that_is_wanted(
     fresh.setenv("DRAFTWING_NATIVE", "0")
     assert extension.load_extension.__wrapped__() is None
     assert len(caplog.records) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # the processes of tests/ops/test_isa.py see that they do
-def test_a_process_runs_the_set_that_is_named(fresh: pytest.MonkeyPatch) -> None:
-    code = "import torch; from draftwing.ops import make_ops; print(make_ops(torch.device('cpu')).title)"
-    environ = {**os.environ, "DRAFTWING_CPU_ISA": "plain"}
-    out = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "cpu, C for plain"

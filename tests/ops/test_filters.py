@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.ops.torch.filters import keep_mask
 
@@ -81,18 +80,6 @@ def test_top_k_of_a_real_vocabulary(k: int) -> None:
     assert got[1].all()
 
 
-def test_top_p_mass_is_minimal() -> None:
-    logits = torch.randn(3, 49_152, generator=torch.Generator().manual_seed(0)) * 3
-    top_p = torch.tensor([0.3, 0.9, 0.9999])
-    got = keep_mask(logits, torch.full((3,), 0.8), torch.full((3,), 20_000), top_p, torch.zeros(3))
-    for row in range(3):
-        allowed = logits[row].topk(20_000)
-        p = (allowed.values.double() / 0.8).softmax(-1)
-        kept = int(got[row].sum())
-        assert got[row, allowed.indices[:kept]].all()
-        assert p[:kept].sum() >= top_p[row] - 1e-6 and p[: kept - 1].sum() < top_p[row] + 1e-6
-
-
 def test_nothing_is_removed_when_off() -> None:
     logits = torch.linspace(-1000, 0, 500)[None].repeat(2, 1)  # most tokens underflow to probability 0
     off = keep_mask(logits, torch.full((2,), 0.5), torch.tensor([0, -1]), torch.ones(2), torch.zeros(2))
@@ -106,6 +93,7 @@ def test_signed_zeros_tie() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.further(vocab=[1000, 20_000])
 @pytest.mark.parametrize("vocab", [1000, 1001, 20_000])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_mask_does_not_depend_on_the_batch(vocab: int, threads: int) -> None:
@@ -128,10 +116,3 @@ def test_rows_without_a_maximum_do_no_harm() -> None:
     logits[2] = -math.inf
     got = keep_mask(logits, torch.ones(3), torch.full((3,), 7), torch.full((3,), 0.9), torch.zeros(3))
     assert torch.equal(got[1], good[1])
-
-
-def test_runs_on_fake_tensors() -> None:
-    with FakeTensorMode():
-        one = torch.ones(3)
-        mask = keep_mask(torch.randn(3, 64), one, torch.ones(3, dtype=torch.int64), one, one)
-        assert mask.shape == (3, 64) and mask.dtype == torch.bool

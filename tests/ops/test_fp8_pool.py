@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from attention_cases import TINY, Case, attention, chunked, common, make_case
-from plain_attention import brute_force
+from attention_cases import TINY, Case, common, make_case
 from torch import Tensor
 
 from draftwing.kv.pool import FP8, KVPool, KVSpec
@@ -27,23 +28,13 @@ def in_fp8(case: Case) -> tuple[Case, Tensor]:
     """The case with its pool in 8 bits, and what that holds: NaN where nobody may read."""
     by = torch.tensor(SCALES, device=case.kv.device)[: case.kv.shape[2], None]  # of values that are keys there is one
     stored = (case.kv.float() / by).clamp(-448, 448).to(FP8)
-    return Case(**{**vars(case), "kv": stored}), stored.double() * by
-
-
-def run(case: Case, exact: bool, tiling: object) -> Tensor:
-    values = case.kind.values or case.q.shape[2]
-    out = case.q.new_full((case.q.shape[0], case.q.shape[1] * values), torch.nan)
-    attention.tree_attention(
-        case.q, case.kv, case.table, case.rows, case.prefix, case.path, case.path_len, out,
-        attention.Workspace(case.q.device), exact, 0, tiling, scales=SCALES, kind=case.kind,
-    )  # fmt: skip
-    return out
+    return replace(case, kv=stored, scales=SCALES), stored.double() * by
 
 
 def test_what_is_written(device: torch.device) -> None:
     """Every number of 16 bits is rounded as torch rounds it, by the kernel and by `KVPool.write`."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    every = every[torch.isfinite(every)]
+    every = every[torch.isfinite(every)][:: 1 if GPU else 5]  # the interpreter takes its time
     every = torch.cat([every, every.new_zeros(-len(every) % 128)])
     qkv = every.view(-1, 4, 32).to(device)  # 2 query heads, 1 key head, 1 value head
     qkv[0, 2, 0] = torch.nan
@@ -81,31 +72,20 @@ def test_turned_keys(device: torch.device) -> None:
 def test_trees(nodes: int, exact: bool, values: int, device: torch.device) -> None:
     dim = 48 if values else 32
     case, held = in_fp8(make_case([37, 130, 0], nodes, device, (4, 2), dim, torch.bfloat16, values=values))
-    found = run(case, exact, common.pick_tiling(case.kv) if GPU else TINY)
-    expected = Case(**{**vars(case), "kv": held}).expected()
+    found = case.run(exact, common.pick_tiling(case.kv) if GPU else TINY)
+    expected = replace(case, kv=held).expected()
     torch.testing.assert_close(found.double(), expected, atol=CLOSE, rtol=2e-2)
 
 
 def test_bits_do_not_depend_on_tree_or_batch(device: torch.device) -> None:
     case, _ = in_fp8(make_case([39, 230, 0], 5, device, (4, 1), dim=16, dtype=torch.bfloat16))
     tiling = common.pick_tiling(case.kv) if GPU else TINY
-    together = run(case, True, tiling).view(3, 5, -1)
+    together = case.run(True, tiling).view(3, 5, -1)
     for b, node in [(0, 4), (1, 3)]:
         alone = case.alone(b, node)
-        assert torch.equal(run(alone, True, tiling)[0], together[b, node])
+        assert torch.equal(alone.run(True, tiling)[0], together[b, node])
         for length in (1, 21):
-            assert torch.equal(as_chunk(alone, length, tiling), together[b, node])
-
-
-def as_chunk(alone: Case, length: int, tiling: object) -> Tensor:
-    """What the last of so many equal queries of a prefill chunk gets."""
-    queries, group = alone.q.expand(length, -1, -1).contiguous(), alone.q.shape[1] // alone.kv.shape[1]
-    out = queries.new_full((length, queries.shape[1] * queries.shape[2]), torch.nan)
-    start = int(alone.prefix[0]) + 1 - length
-    tiles = chunked.prefill_tiles([(0, 0, start, length)], group, chunked.prefill_rows(alone.kv, True, tiling))
-    rows, where = torch.zeros(1, dtype=torch.int64, device=out.device), tiles.to(out.device)
-    chunked.prefill_attention(queries, alone.kv, alone.table, rows, where, out, True, tiling, SCALES)
-    return out[-1]
+            assert torch.equal(alone.as_chunk(length, tiling), together[b, node])
 
 
 def test_clear_and_scales(device: torch.device) -> None:
@@ -118,12 +98,3 @@ def test_clear_and_scales(device: torch.device) -> None:
     assert all(torch.isnan(kv.float()).any() for kv in pool.kv)
     pool.clear(torch.tensor([2], device=device))
     assert not any(codes(kv).any() for kv in pool.kv)
-
-
-def test_brute_is_of_16_bits(device: torch.device) -> None:
-    """The scores that these tests accept tell a pool in 8 bits from one in 16."""
-    case = make_case([37, 0], 1, device, (4, 2), dim=32, dtype=torch.bfloat16)
-    _, held = in_fp8(case)
-    slots = case.table[case.rows[0], :38]
-    one, other = (brute_force(case.q[0], *kv[slots].unbind(2)) for kv in (case.kv, held))
-    assert (one - other).abs().max() > 4 * CLOSE

@@ -77,6 +77,7 @@ def made(ops: TorchOps, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tenso
     return torch.randn(*shape, generator=generator).to(ops.device, dtype)
 
 
+@pytest.mark.further(ops=triton_ops, size=[128, 576])
 @pytest.mark.parametrize("size", SIZES)
 def test_rms_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     x, weight = made(ops, dtype, 7, size), made(ops, dtype, size, seed=1)
@@ -112,6 +113,8 @@ def test_rms_norm_rounds_as_its_device_does(ops: TorchOps) -> None:
     assert (ops.rms_norm(x, weight, 1e-2) != unit * weight).float().mean() < 1e-3
 
 
+@pytest.mark.further(ops=triton_ops, size=[128, 576])
+@pytest.mark.further(ops=triton_ops, count=2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [2, 4])
 def test_sum_parts(size: int, count: int, dtype: torch.dtype, ops: TorchOps) -> None:
@@ -128,6 +131,7 @@ def test_sum_parts(size: int, count: int, dtype: torch.dtype, ops: TorchOps) -> 
             assert torch.equal(found, total.to(dtype))  # in this order
 
 
+@pytest.mark.further(ops=triton_ops, size=[128, 576])
 @pytest.mark.parametrize("size", SIZES)
 def test_add_rms_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     wide = made(ops, dtype, 5, 2 * size)

@@ -14,7 +14,7 @@ from draftwing.ops.torch.ops import TorchOps
 
 # As many heads of queries in most, so that only the whole shape tells them apart.
 SHAPES = [HeadShape(4, 2, 16), HeadShape(4, 4, 16), HeadShape(4, 1, 32), HeadShape(4, 2, 32), HeadShape(2, 1, 32)]
-CACHED, LENGTH = 9, 70  # of the text
+CACHED, LENGTH = 9, 45  # of the text
 PATHS = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4]]
 
 

@@ -6,10 +6,9 @@ import random
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
-from draftwing.ops.drafts import DEPTHS, GRADES, LEVELS, SURE, new_calibration
+from draftwing.ops.drafts import DEPTHS, GRADES, LEVELS, SURE
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Calibration, Draft
 
@@ -100,46 +99,7 @@ def test_the_best_of_both(ops: TorchOps, one: int, two: int, nodes: int, depth: 
     assert both > 3 and (cut or nodes >= one + two)
 
 
-def test_of_equals_the_first(ops: TorchOps) -> None:
-    """Without a calibration of its own a level is worth the same in both; a tree of the first's size is the first."""
-    generator = random.Random(3)
-    first, second = ([random_draft(generator, 6, source, 50, 1.0)] for source in (1, 2))
-    for tree in (first[0], second[0]):
-        tree["grade"] = [0] + [LEVELS * (tree["grade"][1] // LEVELS) + 9] * 5
-        tree["parent"] = [0, 0, 0, 0, 0, 0]
-        tree["tokens"] = [7, *(10 * tree["grade"][1] + i for i in range(5))]
-    got = ops.merge(
-        as_draft(first, ops.device), as_draft(second, ops.device), TreeShape(2, 6, 6), new_calibration(ops.device)
-    )
-    assert got.tokens.tolist() == [first[0]["tokens"]]
-
-
-def test_the_batch_does_not_matter(ops: TorchOps) -> None:
-    rng = random.Random(5)
-    first, second = (
-        as_draft([random_draft(rng, 9, source, 3, 0.9) for _ in range(4)], ops.device) for source in (1, 2)
-    )
-    shape, calibration = TreeShape(4, 4, 10), random_calibration(ops.device, 1)
-    whole = ops.merge(first, second, shape, calibration)
-    for b in range(4):
-        alone = ops.merge(*(Draft(*(x[b : b + 1] for x in part)) for part in (first, second)), shape, calibration)  # type: ignore[index]
-        assert all(torch.equal(x, y[b : b + 1]) for x, y in zip(alone, whole, strict=True))  # type: ignore[index]
-
-
 def test_confidence_is_raised_in_place(ops: TorchOps) -> None:
     packed = torch.tensor([[0, 5], [3, 5], [MAX_CONFIDENCE, 5]], device=ops.device)
     assert ops.raise_confidence(packed[:, 0]).tolist() == [1, 4, MAX_CONFIDENCE]
     assert packed.tolist() == [[1, 5], [4, 5], [MAX_CONFIDENCE, 5]]
-
-
-def test_needs_no_data() -> None:
-    with FakeTensorMode():
-        ops = TorchOps(torch.device("cpu"))
-        drafts = [
-            Draft(*(torch.zeros(2, size, dtype=d) for d in (torch.int64, torch.int64, torch.bool, torch.int64)))
-            for size in (5, 8)
-        ]
-        got = ops.merge(
-            *drafts, TreeShape(4, 2, 9), Calibration(torch.ones(GRADES, DEPTHS), torch.ones(GRADES, DEPTHS))
-        )
-        assert got.tokens.shape == (2, 9)

@@ -13,7 +13,7 @@ from lookup_slots import Slots
 from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
-from draftwing.ops.reference import ngram, ngram_memory
+from draftwing.ops.reference import ngram_memory
 from draftwing.ops.reference.ngram import NGramIndex
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
@@ -150,6 +150,7 @@ def test_lives_agree(ops: TorchOps, few: int, small_chunks: None, low: int, high
     assert live(pair, seed=low * 100 + high, steps=120 // few, vocab=4, limit=6, copies=0.4) > 0.8
 
 
+@pytest.mark.further(ops="triton")
 def test_long_branches_and_defaults(ops: TorchOps, few: int) -> None:
     assert live(Pair(ops, 3, 500, capacity=10_000), seed=5, steps=80 // few, vocab=30, limit=19, copies=0.8) > 1
 
@@ -237,42 +238,6 @@ def test_long_context(ops: TorchOps) -> None:
     assert pair.sides[1][0].gap.flatten().tolist() == [-1, 0, -1, 7993, -1]
 
 
-def random_candidates(rng: random.Random, rows: int, depth: int, window: int) -> tuple[Tensor, Tensor]:
-    """Ranked by match, sharing prefixes, ending early, with garbage behind the last match."""
-    ways = ngram.OWN + ngram_memory.CANDIDATES
-    candidates = torch.randint(-1, 3, (rows, depth, ways), generator=torch.Generator().manual_seed(rows))
-    match = torch.zeros(rows, ways, dtype=torch.int64)
-    for row in range(rows):
-        found = rng.randint(0, ways)
-        lengths = sorted((rng.randint(1, window) for _ in range(found)), reverse=True)
-        if rng.random() < 0.3:
-            lengths = lengths[:1] * found  # many ties
-        match[row, :found] = torch.tensor(lengths, dtype=torch.int64)
-        names = rng.choice((1, 2, 5, 1000))
-        for c in range(found):
-            size = rng.randint(1, depth)
-            candidates[row, :, c] = -1
-            candidates[row, :size, c] = torch.tensor([rng.randrange(names) for _ in range(size)])
-    return candidates, match
-
-
-@pytest.mark.slow
-@pytest.mark.further(ops="triton", nodes=[2, 8, 16, 64, 130])
-@pytest.mark.parametrize("depth, nodes", [(1, 2), (1, 20), (4, 6), (5, 8), (8, 16), (9, 64), (7, 130), (9, 200)])
-def test_build(ops: TorchOps, few: int, depth: int, nodes: int) -> None:
-    rng, rows = random.Random(nodes), 200 // few
-    for low, high in ((1, 10), (1, 1), (3, 16), (16, 16))[: 4 if few == 1 else 3]:
-        pair = Pair(ops, rows, 20, min_breadth=low, max_breadth=high, branch_length=9, capacity=1)
-        candidates, match = random_candidates(rng, rows + 1, 9, 12)
-        last = torch.randint(0, 1000, (rows + 1,), generator=torch.Generator().manual_seed(nodes))
-        picked, drafts = torch.tensor(rng.sample(range(rows), rows * 3 // 4)), []
-        for index, s in pair.sides:
-            index.candidates.copy_(candidates), index.match.copy_(match), s.last.copy_(last)
-            drafts.append(index.build(s, picked.to(s.last.device), depth, nodes))
-        for one, two in zip(*(one[:3] for one in drafts), strict=True):
-            assert one.dtype == two.dtype and torch.equal(one, two.cpu())
-
-
 def test_strided_arguments(ops: TorchOps) -> None:
     """A column of a packed result takes the confidences; others may come from one."""
     index = ops.ngram_index(3, ops.device, capacity=1)
@@ -288,21 +253,6 @@ def test_strided_arguments(ops: TorchOps) -> None:
     columns = numbers.unbind(1) if ops.name == "cpu" else numbers.t().contiguous().unbind(0)
     index.insert(slots, *columns, 2)
     assert index.memory.row[:, 3:].tolist() == [[4, 2], [2, 2], [-1, -1]]
-
-
-def test_length_grows_past_a_chunk(ops: TorchOps) -> None:
-    """The number of programs that take part follows the text, at the chunk's own size."""
-    chunk = 1024
-    if ops.name == "triton":
-        from draftwing.ops.triton.ngram import CHUNK as chunk
-    pair, rng = Pair(ops, 1, 2 * chunk + 100, capacity=1), random.Random(2)
-    for length in (chunk - 2, 2 * chunk - 1):
-        prompt = [rng.randrange(200) for _ in range(length)]
-        prompt[-5:] = prompt[10:15]
-        pair.begin(0, prompt, 0)
-        for at in range(3):
-            pair.step([0], {0: prompt[15 + at : 16 + at]}, 2, [0, 0], SHAPES[0])
-        assert int(pair.sides[1][0].gap[0]) > length - 30
 
 
 @pytest.mark.gpu

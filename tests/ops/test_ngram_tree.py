@@ -87,6 +87,7 @@ def paths(draft: Draft, row: int) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.further(breadth=(1, 4))
+@pytest.mark.further(ops="triton", shape=[shape for shape in SHAPES if shape.depth in (1, 4)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("breadth", [(1, 1), (1, 4), (2, 6)])
 def test_keeps_the_best_allowed_prefixes(ops: TorchOps, shape: TreeShape, breadth: tuple[int, int]) -> None:

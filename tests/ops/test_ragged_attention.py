@@ -100,7 +100,7 @@ def results(
     return every[query], alone
 
 
-@pytest.mark.further(ops="triton", heads=(3, 1))
+@pytest.mark.further(ops="triton", heads=[(4, 2), (3, 1)])
 @pytest.mark.further(ops="triton", with_trees=False)
 @pytest.mark.parametrize("with_trees", [True, False])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (16, 1)])

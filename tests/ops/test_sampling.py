@@ -6,11 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.ops.torch.argmax import top_candidates
-from draftwing.ops.torch.filters import keep_mask
-from draftwing.ops.torch.noise import gumbel
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.torch.sampling import first_argmax
 from draftwing.ops.types import SamplingRows
@@ -46,73 +43,6 @@ def rows(
         torch.full((b,), ban_until),
         torch.tensor([ban_ids] * b),
     )
-
-
-def one_by_one(
-    logits: Tensor, positions: Tensor, params: SamplingRows, noisy: list[int], filtered: list[int], banning: list[int]
-) -> list[list[int]]:
-    tokens: list[list[int]] = []
-    for b in range(logits.shape[0]):
-        tokens.append([])
-        for n in range(logits.shape[1]):
-            x = logits[b, n].float().clone()
-            position = int(positions[b, n]) + 1
-            if b in banning and position < params.ban_until[b]:
-                for i in params.ban_ids[b].tolist():
-                    if i >= 0:
-                        x[i] = -math.inf
-            if b in noisy:
-                z = x + params.temperature[b] * gumbel(params.seed[b : b + 1], torch.tensor([[position]]), len(x))[0, 0]
-                if b in filtered:
-                    limits = (f[b : b + 1] for f in (params.temperature, params.top_k, params.top_p, params.min_p))
-                    z[~keep_mask(x[None], *limits)[0]] = -math.inf
-                x = z
-            tokens[-1].append(x.tolist().index(x.max().item()))
-    return tokens
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [100, 1024])
-@pytest.mark.parametrize(
-    ("noisy", "filtered", "banning"),
-    [
-        ([], [], []),
-        ([], [], [1, 3]),
-        ([0, 2, 3], [], [0]),
-        ([0, 2, 3], [2], [2, 1]),
-        ([3, 0, 2], [2, 3], [0, 1, 2, 3]),
-        ([0, 1, 2, 3], [1, 3], [3]),
-        ([2, 0, 1, 3], [3, 1, 0, 2], []),
-    ],
-)
-def test_mixed_batches(
-    sample: Callable[..., Tensor],
-    dtype: torch.dtype,
-    vocab: int,
-    noisy: list[int],
-    filtered: list[int],
-    banning: list[int],
-) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    depth = torch.tensor([[0, 1, 1, 2, 0]] * 4)
-    positions = torch.tensor([[4], [10], [3], [900]]) + depth
-    logits = (torch.randn(4, 5, vocab, generator=generator) * 2).to(dtype)
-    best = logits.float().argmax(-1)[:, 0]
-    params = rows([0.7 if b in noisy else 0.0 for b in range(4)], [5, 2**62, 7, 0], top_k=20, top_p=0.8)
-    params = params._replace(
-        ban_until=torch.tensor([6, 11, 5, 2000]), ban_ids=torch.stack((best, torch.full((4,), -1), best * 0), -1)
-    )
-    before = logits.clone()
-    index = [torch.tensor(x, dtype=torch.int64) for x in (noisy, filtered, banning)]
-    got = sample(logits, positions, depth, 2, params, *index)
-    assert got.dtype == torch.int64
-    assert got.tolist() == one_by_one(logits, positions, params, noisy, filtered, banning)
-    assert torch.equal(logits, before)
-    for b in banning:
-        if positions[b, 0] + 1 < params.ban_until[b]:
-            assert got[b, 0] != best[b]
-    if noisy and not banning:
-        assert not torch.equal(got, logits.float().argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -185,30 +115,6 @@ def test_frequencies(sample: Callable[..., Tensor], name: str) -> None:
     # Wilson-Hilferty: the cube root of a chi-square is nearly normal; 3.3 deviations are a level of 0.0005.
     score = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert score < 3.3
-
-
-def test_greedy_rows_never_meet_noise(sample: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("noise was made for a greedy batch")
-
-    monkeypatch.setattr("draftwing.ops.torch.sampling.gumbel", refuse)
-    logits = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0))
-    zero = torch.zeros(2, 1, dtype=torch.int64)
-    got = sample(logits, zero, zero, 0, rows([0.0, 0.0]), NONE, NONE, NONE)
-    assert torch.equal(got, logits.argmax(-1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (5, 2)])
-def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
-    sample = TorchOps(torch.device("cpu")).sample
-    with FakeTensorMode():
-        params = rows([0.8, 0.0, 1.0], top_k=5)
-        zero = torch.zeros(3, nodes, dtype=torch.int64)
-        for noisy, filtered, banning in (([], [], []), ([0, 2], [2], [1]), ([0, 1, 2], [0, 1, 2], [])):
-            index = [torch.tensor(x, dtype=torch.int64) for x in (noisy, filtered, banning)]
-            logits = torch.randn(3, nodes, 256, dtype=torch.bfloat16)
-            assert sample(logits, zero, zero, depth_max, params, *index).shape == (3, nodes)
 
 
 def test_candidates_hold_the_largest_values():

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.errors import ConfigError
 from draftwing.ops.reference.tree import Accepted, accept, derive, fraction_bits
@@ -94,55 +93,10 @@ def test_lengths_of_the_deepest_trees_and_of_others(ops: TorchOps, mean: float) 
         assert abs(count.mean().item() - expected) <= 4 * count.std().item() / batch**0.5
 
 
-def test_rows_and_positions_decide_alone(ops: TorchOps) -> None:
-    draft, rows, kv_len = chain(64, 4), torch.arange(64), torch.full((64,), 9)
-    simulation = Simulation(2.5, 3, VOCAB)
-    count = accepted(ops, draft, 3, simulation, rows, kv_len).count
-    part = Draft(*(x[10:20] for x in draft[:3]))
-    assert torch.equal(accepted(ops, part, 3, simulation, rows[10:20], kv_len[10:20]).count, count[10:20])
-    later = accepted(ops, draft, 3, simulation, rows, kv_len + 1).count
-    assert not torch.equal(later, count)
-
-
-def test_what_is_committed_are_the_drafts(ops: TorchOps) -> None:
-    draft = chain(8, 6)
-    found = accepted(ops, draft, 5, Simulation(4, 5, VOCAB), torch.arange(8), torch.arange(8))
-    for row, count in enumerate(found.count.tolist()):
-        assert torch.equal(found.committed[row, : count - 1], draft.tokens[row, 1:count])
-        assert count == 6 or found.committed[row, count - 1] != draft.tokens[row, count]
-    assert len(set(found.count.tolist())) > 2
-
-
-def test_plain_steps_stay_as_they_are(ops: TorchOps) -> None:
-    draft = Draft(torch.ones(2, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1) > 0)
-    target = torch.tensor([[3], [4]])
-    tree = derive(draft.parent, draft.alive, 0)
-    assert torch.equal(
-        simulated(ops, Simulation(3, 2, VOCAB), draft, tree, target, torch.arange(2), torch.arange(2)), target
-    )
-
-
-def test_bits_are_uniform() -> None:
-    bits = fraction_bits(torch.arange(10_000) % 100, torch.arange(10_000) // 100)
-    assert bits.min() >= 0 and bits.max() < 1 << 24
-    assert abs(bits.double().mean().item() / (1 << 24) - 0.5) < 0.015
-
-
 @pytest.mark.parametrize("mean", [0.5, 4.5])
 def test_a_length_that_no_tree_has_is_refused(mean: float) -> None:
     with pytest.raises(ConfigError, match=rf"from 1 to 4, found {mean}"):
         Simulation(mean, 3, VOCAB)
-
-
-def test_nothing_is_read_on_the_host() -> None:
-    draft = chain(3, 4)
-    tree = derive(draft.parent, draft.alive, 3)
-    ops = TorchOps(torch.device("cpu"))
-    with FakeTensorMode() as mode:
-        fake = [[mode.from_tensor(x) for x in part if x is not None] for part in (draft, tree)]
-        rows = mode.from_tensor(torch.arange(3))
-        target = mode.from_tensor(torch.zeros(3, 4, dtype=torch.int64))
-        assert Simulation(2.5, 3, VOCAB)(ops, Draft(*fake[0]), Tree(*fake[1]), target, rows, rows).shape == (3, 4)
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.4, 9.0])

@@ -3,14 +3,12 @@ becomes of the row table."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import NOT_FINITE, TreeShape
 from draftwing.engine.devices import pick_device
@@ -255,19 +253,6 @@ def run(ops: TorchOps, draft: Draft, target: Tensor, depth_max: int) -> tuple[Tr
     return tree, ops.commit(world.slots, at, draft, tree, target, inputs.prefix_len, 0, False)
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 5, 12, 17])
-def test_a_chain_keeps_its_order(ops: TorchOps, nodes: int) -> None:
-    parent = torch.arange(nodes).sub(1).clamp(min=0)[None]
-    tokens = torch.arange(nodes)[None] + 7
-    draft = Draft(tokens, parent, torch.ones(1, nodes, dtype=torch.bool))
-    for agreed in range(nodes):
-        target = tokens + 1
-        target[:, agreed:] = 0
-        _, done = run(ops, draft, target, nodes - 1)
-        order = unpack(done.packed.cpu().numpy(), TreeShape(nodes - 1, 1, nodes)).order
-        assert order.tolist() == [list(range(nodes))] and done.count.tolist() == [agreed + 1]
-
-
 def test_later_child_and_dead_twin(ops: TorchOps) -> None:
     # 0 -> {1, 2, 3}, 2 -> {4, 5}; node 3 repeats node 2's token but is dead, and so is 6 below it.
     parent = torch.tensor([[0, 0, 0, 0, 2, 2, 3]])
@@ -279,13 +264,6 @@ def test_later_child_and_dead_twin(ops: TorchOps) -> None:
     assert done.tokens.tolist() == [[2, 5, 8]]
     assert tree.depth.tolist() == [[0, 1, 1, 0, 2, 2, 0]]
     assert tree.path[0, 6].tolist() == [6, 6, 6]
-
-
-def test_all_dead_is_plain_decoding(ops: TorchOps) -> None:
-    alive = torch.tensor([[True] + [False] * 4] * 2)
-    threes = torch.full((2, 5), 3)
-    _, done = run(ops, Draft(threes, torch.zeros(2, 5, dtype=torch.int64), alive), threes, 3)
-    assert done.count.tolist() == [1, 1] and done.tokens.tolist() == [[3, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -305,31 +283,3 @@ def test_what_is_not_finite_ends_the_path_and_is_told_to_the_host_alone(ops: Tor
     assert done.tokens[0, count - 1] == world.slots.last[0] == 7 + count and done.path is not None
     for kept in (done.tokens, world.slots.tokens, world.slots.last, done.path.ids):
         assert kept.max() < NOT_FINITE
-
-
-def test_the_random_trees_are_worth_it() -> None:
-    """First children, later ones and dead nodes are all met on the way."""
-    rng = random.Random(0)
-    first = later = dead = longest = 0
-    for _ in range(300):
-        t = RandomTree(rng, rng.randint(2, 14), rng.randint(1, 7))
-        walk = t.walk()
-        dead += t.alive.count(False)
-        longest = max(longest, len(walk))
-        for above, node in itertools.pairwise(walk):
-            siblings = [i for i in range(1, len(t.parent)) if t.alive[i] and t.parent[i] == above]
-            first += node == siblings[0]
-            later += node != siblings[0]
-    assert first > 50 and later > 20 and dead > 50 and longest >= 4
-
-
-@pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (6, 3)])
-def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
-    with FakeTensorMode():
-        ops = TorchOps(torch.device("cpu"))
-        slots = RowTable(ROWS, LENGTH, pick_device(ops.device.type, ops=ops))
-        parent, rows = torch.zeros(2, nodes, dtype=torch.int64), torch.tensor([0, 1])
-        draft = Draft(parent, parent, torch.ones(2, nodes, dtype=torch.bool))
-        tree, inputs = ops.tree_inputs(slots, rows, draft, depth_max)
-        done = ops.commit(slots, rows, draft, tree, parent, inputs.prefix_len, 3, True)
-        assert done.tokens.shape == (2, depth_max + 1) and tree.path.shape == (2, nodes, depth_max + 1)

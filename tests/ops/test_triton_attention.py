@@ -336,7 +336,7 @@ def test_the_backend(chunks: bool, device: torch.device) -> None:
         pool.kv[1].copy_(case.kv)
         attend = paged.PagedAttention(pool, exact=True).bind(batch, 1)
         if fused:
-            results.append(attend.fused(0, qkv.clone(), cos, sin))
+            results.append(attend.fused(0, qkv.clone(), cos, sin, None))
         else:
             results.append(attend(0, turned[:, :4], turned[:, 4:], qkv[:, 6:]))
     case.kv, case.q = pool.kv[1], turned[:, :4]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from reference.trees import path_of, random_trees
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.ops.reference.tree import Tree, derive
 from draftwing.ops.torch.sampling import SamplingOps, SamplingRows
@@ -220,21 +219,3 @@ def test_rows_without_edits_need_nothing() -> None:
     assert table.features([0, 1, 2]) == Features(counts=True, biases=2, bad_words=1, bad_tokens=3)
     table.write(1, SamplingParams(repetition_penalty=2.0), 4, [])
     assert table.features([1], guided=True) == Features(seen=True, masks=True)
-
-
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (5, 2)])
-def test_runs_on_fake_tensors(nodes: int, depth: int) -> None:
-    every = Features(True, True, 3, True, 2, 3, True)
-    with FakeTensorMode():
-        table = EditTable(4, 100, torch.device("cpu"))
-        table.allowed = torch.zeros(4, 4, dtype=torch.int32)
-        zero = torch.zeros(2, nodes, dtype=torch.int64)
-        tree = derive(zero, zero == 0, depth)
-        for features in (every, Features()):
-            masks = torch.zeros(2, nodes, 4, dtype=torch.int32) if features.masks else None
-            history = torch.zeros(4, 30, dtype=torch.int64)
-            some = Nodes(zero[:, 0], history, zero[:, 0], 20, zero, tree.path, tree.path_len)
-            edited = table.apply(torch.randn(2, nodes, 100), features, some, masks)
-            assert edited.logits.shape == (2, nodes, 100)
-            ids = torch.zeros(1, nodes, 8, dtype=torch.int64)
-            assert edited.at(torch.randn(1, nodes, 8), ids, zero[:1, 0]).shape == (1, nodes, 8)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TokenLogprobs
 from draftwing.requests.request import LogprobParams
@@ -138,16 +137,3 @@ def test_prompts_in_slices(length: int, half: bool) -> None:
     assert len(got) == length
     for m in range(length):
         check(got[m], expected(hidden[m] @ weight.T, int(next_ids[m]), 3, [9, 8]), 2e-2 if half else 1e-4)
-
-
-def test_runs_on_fake_tensors() -> None:
-    with FakeTensorMode():
-        zero = torch.zeros(2, 3, dtype=torch.int64)
-        logits = torch.randn(2, 3, 512, dtype=torch.bfloat16)
-        exact = lambda ids: torch.zeros(ids.shape)  # noqa: E731
-        assert path_logprobs(logits, zero, 5, zero[:, :2], exact).shape == (2, 3, width(5, 2))
-        assert path_logprobs(logits, zero, 0).shape == (2, 3, 1)
-        hidden = torch.randn(100, 8)
-        weight = torch.randn(8, 512)
-        next_ids = torch.zeros(100, dtype=torch.int64)
-        assert prompt_logprobs(hidden, lambda x: x @ weight, next_ids, 2).shape == (100, 5)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from draftwing.sched.kv_manager import SlotAllocator
 from draftwing.sched.radix import RadixCache
-from draftwing.sched.slots import SlotAllocator
 
 
 def arr(tokens):

@@ -6,7 +6,7 @@ import numpy as np
 from step_marks import marks_of
 
 from draftwing.core import MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED, DraftTokens, StepResult, TracedNode
-from draftwing.sched.trace import traced_step
+from draftwing.sched.results import traced_step
 
 #   0 (root) - 1 - 3
 #            - 2 - 4 (not verified);  5 was not proposed.  Accepted: 1, 3.

@@ -83,7 +83,7 @@ class FakeEngine:
             processors=PROCESSORS, defaults=defaults or {},
         )  # fmt: skip
         self.grammars = GrammarCompiler.of(options, self.tokenizer, self.info.vocab_size, self.info.stop_ids)
-        self.burst, self.pause = burst, pause
+        self._speed = burst, pause
         self.requests: list[GenerationRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []
         self.cached: set[tuple[str | None, tuple[int, ...]]] = set()  # salts and prompts that were prefilled
@@ -91,10 +91,17 @@ class FakeEngine:
         self.running: dict[str, tuple[GenerationRequest, list[int], StopStringScanner | None]] = {}
         self.crash: Exception | None = None
         self.steps, self.stepping = 0, False
-        self.flushed = 0
         self.traced: list[TracedStep] = []  # all steps that were reported, those of prompts left out
         self.closed = False
+        self.forget()
         self._inbox: queue.SimpleQueue[GenerationRequest | str | None] = queue.SimpleQueue()
+
+    def forget(self) -> None:
+        """Is as it was made, but for what runs."""
+        self.burst, self.pause = self._speed
+        self.flushed = 0
+        for memory in (self.requests, self.aborted, self.cached, self.traced):
+            memory.clear()  # type: ignore[attr-defined]
 
     def submit(self, request: GenerationRequest) -> None:
         request = self.info.admit(request)

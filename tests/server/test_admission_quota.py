@@ -196,39 +196,34 @@ def test_answers_that_were_left_count_for_a_while() -> None:
     assert not waiting._counts and not waiting._abandoned
 
 
-def test_requests_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part at once, one of another client too; what is dropped before its part is never sent."""
     monkeypatch.setattr(dispatch_queue, "PAUSE_SECONDS", 0.0)
     sent: list[list[str]] = []
 
-    async def run() -> None:
-        box = DispatchQueue(lambda requests: sent.append([request.uid for request in requests]))
-        box.put([asked(f"a{i}", "a") for i in range(200)])
-        box.put([asked("b0", "b")])
-        assert [len(part) for part in sent] == [64, 1]
-        box.put([asked("a200", "a")])
-        assert box.drop(["a0", "b0", *(f"a{i}" for i in range(64, 130)), "unknown"]) == [
-            f"a{i}" for i in range(64, 130)
-        ]
-        while len(sent) < 4:
-            await asyncio.sleep(0)
-        assert sent[2:] == [[f"a{i}" for i in range(130, 194)], [f"a{i}" for i in range(194, 201)]]
-        box.put([asked(f"a{i}", "a") for i in range(300, 400)])
-        assert len(box.drop([f"a{i}" for i in range(400)])) == 36
-        box.put([asked("a500", "a")])
-        while len(sent) < 6:
-            await asyncio.sleep(0)
-        assert sent[5:] == [["a500"]] and not box._unsent and not box._pauses
+    box = DispatchQueue(lambda requests: sent.append([request.uid for request in requests]))
+    box.put([asked(f"a{i}", "a") for i in range(200)])
+    box.put([asked("b0", "b")])
+    assert [len(part) for part in sent] == [64, 1]
+    box.put([asked("a200", "a")])
+    assert box.drop(["a0", "b0", *(f"a{i}" for i in range(64, 130)), "unknown"]) == [f"a{i}" for i in range(64, 130)]
+    while len(sent) < 4:
+        await asyncio.sleep(0)
+    assert sent[2:] == [[f"a{i}" for i in range(130, 194)], [f"a{i}" for i in range(194, 201)]]
+    box.put([asked(f"a{i}", "a") for i in range(300, 400)])
+    assert len(box.drop([f"a{i}" for i in range(400)])) == 36
+    box.put([asked("a500", "a")])
+    while len(sent) < 6:
+        await asyncio.sleep(0)
+    assert sent[5:] == [["a500"]] and not box._unsent and not box._pauses
 
-        # Who takes back all that waits, and asks again, has no more messages in a pause than others.
-        for turn in range(5):
-            box.put([asked(f"{turn} {i}", "a") for i in range(100)])
-            box.drop([f"{turn} {i}" for i in range(100)])
-        assert len(sent) == 7 and len(box._pauses) == 1
-        box.clear()
-        assert not box._pauses
-
-    asyncio.run(run())
+    # Who takes back all that waits, and asks again, has no more messages in a pause than others.
+    for turn in range(5):
+        box.put([asked(f"{turn} {i}", "a") for i in range(100)])
+        box.drop([f"{turn} {i}" for i in range(100)])
+    assert len(sent) == 7 and len(box._pauses) == 1
+    box.clear()
+    assert not box._pauses
 
 
 def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,35 +105,29 @@ def request(uid: str, **fields: object) -> GenerationRequest:
     return GenerationRequest(uid, [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
 
 
-def test_generate_yields_every_token_once_and_aborts_when_left_early(slow: FakeEngine) -> None:
-    async def scenario() -> None:
-        async with running(slow) as bridge:
-            tokens = [t async for output in bridge.generate(request("a")) for t in output.token_ids]
-            assert tokens == [1, 2, 3, 256] and slow.aborted == []
-            outputs = bridge.generate(request("b", ignore_eos=True, max_new_tokens=1000))
-            assert (await anext(outputs)).token_ids[0] == 1
-            await outputs.aclose()  # type: ignore[attr-defined]
-            await asyncio.to_thread(wait_until, lambda: slow.aborted == ["b"])
-
-    asyncio.run(scenario())
+async def test_generate_yields_every_token_once_and_aborts_when_left_early(slow: FakeEngine) -> None:
+    async with running(slow) as bridge:
+        tokens = [t async for output in bridge.generate(request("a")) for t in output.token_ids]
+        assert tokens == [1, 2, 3, 256] and slow.aborted == []
+        outputs = bridge.generate(request("b", ignore_eos=True, max_new_tokens=1000))
+        assert (await anext(outputs)).token_ids[0] == 1
+        await outputs.aclose()  # type: ignore[attr-defined]
+        await asyncio.to_thread(wait_until, lambda: slow.aborted == ["b"])
 
 
-def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
-    async def scenario() -> None:
-        async with running(slow) as bridge:
-            outputs = bridge.generate(request("a", ignore_eos=True, max_new_tokens=1900))
-            await anext(outputs)
-        assert not bridge.healthy
-        with pytest.raises(EngineDead):
-            async for _ in outputs:
-                pass
-        with pytest.raises(EngineDead):
-            bridge.submit([request("b")])
-
-    asyncio.run(scenario())
+async def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
+    async with running(slow) as bridge:
+        outputs = bridge.generate(request("a", ignore_eos=True, max_new_tokens=1900))
+        await anext(outputs)
+    assert not bridge.healthy
+    with pytest.raises(EngineDead):
+        async for _ in outputs:
+            pass
+    with pytest.raises(EngineDead):
+        bridge.submit([request("b")])
 
 
-def test_what_a_slow_client_has_not_taken_is_not_copied_each_time() -> None:
+async def test_what_a_slow_client_has_not_taken_is_not_copied_each_time() -> None:
     """The lists that came first are the ones that are given out, with all that came later, and nothing is lost."""
     engine, count = local(FakeEngine()), 2500
     wanted = LogprobParams(start=0)
@@ -143,22 +137,19 @@ def test_what_a_slow_client_has_not_taken_is_not_copied_each_time() -> None:
         step = traced([i % 200], i, False)
         return Output("x", [i % 200], None, {}, [logprob(i % 200, wanted)], first, [step])
 
-    async def scenario() -> None:
-        engine.start()
-        stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
-        begin = output(0)
-        stream.put(begin)
-        for i in range(1, count):
-            stream.put(output(i))
-        stream.put(Output("x", [7], {"type": "length", "length": count}, {"a": 1}, [logprob(7, wanted)]))
-        (whole,) = [one async for one in stream]
-        assert whole.token_ids is begin.token_ids and whole.logprobs is begin.logprobs
-        assert whole.prompt_logprobs is begin.prompt_logprobs
-        assert whole.token_ids == [*(i % 200 for i in range(count)), 7] and whole.meta == {"a": 1}
-        assert whole.finish_reason == {"type": "length", "length": count}
-        assert len(whole.logprobs) == count + 1 and len(whole.prompt_logprobs) == 2
-        assert len(whole.trace) == 64 and whole.trace[-1].number == count - 1
-        stream.close()
-        await engine.stop()
-
-    asyncio.run(scenario())
+    engine.start()
+    stream = Stream(engine, [GenerationRequest("x", [1, 2], SamplingParams(), logprobs=wanted)])
+    begin = output(0)
+    stream.put(begin)
+    for i in range(1, count):
+        stream.put(output(i))
+    stream.put(Output("x", [7], {"type": "length", "length": count}, {"a": 1}, [logprob(7, wanted)]))
+    (whole,) = [one async for one in stream]
+    assert whole.token_ids is begin.token_ids and whole.logprobs is begin.logprobs
+    assert whole.prompt_logprobs is begin.prompt_logprobs
+    assert whole.token_ids == [*(i % 200 for i in range(count)), 7] and whole.meta == {"a": 1}
+    assert whole.finish_reason == {"type": "length", "length": count}
+    assert len(whole.logprobs) == count + 1 and len(whole.prompt_logprobs) == 2
+    assert len(whole.trace) == 64 and whole.trace[-1].number == count - 1
+    stream.close()
+    await engine.stop()

@@ -1,9 +1,7 @@
 """Conversations whose calls are garbled, by the model and by the client: none may give a 5xx, a stream tells what the
 whole answer is, and what the server gives out it takes back.
 
-    python tests/server/test_garbled.py 100000
-
-makes that many requests; the test makes a few hundred. `garbled.py` makes them up.
+`garbled.py` makes them up.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -177,7 +174,7 @@ async def fuzz(requests: int, seed: int) -> Counter[tuple[str, int]]:
     return statuses
 
 
-@pytest.mark.parametrize("requests", [300, pytest.param(5000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("requests", [200, pytest.param(5000, marks=pytest.mark.exhaustive)])
 def test_no_garbled_conversation_gives_a_5xx(requests: int) -> None:
     statuses = asyncio.run(fuzz(requests, seed=requests))
     for path in ASKED:
@@ -199,17 +196,10 @@ def test_calls_come_back(server: tuple[str, str | None, str]) -> None:
     async def scenario() -> Counter[tuple[str, int]]:
         draw, statuses = random.Random(1), Counter[tuple[str, int]]()
         async with client(*server) as (asking, engine):
-            for script in ARGUMENTS * 4:
+            for script in ARGUMENTS * 3:
                 call = f'<tool_call>{{"name": "f", "arguments": {script}}}</tool_call>'
                 await turn(draw, asking, engine, statuses, call)
         return statuses
 
     statuses = asyncio.run(scenario())
-    assert all(statuses[(path, 200)] > 15 for path in ASKED)
-
-
-if __name__ == "__main__":
-    counts = asyncio.run(fuzz(int(sys.argv[1]), seed=int((sys.argv[2:] or ["0"])[0])))
-    for (path, status), count in sorted(counts.items()):
-        print(f"{count:6d} {status} {path}")
-    print(f"{sum(counts.values()):6d} requests, none with a 5xx")
+    assert all(statuses[(path, 200)] > 10 for path in ASKED)

@@ -94,6 +94,7 @@ def test_a_response_is_ended_where_all_hold_too_many(
     monkeypatch.setattr(logprob_quota, "MAX_HELD_LOGPROBS", 5000)
     assert client.post(path, json=BODIES[path] | {"stream": stream}).text.count("the most they may") == 0
     assert held.held == 690
+    held.give_back("other", 690)
 
 
 def test_who_has_its_share_is_refused_and_who_has_little_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,15 +162,16 @@ def test_what_a_position_takes_that_came_from_the_engine(top: int, wanted: int, 
 def test_a_key_that_has_its_share_is_a_429_before_anything_is_made(
     client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service: Service = client.app.state.service  # type: ignore[attr-defined]
+    held, share = client.app.state.service.engine.logprob_quota, logprob_quota.MAX_HELD_LOGPROBS // logprob_quota.SHARE  # type: ignore[attr-defined]
     monkeypatch.setattr(service_module, "client_name", lambda: "alice")
-    service.engine.logprob_quota.add("alice", logprob_quota.MAX_HELD_LOGPROBS // logprob_quota.SHARE, 1)
+    held.add("alice", share, 1)
     monkeypatch.setattr(logprob_quota, "FREE_LOGPROBS", 0)
     body = {"text": "ab", "return_logprob": True}
     refused = client.post("/generate", json=body)
     assert refused.status_code == 429 and "of this key" in refused.text and int(refused.headers["retry-after"]) >= 1
     assert not engine.requests
     assert client.post("/generate", json={"text": "ab"}).status_code == 200, "who asks for none of them is let in"
+    held.give_back("alice", share)
 
 
 def test_a_response_counts_until_it_is_sent(client: TestClient) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,28 +12,33 @@ from scripted import client_of, ok, streamed
 from starlette.testclient import TestClient
 
 from draftwing.requests import stop_regex
-from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import SpecLimits
 from draftwing.requests.sampling_params import LogitsProcessorSpec
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 PATHS = [CHAT, COMPLETION]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
 def base(path: str, text: str = "abc") -> dict[str, Any]:
     return {"prompt": text} if path == COMPLETION else {"messages": [{"role": "user", "content": text}]}
 
 
-@pytest.fixture
-def drafting() -> FakeEngine:
-    return FakeEngine(drafting_options(5, 4, 8))
+@pytest.fixture(scope="module")
+def speculating() -> Iterator[tuple[FakeEngine, TestClient]]:
+    engine = FakeEngine(drafting_options(5, 4, 8))
+    with client_of(engine) as client:
+        yield engine, client
 
 
 @pytest.fixture
-def drafts(drafting: FakeEngine) -> Iterator[TestClient]:
-    with client_of(drafting) as client:
-        yield client
+def drafting(speculating: tuple[FakeEngine, TestClient]) -> FakeEngine:
+    speculating[0].forget()
+    return speculating[0]
+
+
+@pytest.fixture
+def drafts(drafting: FakeEngine, speculating: tuple[FakeEngine, TestClient]) -> TestClient:
+    return speculating[1]
 
 
 EDITS: dict[str, Any] = {
@@ -56,49 +60,6 @@ def test_edits_reach_the_engine(client: TestClient, engine: FakeEngine, path: st
     assert params.bad_words == ("no", "never") and params.stop_regex == ("x+", "y") and params.min_p == 0.125
     assert params.logits_processor == LogitsProcessorSpec("even", '{"a": [1, null]}')
     assert params.edited and params.guided
-
-
-TAG = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
-    "triggers": ["<f"],
-}
-GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
-    ({"json_schema": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
-    ({"json_schema": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
-    ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
-    ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
-    ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
-]
-FORMATS: list[tuple[dict[str, Any], Grammar | None]] = [
-    ({"type": "text"}, None),
-    ({"type": "json_object"}, Grammar("json_object", "")),
-    (
-        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
-        Grammar("json_schema", json.dumps(SCHEMA)),
-    ),
-    ({"type": "json_schema", "json_schema": {"schema": True}}, Grammar("json_schema", "true")),
-    (TAG, Grammar("structural_tag", json.dumps(TAG))),
-]
-
-
-@pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)
-def test_grammars_reach_the_engine(
-    client: TestClient, engine: FakeEngine, fields: dict[str, Any], grammar: Grammar
-) -> None:
-    for path in PATHS:
-        ok(client, path, **base(path), **fields)
-    ok(client, "/generate", text="abc", sampling_params=fields)
-    assert [request.params.grammar for request in engine.requests] == [grammar] * 3
-
-
-@pytest.mark.parametrize(("value", "grammar"), FORMATS)
-def test_response_format(
-    client: TestClient, engine: FakeEngine, value: dict[str, Any], grammar: Grammar | None
-) -> None:
-    for path in PATHS:
-        ok(client, path, **base(path), response_format=value)
-    assert [request.params.grammar for request in engine.requests] == [grammar] * 2
 
 
 def test_generate_takes_a_processor_for_each(client: TestClient, engine: FakeEngine) -> None:
@@ -133,16 +94,6 @@ def test_the_answers_to_a_prompt_come_together_and_share_its_prefill(client: Tes
     assert [d["meta_info"]["cached_tokens"] for d in data] == [0, 3, 3, 0, 1, 1]
     ok(client, CHAT, **base(CHAT), n=2, cache_salt="other")
     assert [r.cache_salt for r in engine.requests[-2:]] == ["other"] * 2
-
-
-def test_continue_final_message(client: TestClient) -> None:
-    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two "}]
-    data = ok(client, CHAT, messages=messages, continue_final_message=True)
-    # The stand-in repeats its prompt: it ends with the message, its last space included, and with nothing after it.
-    assert data["choices"][0]["message"]["content"] == "user:count\nassistant:one two "
-    parts = [messages[0], {"role": "assistant", "content": [{"type": "text", "text": "one"}]}]
-    data = ok(client, CHAT, messages=parts, continue_final_message=True, chat_template_kwargs={"shout": "HEY"})
-    assert data["choices"][0]["message"]["content"] == "user:count\nassistant:one"
 
 
 LIMITS: list[tuple[Any, SpecLimits | None, tuple[Any, ...]]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jinja2
@@ -17,20 +18,25 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
-def client(served: tuple[FakeEngine, TestClient]) -> TestClient:
-    served[0].requests.clear()
-    return served[1]
-
-
 def body_of(path: str) -> dict[str, Any]:
     return ({"messages": HI} if path == CHAT else {"prompt": "hi"}) | {"max_tokens": 8}
+
+
+TAG = {"type": "structural_tag", "structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [
+        ({"json_schema": '{"type": "object"}'}, Grammar("json_schema", '{"type": "object"}')),
+        ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, Grammar("json_schema", "true")),
+        ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
         ({"guided_json": {"type": "object"}}, Grammar("json_schema", '{"type": "object"}')),
         ({"guided_regex": "a+"}, Grammar("regex", "a+")),
         ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c")),
@@ -55,11 +61,11 @@ def body_of(path: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_grammars_by_the_peers_names(
-    client: TestClient, served: tuple[FakeEngine, TestClient], path: str, fields: dict[str, Any], grammar: Grammar
+def test_grammars_by_their_names(
+    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
     ok(client, path, **body_of(path), **fields)
-    assert served[0].requests[-1].params.grammar == grammar
+    assert engine.requests[-1].params.grammar == grammar
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -111,18 +117,8 @@ def test_ids_begin_as_openais_do(client: TestClient) -> None:
     assert ok(client, CHAT, **body_of(CHAT), rid="mine", request_id="other")["id"] == "mine"
 
 
-def test_an_answer_of_the_assistant_comes_back(client: TestClient, served: tuple[FakeEngine, TestClient]) -> None:
-    said = [
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}], "reasoning": "hm"},
-        {"role": "assistant", "content": None, "refusal": None, "reasoning": None, "annotations": []},
-    ]
-    for message in said:
-        ok(client, CHAT, messages=[*HI, message, *HI], max_tokens=5)
-    response = client.post(CHAT, json={"messages": [{"role": "user", "content": said[0]["content"]}]})
-    assert response.status_code == 400 and response.json()["param"] == "messages.0.content.0"
-
-
 RETURNED: list[dict[str, Any]] = [
+    {"content": [{"type": "refusal", "refusal": "hm"}]},
     {"content": [{"type": "text", "text": "hm", "annotations": []}]},
     {"content": [{"type": "text", "text": "hm", "annotations": [{"type": "url_citation"}], "logprobs": None}]},
     {"refusal": None, "annotations": [], "audio": None, "function_call": None, "parsed": None, "tool_calls": None},
@@ -133,14 +129,12 @@ RETURNED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("members", RETURNED)
-def test_answers_of_other_servers_come_back(
-    client: TestClient, served: tuple[FakeEngine, TestClient], members: dict[str, Any]
-) -> None:
+def test_answers_of_other_servers_come_back(client: TestClient, engine: FakeEngine, members: dict[str, Any]) -> None:
     """What clients, and gateways before other servers, add to an answer asks for nothing when it is sent back."""
     said = {"role": "assistant", "content": "hm"}
     ok(client, CHAT, messages=[*HI, said | members, *HI], max_tokens=5)
     ok(client, CHAT, messages=[*HI, said, *HI], max_tokens=5)
-    first, second = served[0].requests[-2:]
+    first, second = engine.requests[-2:]
     assert first.prompt_ids == second.prompt_ids
     response = client.post(CHAT, json={"messages": [*HI, said | members, *HI], "max_tokens": 5})
     assert "draftwing-ignored" not in response.headers
@@ -174,17 +168,17 @@ def test_tokenizer_info_as_remote_tokenizers_read_it(client: TestClient) -> None
     assert ids == ok(client, "/tokenize", prompt=shown, add_special_tokens=False)["tokens"]
 
 
-def test_continuing_as_vllm_asks_for_it(client: TestClient, served: tuple[FakeEngine, TestClient]) -> None:
+def test_continuing_as_vllm_asks_for_it(client: TestClient, engine: FakeEngine) -> None:
     messages = [*HI, {"role": "assistant", "content": "so"}]
     for more in ({}, {"add_generation_prompt": False}):
         ok(client, CHAT, messages=messages, continue_final_message=True, max_tokens=5, **more)
-    first, second = served[0].requests[-2:]
+    first, second = engine.requests[-2:]
     assert first.prompt_ids == second.prompt_ids
     both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
     assert client.post(CHAT, json=both).json()["param"] == "add_generation_prompt"
     ok(client, CHAT, messages=HI, add_generation_prompt=False, max_tokens=5)
     ok(client, CHAT, messages=HI, max_tokens=5)
-    short, whole = (request.prompt_ids for request in served[0].requests[-2:])
+    short, whole = (request.prompt_ids for request in engine.requests[-2:])
     assert whole[: len(short)] == short
 
 
@@ -211,10 +205,10 @@ def test_log_probabilities_of_a_prompt_alone(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_token_ids_in_responses(client: TestClient, served: tuple[FakeEngine, TestClient], path: str) -> None:
+def test_token_ids_in_responses(client: TestClient, engine: FakeEngine, path: str) -> None:
     body = body_of(path) | {"return_token_ids": True, "temperature": 0}
     choice = ok(client, path, **body)["choices"][0]
-    assert choice["prompt_token_ids"] == served[0].requests[-1].prompt_ids and choice["token_ids"]
+    assert choice["prompt_token_ids"] == engine.requests[-1].prompt_ids and choice["token_ids"]
     found = [event["choices"][0] for event in streamed(client, path, **body)]
     assert found[0]["prompt_token_ids"] == choice["prompt_token_ids"]
     assert [token for event in found for token in event["token_ids"]] == choice["token_ids"]

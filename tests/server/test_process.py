@@ -71,116 +71,105 @@ async def text_of(engine: AsyncEngine, one: GenerationRequest) -> list[int]:
     return [token async for output in engine.generate(one) for token in output.token_ids]
 
 
-def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
-    async def scenario() -> None:
-        async with running(spawned) as engine:
-            assert engine.info.model_name == "echo" and engine.info.context_length == CONTEXT
-            assert engine.info.options.random_seed == 3
-            every = await asyncio.gather(*(text_of(engine, request(str(i), [i, i + 1])) for i in range(64)))
-            assert every == [[i, i + 1, 256] for i in range(64)]
-            stops = await text_of(engine, request("s", byte_tokenizer().encode("abcdef"), stop=("cd",)))
-            assert byte_tokenizer().decode(stops) == "abcd"
-            assert (await engine.stats())["running"] == 0 and await engine.flush_cache()
-            stream = engine.submit([FOREVER("x")._replace(name="mine")])
-            await until(lambda: bool(stream._news))
-            assert (await engine.stats())["running"] == 1 and not await engine.flush_cache()
-            engine.abort("mine")
-            last = [output async for output in stream][-1]
-            assert last.finish_reason == {"type": "abort", "message": "aborted"}
-            with pytest.raises(RequestError, match="vocabulary"):
-                engine.submit([request("bad", [257])])
-
-    asyncio.run(scenario())
+async def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
+    async with running(spawned) as engine:
+        assert engine.info.model_name == "echo" and engine.info.context_length == CONTEXT
+        assert engine.info.options.random_seed == 3
+        every = await asyncio.gather(*(text_of(engine, request(str(i), [i, i + 1])) for i in range(64)))
+        assert every == [[i, i + 1, 256] for i in range(64)]
+        stops = await text_of(engine, request("s", byte_tokenizer().encode("abcdef"), stop=("cd",)))
+        assert byte_tokenizer().decode(stops) == "abcd"
+        assert (await engine.stats())["running"] == 0 and await engine.flush_cache()
+        stream = engine.submit([FOREVER("x")._replace(name="mine")])
+        await until(lambda: bool(stream._news))
+        assert (await engine.stats())["running"] == 1 and not await engine.flush_cache()
+        engine.abort("mine")
+        last = [output async for output in stream][-1]
+        assert last.finish_reason == {"type": "abort", "message": "aborted"}
+        with pytest.raises(RequestError, match="vocabulary"):
+            engine.submit([request("bad", [257])])
 
 
-def test_an_engine_whose_step_does_not_end_is_replaced(
-    spawned: list[EngineLink], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stopped", [True, False])
+async def test_an_engine_that_hangs_is_replaced(
+    stopped: bool, spawned: list[EngineLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other thread answers all the while."""
+    """Where its step does not end, its other thread answers all the while."""
     monkeypatch.setenv("FAKE_ENGINE_PAUSE", "1000")
+    reason = "nothing was heard of it for 1 s" if stopped else "a step took more than 1 s"
 
-    async def scenario() -> None:
-        async with running(spawned, dataclasses.replace(OPTIONS, watchdog_timeout=1.0)) as engine:
-            waiting = asyncio.ensure_future(text_of(engine, FOREVER("x")))
-            async with asyncio.timeout(10):
-                while (await engine.stats())["progress"] is None:
-                    await asyncio.sleep(0.005)
-            monkeypatch.setenv("FAKE_ENGINE_PAUSE", "0.0005")
-            with pytest.raises(EngineDead, match="it hung: a step took more than 1 s"):
-                await waiting
-            await until(lambda: engine.healthy, 20)
-            assert await text_of(engine, request("again")) == [1, 2, 3, 256]
+    async with running(spawned, dataclasses.replace(OPTIONS, watchdog_timeout=1.0)) as engine:
+        waiting = asyncio.ensure_future(text_of(engine, FOREVER("x")))
+        async with asyncio.timeout(10):
+            while (await engine.stats())["progress"] is None:
+                await asyncio.sleep(0.005)
+        monkeypatch.setenv("FAKE_ENGINE_PAUSE", "0.0005")
+        if stopped:
+            os.kill(spawned[-1].process.pid, signal.SIGSTOP)
+            assert (await engine.stats())["age"] > 0.4, "its numbers are those of before"
+        with pytest.raises(EngineDead, match=f"it hung: {reason}"):
+            await asyncio.wait_for(waiting, 30)
+        await until(lambda: engine.healthy, 20)
+        assert await text_of(engine, request("again")) == [1, 2, 3, 256]
 
-    asyncio.run(scenario())
 
-
-def test_a_killed_engine_is_noticed_and_restarted_until_it_dies_too_often(
+async def test_a_killed_engine_is_noticed_and_restarted_until_it_dies_too_often(
     spawned: list[EngineLink], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "DEATHS", 1)
     lost: list[int] = []
 
-    async def scenario() -> None:
-        async with running(spawned) as engine:
-            engine.lost = lambda: lost.append(len(spawned))
-            for deaths in (1, 2):
-                waiting = [asyncio.ensure_future(text_of(engine, FOREVER(f"{deaths}{i}"))) for i in range(3)]
-                await asyncio.sleep(0.05)
-                question = asyncio.ensure_future(engine.stats())
-                os.kill(spawned[-1].process.pid, signal.SIGKILL)
-                await until(lambda: not engine.healthy)  # long before the watchdog would tell
-                for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-                    assert isinstance(outcome, EngineDead) and "killed by SIGKILL" in str(outcome)
-                with contextlib.suppress(EngineDead):  # it may have been answered before
-                    await question
-                with pytest.raises(EngineDead):
-                    engine.submit([request("late")])
-                if deaths < 2:
-                    await until(lambda: engine.healthy, 20)
-                    assert await text_of(engine, request("again")) == [1, 2, 3, 256]
-                    assert not lost
-            await asyncio.sleep(0.3)
-            assert not engine.healthy and lost == [2] and len(spawned) == 2
-            with pytest.raises(EngineDead, match=r"stopped too often: killed by SIGKILL.*; it is not restarted"):
-                engine.submit([request("too late")])
-
-    asyncio.run(scenario())
+    async with running(spawned) as engine:
+        engine.lost = lambda: lost.append(len(spawned))
+        for deaths in (1, 2):
+            waiting = [asyncio.ensure_future(text_of(engine, FOREVER(f"{deaths}{i}"))) for i in range(3)]
+            await asyncio.sleep(0.05)
+            question = asyncio.ensure_future(engine.stats())
+            os.kill(spawned[-1].process.pid, signal.SIGKILL)
+            await until(lambda: not engine.healthy)  # long before the watchdog would tell
+            for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(outcome, EngineDead) and "killed by SIGKILL" in str(outcome)
+            with contextlib.suppress(EngineDead):  # it may have been answered before
+                await question
+            with pytest.raises(EngineDead):
+                engine.submit([request("late")])
+            if deaths < 2:
+                await until(lambda: engine.healthy, 20)
+                assert await text_of(engine, request("again")) == [1, 2, 3, 256]
+                assert not lost
+        await asyncio.sleep(0.3)
+        assert not engine.healthy and lost == [2] and len(spawned) == 2
+        with pytest.raises(EngineDead, match=r"stopped too often: killed by SIGKILL.*; it is not restarted"):
+            engine.submit([request("too late")])
     assert "killed by SIGKILL" in caplog.text
 
 
-def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        engine = local(first := FakeEngine(burst=1), second := FakeEngine())
-        engine.start()
-        waiting = asyncio.ensure_future(text_of(engine, FOREVER("a")))
-        await until(lambda: bool(first.running))
-        engine.draining = True
-        first.crash = RuntimeError("out of paper")
-        with pytest.raises(EngineDead, match="out of paper; the server is shutting down"):
-            await waiting
-        await engine.stop()
-        assert not second.closed and not second.requests and engine.link.engine is first  # type: ignore[attr-defined]
-
-    asyncio.run(scenario())
+async def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    engine = local(first := FakeEngine(burst=1), second := FakeEngine())
+    engine.start()
+    waiting = asyncio.ensure_future(text_of(engine, FOREVER("a")))
+    await until(lambda: bool(first.running))
+    engine.draining = True
+    first.crash = RuntimeError("out of paper")
+    with pytest.raises(EngineDead, match="out of paper; the server is shutting down"):
+        await waiting
+    await engine.stop()
+    assert not second.closed and not second.requests and engine.link.engine is first  # type: ignore[attr-defined]
     assert "out of paper" in caplog.text and "restart" not in caplog.text
 
 
-def test_an_engine_that_cannot_be_restarted_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_be_restarted_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "DEATHS", 2)
-
-    async def scenario() -> None:
-        engine = local(first := FakeEngine())  # without a successor
-        lost = asyncio.Event()
-        engine.lost = lost.set
-        engine.start()
-        first.crash = RuntimeError("out of paper")
-        first.wake()
-        await asyncio.wait_for(lost.wait(), 5)
-        with pytest.raises(EngineDead, match="it is not restarted"):
-            engine.submit([request("a")])
-        await engine.stop()
-
-    asyncio.run(scenario())
+    engine = local(first := FakeEngine())  # without a successor
+    lost = asyncio.Event()
+    engine.lost = lost.set
+    engine.start()
+    first.crash = RuntimeError("out of paper")
+    first.wake()
+    await asyncio.wait_for(lost.wait(), 5)
+    with pytest.raises(EngineDead, match="it is not restarted"):
+        engine.submit([request("a")])
+    await engine.stop()
 
 
 def test_errors_at_the_start_come_back_as_themselves() -> None:
@@ -203,12 +192,9 @@ def test_the_engine_ends_when_the_server_is_gone() -> None:
     assert link.process.wait(5) == 1
 
 
-def test_the_engine_outlives_signals_meant_for_the_server(spawned: list[EngineLink]) -> None:
-    async def scenario() -> None:
-        async with running(spawned) as engine:
-            assert os.getsid(spawned[0].process.pid) != os.getsid(0)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                os.kill(spawned[0].process.pid, number)
-            assert await text_of(engine, request("a")) == [1, 2, 3, 256] and engine.healthy
-
-    asyncio.run(scenario())
+async def test_the_engine_outlives_signals_meant_for_the_server(spawned: list[EngineLink]) -> None:
+    async with running(spawned) as engine:
+        assert os.getsid(spawned[0].process.pid) != os.getsid(0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(spawned[0].process.pid, number)
+        assert await text_of(engine, request("a")) == [1, 2, 3, 256] and engine.healthy

@@ -7,10 +7,7 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
-from fake_engine import FakeEngine, local
 from fastapi.testclient import TestClient
-
-from draftwing.server.app import create_app
 
 
 class Elements(HTMLParser):
@@ -24,10 +21,8 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc"])
-def test_the_page_has_all_endpoints_and_needs_nobody(path: str) -> None:
-    engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
-        response, document = client.get(path), client.get("/openapi.json").json()
+def test_the_page_has_all_endpoints_and_needs_nobody(path: str, client: TestClient) -> None:
+    response, document = client.get(path), client.get("/openapi.json").json()
     text = response.text
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]

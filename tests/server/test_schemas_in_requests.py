@@ -26,6 +26,7 @@ INSIDE = ("llguidance", "%json", "s0:", "start:", "x-guidance", "Unimplemented",
 DIALECTS = {"/v1/chat/completions": "tools.{}.function.parameters", "/v1/responses": "tools.{}.parameters",
             "/v1/messages": "tools.{}.input_schema"}  # fmt: skip
 HI = [{"role": "user", "content": "hi"}]
+FURTHER = pytest.mark.further(style=["mistral", "llama3"], path=["/v1/responses", "/v1/messages"])
 
 
 @pytest.fixture(scope="module", params=["hermes", "mistral", "llama3"])
@@ -65,6 +66,7 @@ def refusal_of(response: Any) -> tuple[str, str | None]:
 
 
 @pytest.mark.slow
+@FURTHER
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_the_strict_tool_that_is_wrong_is_named(client: TestClient, style: str, path: str, choice: str) -> None:
@@ -79,6 +81,7 @@ def test_the_strict_tool_that_is_wrong_is_named(client: TestClient, style: str, 
         assert param in (name, None) and (param is not None or path == "/v1/messages")
 
 
+@FURTHER
 @pytest.mark.parametrize("path", DIALECTS)
 def test_schemas_of_tools_that_are_not_strict_refuse_nothing(
     client: TestClient, engine: ScriptedEngine, path: str
@@ -98,6 +101,7 @@ def test_schemas_of_tools_that_are_not_strict_refuse_nothing(
     refusal_of(client.post(path, json=body_of(path, [bad[0], (bad[1][0], True)], "required")))
 
 
+@FURTHER
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("schema", [
     {"type": "object", "additionalProperties": {"type": "string"}, "propertyNames": {"type": "string"}},
@@ -130,6 +134,7 @@ FORMATS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.further(style=["mistral", "llama3"])  # it has no tools
 @pytest.mark.parametrize(("path", "fields", "name"), FORMATS, ids=[name for _, _, name in FORMATS])
 def test_the_field_of_a_schema_is_named(client: TestClient, path: str, fields: Any, name: str) -> None:
     prompt = {"/v1/completions": {"prompt": "hi"}, "/generate": {"text": "hi"}}.get(path, body_of(path, []))

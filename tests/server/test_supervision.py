@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-import subprocess
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-from engine_process import engines
 from fake_engine import FakeEngine
-from scripted import launched
 from starlette.testclient import TestClient
-from tiny_checkpoint import write_checkpoint
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
@@ -33,8 +24,6 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import supervision
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.supervision import CrashHistory, Watchdog
-
-SECONDS = 2.0  # of the watchdog of these tests
 
 
 def test_the_watchdog_bites_a_silent_engine_and_a_long_step() -> None:
@@ -141,111 +130,48 @@ def compiling(bridge: AsyncEngine, grammar: Grammar) -> asyncio.Future[None]:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_grammar_that_was_alone_in_two_deaths_is_refused(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_that_was_alone_in_two_deaths_is_refused(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asked waits for it or leaves; a request that runs meanwhile is not suspected."""
-
-    async def scenario() -> None:
-        async with silent(monkeypatch) as (bridge, die):
-            for i in range(2):
-                innocent = bridge.submit(asking([1, 2, 3], f"innocent {i}"))
-                askers = [compiling(bridge, KILLER) for _ in range(2)]
-                await asyncio.sleep(0)
-                if not stays:
-                    for asker in askers:
-                        asker.cancel()
-                await die()
-                innocent.close()
-                kinds = {type(error) for error in await asyncio.gather(*askers, return_exceptions=True)}
-                assert kinds == {EngineDead if stays else asyncio.CancelledError}
-            with pytest.raises(RequestError, match="2 times while it compiled this grammar alone") as refused:
-                await compiling(bridge, KILLER)
-            assert refused.value.param == "regex"
-            bridge.submit(asking([1, 2, 3], "innocent")).close()
-            other = compiling(bridge, OTHER)
-            await die()
-            with pytest.raises(EngineDead):
-                await other
-
-    asyncio.run(scenario())
-
-
-def test_nothing_is_suspected_that_was_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with silent(monkeypatch) as (bridge, die):
-            for _ in range(2):
-                askers = [compiling(bridge, KILLER), compiling(bridge, OTHER)]
-                await die()
-                await asyncio.gather(*askers, return_exceptions=True)
-            answered = compiling(bridge, KILLER)
+    async with silent(monkeypatch) as (bridge, die):
+        for i in range(2):
+            innocent = bridge.submit(asking([1, 2, 3], f"innocent {i}"))
+            askers = [compiling(bridge, KILLER) for _ in range(2)]
             await asyncio.sleep(0)
-            link: Any = bridge.link
-            number = next(one.number for one in link.sent if isinstance(one, Compile))
-            link.listener.reply(Reply(number, None))
-            await answered
-            for i in range(2):  # what is answered is compiled no more: the request that runs is alone
-                running = bridge.submit(asking([1, 2, 3], f"a {i}"))
-                await die()
-                running.close()
-            with pytest.raises(RequestError, match="while it ran this request alone"):
-                bridge.submit(asking([1, 2, 3], "b"))
-
-    asyncio.run(scenario())
-
-
-def engine_of(process: subprocess.Popen[bytes]) -> int:
-    return engines(process.pid)[0]
-
-
-def endless(i: int, **more: object) -> dict[str, object]:
-    params = {"temperature": 50, "seed": i, "max_new_tokens": 900, "ignore_eos": True}
-    return {"text": f"client {i}: ", "sampling_params": params, **more}
+            if not stays:
+                for asker in askers:
+                    asker.cancel()
+            await die()
+            innocent.close()
+            kinds = {type(error) for error in await asyncio.gather(*askers, return_exceptions=True)}
+            assert kinds == {EngineDead if stays else asyncio.CancelledError}
+        with pytest.raises(RequestError, match="2 times while it compiled this grammar alone") as refused:
+            await compiling(bridge, KILLER)
+        assert refused.value.param == "regex"
+        bridge.submit(asking([1, 2, 3], "innocent")).close()
+        other = compiling(bridge, OTHER)
+        await die()
+        with pytest.raises(EngineDead):
+            await other
 
 
-async def streamed(client: httpx.AsyncClient, i: int, began: asyncio.Event) -> str:
-    text = ""
-    async with client.stream("POST", "/generate", json=endless(i, stream=True)) as response:
-        async for part in response.aiter_text():
-            text += part
-            began.set()
-    return text
-
-
-@pytest.mark.slow
-def test_a_stopped_engine_is_replaced(tmp_path: Path) -> None:
-    async def scenario(process: subprocess.Popen[bytes], url: str) -> None:
-        stopped = engine_of(process)
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            assert (await client.get("/server_info")).status_code == 200
-            began = [asyncio.Event() for _ in range(3)]
-            streams = [asyncio.ensure_future(streamed(client, i, began[i])) for i in range(3)]
-            for one in began:
-                await one.wait()
-            os.kill(stopped, signal.SIGSTOP)
-            waiting = asyncio.ensure_future(client.post("/generate", json=endless(4)))
-            at = time.monotonic()
-            assert (await client.get("/server_info")).status_code in (200, 503)
-            assert (await client.get("/metrics")).status_code == 200
-            assert time.monotonic() - at < SECONDS + 5
-            while (await client.get("/health")).status_code == 200:
-                assert time.monotonic() - at < SECONDS + 20
-                await asyncio.sleep(0.02)
-            for text in await asyncio.gather(*streams):
-                assert "it hung: nothing was heard of it for 2 s" in text and text.endswith("data: [DONE]\n\n")
-            answer = await waiting
-            assert answer.status_code == 503 and "it hung" in answer.json()["error"]["message"]
-            while (await client.get("/health")).status_code != 200:
-                assert time.monotonic() - at < 60
-                await asyncio.sleep(0.05)
-            body = endless(5)
-            body["sampling_params"] = {"max_new_tokens": 5, "ignore_eos": True}
-            again = await client.post("/generate", json=body)
-            assert again.json()["meta_info"]["completion_tokens"] == 5
-        assert not Path(f"/proc/{stopped}").exists() and engine_of(process) != stopped
-
-    folder = write_checkpoint(tmp_path / "tiny")
-    command = f"--model {folder} --speculative-algorithm NGRAM --watchdog-timeout {SECONDS}"
-    with launched(command) as (process, url):
-        asyncio.run(scenario(process, url))
+async def test_nothing_is_suspected_that_was_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with silent(monkeypatch) as (bridge, die):
+        for _ in range(2):
+            askers = [compiling(bridge, KILLER), compiling(bridge, OTHER)]
+            await die()
+            await asyncio.gather(*askers, return_exceptions=True)
+        answered = compiling(bridge, KILLER)
+        await asyncio.sleep(0)
+        link: Any = bridge.link
+        number = next(one.number for one in link.sent if isinstance(one, Compile))
+        link.listener.reply(Reply(number, None))
+        await answered
+        for i in range(2):  # what is answered is compiled no more: the request that runs is alone
+            running = bridge.submit(asking([1, 2, 3], f"a {i}"))
+            await die()
+            running.close()
+        with pytest.raises(RequestError, match="while it ran this request alone"):
+            bridge.submit(asking([1, 2, 3], "b"))
 
 
 def test_an_answer_that_the_model_cannot_give_is_an_error_with_its_reason(

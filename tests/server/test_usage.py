@@ -89,7 +89,7 @@ def test_before_the_end_of_a_stream_nothing_is_said_of_the_cache(client: TestCli
     assert last["usage"]["prompt_tokens_details"] == total["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def drafts() -> Iterator[TestClient]:
     engine = FakeEngine(Options(random_seed=7, speculative_algorithm="NGRAM"))
     with client_of(engine) as client:

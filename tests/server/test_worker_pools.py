@@ -19,23 +19,7 @@ from draftwing.server.edge.keys import client as client_var
 from draftwing.server.worker_pools import MAX_INLINE_SIZE, MAX_SHORT_SIZE, FairSemaphore, WorkerPools
 
 
-def test_short_work_is_not_behind_long_work() -> None:
-    hold = threading.Event()
-
-    async def scenario() -> None:
-        pools = WorkerPools()
-        waiting = [asyncio.ensure_future(pools.run(MAX_SHORT_SIZE + 1, lambda gone: hold.wait(20))) for _ in range(32)]
-        await asyncio.sleep(0)
-        assert await asyncio.wait_for(pools.run(MAX_SHORT_SIZE, lambda gone: threading.current_thread().name), 10)
-        assert not any(one.done() for one in waiting)
-        hold.set()
-        assert all(await asyncio.gather(*waiting))
-        pools.close()
-
-    asyncio.run(scenario())
-
-
-def test_cancelled_work_is_told_or_never_begins() -> None:
+async def test_cancelled_work_is_told_or_never_begins() -> None:
     began: list[int] = []
     ended = threading.Event()
 
@@ -45,25 +29,22 @@ def test_cancelled_work_is_told_or_never_begins() -> None:
             pass
         ended.set()
 
-    async def scenario() -> None:
-        pools = WorkerPools()
-        waiting = [asyncio.ensure_future(pools.run(MAX_SHORT_SIZE + 1, work)) for _ in range(8)]
-        while not began:
-            await asyncio.sleep(0.001)
-        first = len(began)
-        for one in reversed(waiting):
-            one.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert await asyncio.to_thread(ended.wait, 10)
-        assert len(began) == first
-        pools.close()
-        with pytest.raises(RuntimeError):
-            await pools.run(1, lambda gone: None)
-
-    asyncio.run(scenario())
+    pools = WorkerPools()
+    waiting = [asyncio.ensure_future(pools.run(MAX_SHORT_SIZE + 1, work)) for _ in range(8)]
+    while not began:
+        await asyncio.sleep(0.001)
+    first = len(began)
+    for one in reversed(waiting):
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert len(began) == first
+    pools.close()
+    with pytest.raises(RuntimeError):
+        await pools.run(1, lambda gone: None)
 
 
-def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is read at a time, and the next one nine times as long afterwards, whatever became of it."""
     now, events, rests = [0.0], list[str](), list[float]()
     monkeypatch.setattr(worker_pools, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -75,21 +56,18 @@ def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> N
             raise ValueError(name)
         return name
 
-    async def run() -> None:
-        pools, loop = WorkerPools(), asyncio.get_running_loop()
-        later = loop.call_later
+    pools, loop = WorkerPools(), asyncio.get_running_loop()
+    later = loop.call_later
 
-        def soon(seconds: float, call: Any, *args: Any) -> Any:
-            rests.append(seconds)
-            return later(0, lambda: (events.append("rested"), call(*args)))
+    def soon(seconds: float, call: Any, *args: Any) -> Any:
+        rests.append(seconds)
+        return later(0, lambda: (events.append("rested"), call(*args)))
 
-        monkeypatch.setattr(loop, "call_later", soon)
-        found = await asyncio.gather(*(pools.read(lambda n=n: reads(n)) for n in "abc"), return_exceptions=True)
-        assert [str(one) for one in found] == ["a", "b", "c"]
-        await pools.read(lambda: reads("d"))
-        pools.close()
-
-    asyncio.run(run())
+    monkeypatch.setattr(loop, "call_later", soon)
+    found = await asyncio.gather(*(pools.read(lambda n=n: reads(n)) for n in "abc"), return_exceptions=True)
+    assert [str(one) for one in found] == ["a", "b", "c"]
+    await pools.read(lambda: reads("d"))
+    pools.close()
     assert events[:7] == ["a", "rested", "b", "rested", "c", "rested", "d"]
     assert rests == pytest.approx([4.5] * 4)
 
@@ -129,65 +107,59 @@ POOLS: dict[str, Callable[[WorkerPools, Callable[[], None]], Any]] = {
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_clients_take_turns(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_take_turns(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes behind a hundred of another client is next but those that run."""
     monkeypatch.setattr(worker_pools, "processors", lambda: Processors(2, 2))
     monkeypatch.setattr(worker_pools, "REST_FACTOR", 0)
     order: list[str] = []
 
-    async def scenario() -> None:
-        pools = WorkerPools()
+    pools = WorkerPools()
 
-        def ask(name: str) -> asyncio.Task[Any]:
-            return as_client(name, POOLS[pool](pools, lambda: order.append(name)))
+    def ask(name: str) -> asyncio.Task[Any]:
+        return as_client(name, POOLS[pool](pools, lambda: order.append(name)))
 
-        every = [ask("alice") for _ in range(100)]
-        every += [ask("bob"), ask("bob"), ask("carol")]
-        await asyncio.gather(*every)
-        pools.close()
-
-    asyncio.run(scenario())
+    every = [ask("alice") for _ in range(100)]
+    every += [ask("bob"), ask("bob"), ask("carol")]
+    await asyncio.gather(*every)
+    pools.close()
     places = 2 if pool == "short" else 1
     assert len(order) == 103
     assert {"bob", "carol"} <= {*order[places : places + 3]}
     assert order.index("bob", order.index("bob") + 1) <= places + 5
 
 
-def test_a_free_place_is_for_who_has_fewest() -> None:
+async def test_a_free_place_is_for_who_has_fewest() -> None:
     order: list[str] = []
 
-    async def scenario() -> None:
-        semaphore = FairSemaphore(2)
+    semaphore = FairSemaphore(2)
 
-        async def take(name: str) -> None:
-            await semaphore.acquire(name)
-            order.append(name)
+    async def take(name: str) -> None:
+        await semaphore.acquire(name)
+        order.append(name)
 
-        waiting = [asyncio.ensure_future(take(name)) for name in "aaaabbc"]
+    waiting = [asyncio.ensure_future(take(name)) for name in "aaaabbc"]
+    await asyncio.sleep(0)
+    assert order == ["a", "a"]
+    for held in "aaa":
+        semaphore.release(held)
         await asyncio.sleep(0)
-        assert order == ["a", "a"]
-        for held in "aaa":
-            semaphore.release(held)
-            await asyncio.sleep(0)
-        assert order[2:] == ["b", "a", "c"], "the third one: c has waited for longer than a since its turn"
-        # Who is cancelled gives back what it was given just then, or leaves the line.
-        semaphore.release("b")
-        waiting[5].cancel()
-        await asyncio.gather(waiting[5], return_exceptions=True)
-        await asyncio.sleep(0)
-        assert order[5:] == ["a"]
-        late = asyncio.ensure_future(take("d"))
-        await asyncio.sleep(0)
-        late.cancel()
-        await asyncio.gather(late, return_exceptions=True)
-        semaphore.release("a")
-        semaphore.release("c")
-        assert not semaphore._waiting and not semaphore._held and semaphore._free == 2
-
-    asyncio.run(scenario())
+    assert order[2:] == ["b", "a", "c"], "the third one: c has waited for longer than a since its turn"
+    # Who is cancelled gives back what it was given just then, or leaves the line.
+    semaphore.release("b")
+    waiting[5].cancel()
+    await asyncio.gather(waiting[5], return_exceptions=True)
+    await asyncio.sleep(0)
+    assert order[5:] == ["a"]
+    late = asyncio.ensure_future(take("d"))
+    await asyncio.sleep(0)
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    semaphore.release("a")
+    semaphore.release("c")
+    assert not semaphore._waiting and not semaphore._held and semaphore._free == 2
 
 
-def test_work_whose_client_left_keeps_its_place_until_it_ends() -> None:
+async def test_work_whose_client_left_keeps_its_place_until_it_ends() -> None:
     """Else who asks and leaves would fill the threads' own queue, where nobody takes turns."""
     hold, began = threading.Event(), list[str]()
 
@@ -195,19 +167,16 @@ def test_work_whose_client_left_keeps_its_place_until_it_ends() -> None:
         began.append("alice")
         hold.wait(20)
 
-    async def scenario() -> None:
-        pools = WorkerPools()
-        for _ in range(20):
-            one = as_client("alice", pools.run(MAX_SHORT_SIZE + 1, work))
-            await asyncio.sleep(0.001)
-            one.cancel()
-            await asyncio.gather(one, return_exceptions=True)
-        assert pools._long._threads._work_queue.qsize() == 0
-        hold.set()
-        await as_client("bob", pools.run(MAX_SHORT_SIZE + 1, lambda gone: began.append("bob")))
-        pools.close()
-
-    asyncio.run(scenario())
+    pools = WorkerPools()
+    for _ in range(20):
+        one = as_client("alice", pools.run(MAX_SHORT_SIZE + 1, work))
+        await asyncio.sleep(0.001)
+        one.cancel()
+        await asyncio.gather(one, return_exceptions=True)
+    assert pools._long._threads._work_queue.qsize() == 0
+    hold.set()
+    await as_client("bob", pools.run(MAX_SHORT_SIZE + 1, lambda gone: began.append("bob")))
+    pools.close()
     assert began.pop() == "bob" and len(began) <= 4
 
 

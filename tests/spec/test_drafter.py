@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import draftwing
 from draftwing import LLM, ConfigError, Draft, DraftContext, Drafter, DraftStep, SeenTokens
-from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
@@ -128,24 +126,6 @@ def test_it_reads_no_data(example: Any) -> None:
         for bound in (20, 40):  # graphs are captured for any length
             draft = example.PairLookup().propose(DraftStep(slots, rows, TreeShape(3, 1, 4), bound, rows[:0]))
             assert all(part.shape == (3, 4) for part in draft[:3])
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # as the server takes it
-def test_by_name_with_bench(
-    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(EXAMPLES)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT))
-    code = main(
-        ["bench", "--model", model, "--speculative-algorithm", "custom_drafter:PairLookup", "--prompts",
-         str(tmp_path / "prompts.jsonl"), "--num-prompts", "1", "--max-tokens", "170", "--ignore-eos",
-         "--concurrency", "1", "--speculative-num-steps", "2", "--speculative-fixed-shape", "--dtype", "float32",
-         "--output", str(tmp_path / "out.jsonl")]
-    )  # fmt: skip
-    assert code == 0, capsys.readouterr().err
-    record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
-    assert 1 < record["accept_length"] <= 3
 
 
 @pytest.mark.slow

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
 from lookup_slots import Slots
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.reference.ngram import OWN, STEADY
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.drafter import Draft, DraftStep, SeenTokens
-from draftwing.spec.lookup_drafter import LookupDrafter
-from draftwing.spec.ngram_drafter import NGramDrafter
-from draftwing.spec.suffix_drafter import SuffixDrafter
+from draftwing.spec.lookup_drafter import LookupDrafter, NGramDrafter, SuffixDrafter
 
 NONE = torch.empty(0, dtype=torch.int64)
 NGRAM, SUFFIX = TreeShape(5, 3, 8), TreeShape(15, 4, 16)
@@ -113,6 +109,7 @@ def test_novel_text_has_no_confidence(ops: TorchOps) -> None:
     assert replay(drafter, make_slots(2, 200), 0, list(range(50)), list(range(50, 120))) == [0] * 69
 
 
+@pytest.mark.further(ops="torch", kind=SuffixDrafter)  # a second for each step; tests/ops compares the indexes
 @pytest.mark.parametrize("kind", [NGramDrafter, pytest.param(SuffixDrafter, marks=pytest.mark.slow)])
 def test_an_answer_helps_later_requests_of_its_salt_only(ops: TorchOps, kind: type[LookupDrafter]) -> None:
     answer, slots = list(range(100, 140)), make_slots(3, 300)
@@ -145,35 +142,6 @@ def test_a_row_begins_anew_at_the_end_of_a_prompt(
     prefill(drafter, slots, 0)
     assert drafter.propose(DraftStep(slots, rows, SUFFIX, 2, NONE)).alive.sum() == 1, "the former request's draft"
     assert drafter.confidence(slots, rows, 2).tolist() == [0]
-
-
-@both
-def test_plain_shape_and_span(ops: TorchOps, kind: type[LookupDrafter]) -> None:
-    drafter, slots = kind(2, ops, capacity=1 << 14), make_slots(1, 50)  # type: ignore[call-arg, arg-type]
-    fill(slots, 0, [1, 2, 1])
-    draft = drafter.propose(DraftStep(slots, torch.tensor([0]), PLAIN, 2, NONE))
-    assert draft.tokens.tolist() == [[1]] and draft.alive.tolist() == [[True]] and draft.parent.tolist() == [[0]]
-    assert drafter.span(NGRAM) == NGRAM.nodes and drafter.span(PLAIN) == 1
-    assert drafter.aux_layers == () and drafter.lookahead == 0 and drafter.kv_layers == ()
-
-
-@pytest.mark.parametrize(
-    "make", [NGramDrafter, pytest.param(partial(SuffixDrafter, shape=NGRAM), marks=pytest.mark.slow)]
-)
-def test_reads_nothing_on_the_host(make: type[LookupDrafter]) -> None:
-    with FakeTensorMode():
-        slots = make_slots(4, 100)
-        drafter = make(5, TorchOps(torch.device("cpu")), capacity=1_000)  # type: ignore[call-arg, arg-type]
-        rows = torch.zeros(3, dtype=torch.int64)
-        for shape in (PLAIN, NGRAM, TreeShape(30, 2, 200)):
-            committed(drafter, slots, rows, torch.zeros_like(rows), torch.ones_like(rows), min(shape.max_commit, 5))
-            assert drafter.confidence(slots, rows, 50).shape == (3,)
-            draft = drafter.propose(DraftStep(slots, rows, shape, 50, NONE))
-            assert draft.tokens.shape == draft.parent.shape == draft.alive.shape == (3, shape.nodes)
-        chunks = ChunkSpan(0, 0, 0, 4), ChunkSpan(1, 4, 0, 5), ChunkSpan(2, 9, 2, 5, False)
-        prompts = Batch(rows, NONE, NONE, NONE, NONE, rows, chunks=chunks)
-        drafter.extend(SeenTokens(slots, prompts, None, rows, None, NONE))
-        drafter.flush()
 
 
 @pytest.mark.parametrize(

@@ -154,15 +154,6 @@ def test_an_answer_that_follows_is_accepted_whole() -> None:
     assert steps <= len(answer) // 8 + 8
 
 
-def test_before_the_first_token_the_prediction_begins() -> None:
-    slots = slots_of([[1, 2, 3]])
-    predicted = PredictedOutput(1, 16, torch.device("cpu"))
-    predicted.write(0, [6, 7], 3)
-    row, shape = torch.tensor([0]), TreeShape(4, 1, 5)
-    draft = merged(predicted, roots(slots, row, 5), slots, row, row, shape, 2)
-    assert chain_of(draft, 0) == [6, 7]
-
-
 def test_nothing_to_do() -> None:
     slots, row = slots_of([[1, 2, 3]]), torch.tensor([0])
     predicted = PredictedOutput(1, 4, torch.device("cpu"))

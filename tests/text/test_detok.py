@@ -156,13 +156,6 @@ def test_stop_strings(tokenizer: Tokenizer, stops: tuple[str, ...], keep: bool) 
     assert hits > 5
 
 
-def test_the_stop_string_is_met_with_its_last_token(smollm2_path: Path) -> None:
-    tokenizer = load_tokenizer(smollm2_path)
-    ids = tokenizer.encode("one two stop right here")
-    scanner = StopStringScanner(IncrementalDetokenizer(tokenizer, stop=("p right",)))
-    assert [scanner.push(token) for token in ids] == [None, None, None, "p right", "p right"]
-
-
 def test_text_is_held_only_while_it_may_become_a_stop_string() -> None:
     tokenizer = sentencepiece()
     ids = tokenizer.backend.get_vocab()

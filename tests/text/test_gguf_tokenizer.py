@@ -144,22 +144,19 @@ def test_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
     assert pieces(byte_level(pre, JOINS), text) == expected
 
 
-def test_marks_belong_to_words_in_qwen35() -> None:
-    text, merges = "x\u0301", ["x Ì", "xÌ ģ"]  # which no character is composed of
-    assert pieces(byte_level("qwen35", merges), text) == ["xÌģ"]
-    assert pieces(byte_level("qwen2", merges), text) == ["x", "Ì", "ģ"]
-
-
-def test_case_splits_words_only_in_tekken() -> None:
-    merges = ["b A"]
-    assert pieces(byte_level("llama-bpe", merges), "abAb") == ["a", "bA", "b"]
-    assert pieces(byte_level("tekken", merges), "abAb") == ["a", "b", "A", "b"]
-
-
-def test_contractions_belong_to_the_word_in_gpt_4o() -> None:
-    merges = ["a '", "a' s"]
-    assert pieces(byte_level("gpt-4o", merges), "a's") == ["a's"]
-    assert pieces(byte_level("tekken", merges), "a's") == ["a", "'", "s"]
+@pytest.mark.parametrize(
+    ("pre", "merges", "text", "expected"),
+    [
+        ("qwen35", ["x Ì", "xÌ ģ"], "x\u0301", ["xÌģ"]),  # of which no character is composed
+        ("qwen2", ["x Ì", "xÌ ģ"], "x\u0301", ["x", "Ì", "ģ"]),
+        ("llama-bpe", ["b A"], "abAb", ["a", "bA", "b"]),
+        ("tekken", ["b A"], "abAb", ["a", "b", "A", "b"]),
+        ("gpt-4o", ["a '", "a' s"], "a's", ["a's"]),
+        ("tekken", ["a '", "a' s"], "a's", ["a", "'", "s"]),
+    ],
+)
+def test_marks_case_and_contractions(pre: str, merges: list[str], text: str, expected: list[str]) -> None:
+    assert pieces(byte_level(pre, merges), text) == expected
 
 
 def test_words_that_are_tokens_are_taken_whole() -> None:

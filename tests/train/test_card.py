@@ -26,9 +26,7 @@ def said(folder: Path, used: dict[str, int] | None, **settings: Any) -> str:
     "answers, greedy, temperatures, expected",
     [
         (80, 9, (0.6, 1.0), ": 80 answers, 9 of them (11%) at temperature 0, the others at 0.6 to 1."),
-        (80, 9, (0.7,), ": 80 answers, 9 of them (11%) at temperature 0, the others at 0.7."),
         (80, 0, (0.6, 1.0), ": 80 answers at temperature 0.6 to 1."),
-        (80, 80, (0.6, 1.0), ": 80 answers at temperature 0."),
     ],
 )
 def test_answers_are_counted(
@@ -40,11 +38,6 @@ def test_answers_are_counted(
     assert (
         f"answered by the target itself{expected} 20 prompts and 5 conversations were used. Left out: 2 empty." in text
     )
-
-
-def test_a_folder_of_an_older_version(tmp_path: Path) -> None:
-    (tmp_path / "data.json").write_text(json.dumps({"prompts": 84, "conversations": 5}))
-    assert "answered by the target itself. 84 prompts and 5 conversations were used." in said(tmp_path, None)
 
 
 def test_of_another_run_s_data_it_says_its_own(tmp_path: Path) -> None:

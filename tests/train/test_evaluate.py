@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from reference import exact_heads
-from reference.checkpoints import Checkpoint, Maker
 from tiny_checkpoint import write_tokenizer
 
 from draftwing.cli.main import main
@@ -34,11 +33,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A target, and a head that would be perfect if the target's layers did nothing; they do a little."""
     folder = tmp_path_factory.mktemp("models")
     exact = exact_heads.exact_eagle3(vocab_size=258)
-    make, tensors = Maker(99), dict(exact.target.tensors)
-    for name, value in tensors.items():
-        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
-            tensors[name] = make.matrix(*value.shape, 0.65)
-    target = Checkpoint(tensors, exact.target.config).write(folder / "target")
+    target = exact_heads.disturbed(exact.target, 0.65).write(folder / "target")
     write_tokenizer(target)
     head = exact.head.write(folder / "head")
     return {
@@ -113,8 +108,6 @@ def test_resumed_it_measures_what_is_missing(
     calls.clear()
     evaluate(options, PROMPTS, TRIAL, report)
     assert not calls
-    evaluate(options, PROMPTS, Trial((CHAIN,), (0.0,), max_tokens=10, concurrency=3), report)
-    assert len(calls) == 2, "figures of other answers are not kept"
 
 
 OTHERS = [
@@ -133,9 +126,9 @@ def test_figures_of_other_options_are_not_kept(
         measured.append(options)
         return [{"set": name, "shape": list(shape.tree), "temperature": t} for t, name in runs]
 
-    def again(**changes: Any) -> int:
+    def again(trial: Trial = TRIAL, **changes: Any) -> int:
         measured.clear()
-        evaluate({**options, **changes}, PROMPTS, TRIAL, report)
+        evaluate({**options, **changes}, PROMPTS, trial, report)
         return len(measured)
 
     monkeypatch.setattr(module, "_measure_shape", measure_shape)
@@ -146,6 +139,8 @@ def test_figures_of_other_options_are_not_kept(
         assert again() == 2
     speed = {"max_total_tokens": 5000, "max_running_requests": 8, "num_threads": 1, "log_level": "error"}
     assert again(**speed) == 0, "what changes the pace alone"
+    shorter = Trial((CHAIN, TREE), (0.0, 1.0), max_tokens=10, concurrency=3)
+    assert again(shorter) == 2 and again() == 2, "figures of other answers"
     tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
     assert again(**tree) == 0, "shapes are those of the trial"
     content = json.loads(report.read_text())

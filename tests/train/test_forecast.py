@@ -14,7 +14,7 @@ from draftwing.models.config import from_hf
 from draftwing.models.loader import load_config, load_model
 from draftwing.train.capture import FeatureModel, bytes_per_token, capture
 from draftwing.train.data import Prompt
-from draftwing.train.forecast import FASTEST, SLOWEST, Text, count_text, forecast, head_size, longest_text, product_rate
+from draftwing.train.forecast import FASTEST, SLOWEST, Text, count_text, forecast, head_size, longest_text
 from draftwing.train.heads import new_head
 from draftwing.train.progress import duration
 from draftwing.train.settings import Settings
@@ -94,7 +94,3 @@ def test_the_report() -> None:
     clock = Settings(minutes=7)
     timed = forecast(clock, from_hf(SMOLLM2), 3, TEXT, 1).report(clock, rate, 1, 10**12, at_most=True)
     assert "training 7 min" in timed[2] and "seen" not in timed[0] and all("at most" in line for line in timed)
-
-
-def test_the_rate_is_positive() -> None:
-    assert product_rate(torch.device("cpu"), torch.float32, 0.001) > 0

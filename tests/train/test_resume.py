@@ -49,6 +49,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.further(accumulate=1)
+@pytest.mark.further(algorithm="EAGLE3")  # the others draw more
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "DSPARK"])  # EAGLE: with noise; DSPARK: with anchors
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(algorithm, accumulate, target, tmp_path, monkeypatch):
@@ -83,6 +84,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(algorithm, accumulate, targe
     same_head(done, whole)
 
 
+@pytest.mark.exhaustive  # the test above kills at each moment, in one process
 def test_a_process_that_is_killed_goes_on_in_another(target, tmp_path):
     whole, _ = run(target, tmp_path / "whole", config("EAGLE3"))
     out = tmp_path / "killed" / "EAGLE3"

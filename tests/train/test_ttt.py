@@ -241,7 +241,7 @@ class SharedKeys:
 
 
 @pytest.mark.slow  # in Triton's interpreter
-@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("heads", [pytest.param(2, marks=pytest.mark.exhaustive), 6])
 def test_heads_that_share_a_key_are_attended_where_it_is(heads, monkeypatch):
     """What `ChainAttention` does where the kernels take shared keys: the same as with a copy for each head."""
     kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")
@@ -285,7 +285,7 @@ def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interp
     results = []
     for kernel in (False, True):
         monkeypatch.setattr(chain_attention, "kernels_take", lambda x, kernel=kernel: kernel)
-        out = chain_attention.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin)
+        out = chain_attention.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin, None)
         results.append((out, *torch.autograd.grad(out, qkv, weight)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 

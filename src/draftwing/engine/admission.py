@@ -40,7 +40,7 @@ class EngineInfo:
     processors: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     read_rate: float = 0.0
-    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
+    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.checks`
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.capability import capability, in_words
-from draftwing.engine.startup.checks import check_draft_files, check_target, check_token_map
+from draftwing.engine.startup.checks import capability, check_draft_files, check_target, check_token_map, in_words
 from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
@@ -72,7 +71,7 @@ class Parts:
     pool: KVPool
     costs: StepCost | None = None  # of steps, where the engine chooses by them
     cost_file: CostFile | None = None
-    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
+    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.checks`
 
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures costs for so long, which is more than a start does, for these batch sizes. Nothing may run."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import logging
 import random
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
-from draftwing.engine.cache_namespace import CacheNamespaces
 from draftwing.engine.executor import Executor
-from draftwing.engine.explain import Explainer
 from draftwing.engine.heartbeat import Heartbeat
 from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.loop import Loop
@@ -36,6 +36,7 @@ from draftwing.requests.logits_processors import apply, find_processor, load_pro
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.requests.stop_regex import Searches
+from draftwing.sched.explain import Explainer
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req, ReqState
 from draftwing.text.bad_words import bad_word_ids
@@ -46,6 +47,34 @@ log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
 ENDED = 128  # requests that end for each step
 _PROCESSOR = "custom_logit_processor"  # the field that names one
+
+
+class CacheNamespaces:
+    """Requests share what has the same salt: those of one client with the same `cache_salt`.
+
+    Salts are hashes under a key that nobody outside knows, so no client can choose a `cache_salt` whose hash meets
+    another's, and drafters may take them for secrets.
+    """
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def of(self, request: GenerationRequest) -> int:
+        """63 bits; 0 where there is neither a client's name nor a `cache_salt`."""
+        if not request.client and request.cache_salt is None:
+            return 0
+        return self._hash([request.client, request.cache_salt])
+
+    def of_drafts(self, request: GenerationRequest, show_texts: bool) -> int:
+        """Returns a namespace of drafters' memories. A request that gets drafts would see whatever they come from, so
+        its own is a salt that no other request has, unless texts may be shown."""
+        if request.traced and not show_texts:
+            return self._hash(secrets.token_hex(16))
+        return self.of(request)
+
+    def _hash(self, value: object) -> int:
+        data = json.dumps(value).encode()
+        return (int.from_bytes(blake2b(data, digest_size=8, key=self._key).digest(), "big") >> 1) or 1
 
 
 class Engine:

@@ -22,14 +22,13 @@ from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
-from draftwing.engine.draft_traces import DraftTraces
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified
+from draftwing.engine.step_state import DraftTraces, InFlight, Pending, TreeStep, Verified
 from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, Narrowed

@@ -16,8 +16,7 @@ from torch import Tensor
 from draftwing.core import Admission, IntArray, Plan
 from draftwing.engine.devices.base import Device
 from draftwing.ops.row_states import RowStates
-from draftwing.ops.types import SamplingGroups, SamplingRows
-from draftwing.ops.zeros import zeros_as_written
+from draftwing.ops.types import RowTensors, SamplingGroups
 
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens
 
@@ -34,44 +33,14 @@ class Upload(NamedTuple):
     final: Tensor  # [F] batch index of each final chunk
 
 
-class RowTable:
+class RowTable(RowTensors):
     def __init__(self, rows: int, length: int, device: Device) -> None:
         """rows: requests that may run at once; length: page-table entries of a row (context, plus the room that a
         step may need past the last token)."""
+        super().__init__(rows, length, BAN_IDS, device.device)
         self.device = device
-        self.rows, self.length = rows, length
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device.device)
-
-        size = rows + 1, length
-        # KV slot of each position; 0 is the pool's dummy slot
-        self.page_table = zeros_as_written(size, torch.int64, device.device)
-        self.tokens = zeros_as_written(size, torch.int64, device.device)  # token at each position up to kv_len
-        self.kv_len = zeros(rows + 1)
-        self.last = zeros(rows + 1)  # tokens[r, kv_len[r]]: known, but not in the KV yet
-        self.seed = zeros(rows + 1)
-        self.salt = zeros(rows + 1)
-        self.top_k = zeros(rows + 1)
-        self.ban_until = zeros(rows + 1)
-        self.ban_ids = zeros(rows + 1, BAN_IDS)
-        self.floats = zeros(rows + 1, 3, dtype=torch.float32)  # temperature, top_p, min_p
-        self.dummy_len = self.kv_len[rows:]  # [1] of the dummy, a view
-        self.steps = torch.arange(length, device=device.device)  # 0, 1, ..., to be cut to what is needed
         self.states: RowStates | None = None  # of a model with recurrent layers
         self._step: tuple[list[bytes], tuple[Tensor, SamplingGroups]] | None = None  # the newest of `upload_step`
-
-    def sampling(self, rows: Tensor) -> SamplingRows:
-        floats = self.floats[rows]  # [B, 3]
-        return SamplingRows(
-            seed=self.seed[rows],
-            temperature=floats[:, 0],
-            top_k=self.top_k[rows],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            ban_until=self.ban_until[rows],
-            ban_ids=self.ban_ids[rows],
-        )
 
     def upload(self, plan: Plan) -> Upload:
         """Brings a prefill to the device: one copy, then the scatters of what the host decided."""

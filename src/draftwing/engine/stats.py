@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,11 +23,69 @@ from draftwing.core import (
     Plan,
     StepResult,
 )
-from draftwing.engine.status_line import StatusLine
 from draftwing.sched.scheduler import Scheduler
 
+log = logging.getLogger("draftwing")
 KINDS = ("prefill", "plain", "speculative")  # of steps: of prompts, of one token per row, with drafts
 STAGES = ("draft", "verify", "commit")  # of a tree step: propose, the target's forward, sample and accept
+
+
+@dataclass
+class StepSums:
+    """Sums over the steps of a while."""
+
+    steps: int = 0  # of decoding, as all that follows but for prompts and `busy`
+    rows: int = 0
+    tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    prompt: int = 0  # tokens of prompts that were computed
+    cached: int = 0  # those that were not
+    busy: float = 0.0  # seconds in steps, prefills included
+    plain_seconds: float = 0.0
+    timed_seconds: float = 0.0
+
+
+class StatusLine:
+    """The log's line about running requests. Sums what steps do, and logs it while they run and when they rest, at most
+    every so many seconds."""
+
+    def __init__(self, sched: Scheduler, seconds: float, mark: str = "") -> None:
+        """seconds: between two lines; 0: there are none.  mark: at the end of each."""
+        self._sched, self._seconds, self._mark = sched, seconds, mark
+        self._logged = -math.inf
+        self._began: float | None = None  # when the traffic of the moment began
+        self.sums = StepSums()
+
+    def look(self, now: float, seconds: float) -> None:
+        """After a step of so many seconds, which `sums` has counted."""
+        if self._began is None:
+            self._began = now - seconds
+        if now >= max(self._began, self._logged) + self._seconds:
+            self._log(now)
+
+    def rest(self, now: float) -> None:
+        """There is nothing to do."""
+        self._began = None
+        if self.sums.busy and now >= self._logged + self._seconds:
+            self._log(now)
+
+    def _log(self, now: float) -> None:
+        sched, sums = self._sched, self.sums
+        self.sums, self._logged = StepSums(), now
+        if not self._seconds:
+            return
+        parts = [f"{sums.tokens / max(sums.busy, 1e-9):.1f} tokens/s"]
+        if sums.proposed:
+            rate = sums.accepted / sums.proposed
+            parts.append(f"acceptance length {sums.tokens / max(sums.rows, 1):.2f}, rate {rate:.2f}")
+        if sums.prompt:
+            parts.append(f"{sums.prompt} prompt tokens and {sums.cached} cached")
+        used = 1 - sched.kv.obtainable / sched.config.slots
+        log.info(
+            "%d running, %d queued: %s, KV cache %.0f%% used%s",
+            len(sched.running), len(sched.waiting), ", ".join(parts), 100 * used, self._mark,
+        )  # fmt: skip
 
 
 class StepTimes:
@@ -114,19 +174,6 @@ class DraftCounts:
         self.proposed, self.accepted = sum(self.proposed_at), sum(self.accepted_at)
 
 
-@dataclass
-class Interval:
-    """Sums over the decode steps of an interval."""
-
-    steps: int = 0
-    rows: int = 0
-    tokens: int = 0
-    proposed: int = 0
-    busy: float = 0.0  # seconds in steps, prefills included
-    plain_seconds: float = 0.0
-    timed_seconds: float = 0.0
-
-
 class Reporter:
     """Sees every step and counts; `stats` gives the totals."""
 
@@ -170,7 +217,7 @@ class Reporter:
         # Decode steps of a batch size that plain steps were timed for: what those would have taken, what they took.
         self.plain_seconds = self.timed_seconds = 0.0
         self.speedup: float | None = None  # over the last interval
-        self._interval = Interval()
+        self._interval = StepSums()
 
     @property
     def plain_step(self) -> float:
@@ -195,7 +242,7 @@ class Reporter:
             "hit_tokens": self.hit_tokens,
             "prefilled_tokens": self.prefilled_tokens,
             "retractions": sched.retractions,
-            "stale_rows": sched.stale_results,
+            "stale_rows": sched.results.stale,
             "drafted": asdict(self.drafted),
             "drafters": {name: asdict(counts) for name, counts in list(self.drafters.items())},
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
@@ -215,7 +262,8 @@ class Reporter:
         kind = "prefill" if plan.kind == "prefill" else "speculative" if plan.shape.depth else "plain"
         self.steps[kind] += 1
         self.seconds[kind] += result.seconds
-        self._interval.busy += result.seconds
+        for sums in self._sums():
+            sums.busy += result.seconds
         self._count_admissions(plan)
         if plan.kind == "prefill":
             self._count_prefill(plan)
@@ -227,6 +275,10 @@ class Reporter:
             if self._interval.steps >= self._every:
                 self._finish_interval()
         self._status.look(now, result.seconds)
+
+    def _sums(self) -> tuple[StepSums, StepSums]:
+        """Of the interval, and of the status line."""
+        return self._interval, self._status.sums
 
     def pause(self) -> None:
         """There is nothing to do: the time until the next result is not the host's."""
@@ -252,10 +304,9 @@ class Reporter:
             return 0.0
         count = result.count.tolist()
         tokens = sum([count[i] for i in live])
-        self._interval.rows += len(live)
-        self._interval.tokens += tokens
-        self._status.sums.rows += len(live)
-        self._status.sums.tokens += tokens
+        for sums in self._sums():
+            sums.rows += len(live)
+            sums.tokens += tokens
         self.total_rows += len(live)
         self.total_tokens += tokens
         if plan.shape != PLAIN:
@@ -267,10 +318,9 @@ class Reporter:
         accepted = [(depth, source) for i in live for depth, source in enumerate(result.accepted_source[i], 1)]
         rows = [result.proposed_by[i] for i in live]
         self._add(self.drafted, range(len(SOURCES)), cells, accepted, rows, deepest)
-        proposed = sum(cells.values())
-        self._interval.proposed += proposed
-        self._status.sums.proposed += proposed
-        self._status.sums.accepted += len(accepted)
+        for sums in self._sums():
+            sums.proposed += sum(cells.values())
+            sums.accepted += len(accepted)
         for name, sources in self._credited.items():
             if name in self._usual or any(row[source] for row in rows for source in sources):
                 self._add(self._counts(name), sources, cells, accepted, rows, deepest)
@@ -320,7 +370,7 @@ class Reporter:
         self._cached = 0
 
     def _finish_interval(self) -> None:
-        sums, self._interval = self._interval, Interval()
+        sums, self._interval = self._interval, StepSums()
         if not sums.rows:
             return
         self.last["accept_length"] = sums.tokens / sums.rows

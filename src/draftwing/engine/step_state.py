@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from draftwing.core import Plan, StepResult, TreeShape
+from draftwing.core import DraftTokens, Plan, StepResult, TreeShape
 from draftwing.engine.batches import DraftBatch
-from draftwing.engine.devices.base import Download
-from draftwing.engine.draft_traces import fetched
+from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.request_features import Logprobs, unpacked
 from draftwing.engine.row_table import Upload
 from draftwing.ops.attention import Batch
-from draftwing.ops.types import SamplingGroups, unpack
+from draftwing.ops.types import Draft, SamplingGroups, unpack
 from draftwing.sched.guidance import Guides
+
+
+class DraftTraces:
+    """Drafts on their way to the host, for requests that asked to see them."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._captured: dict[Hashable, tuple[Tensor, Tensor]] = {}  # by key of a graph: tokens, parents
+
+    def keep(self, key: Hashable, draft: Draft) -> None:
+        """Takes note of where the graphs of a key leave their drafts. While it holds these two tensors no graph that
+        is captured later gets their memory."""
+        self._captured[key] = draft.tokens, draft.parent
+
+    def fetch(self, plan: Plan, key: Hashable, draft: Draft | None) -> Download:
+        """Starts the copy of the traced rows' tokens and parents, [T, 2 * N]; draft: None where graphs have it."""
+        tokens, parent = self._captured[key] if draft is None else (draft.tokens, draft.parent)
+        at = self._device.upload(plan.traced)
+        return self._device.download(torch.cat((tokens[at], parent[at]), 1))
+
+
+def fetched(download: Download | None) -> DraftTokens | None:
+    """Returns what `fetch` has started; waits for it."""
+    return None if download is None else DraftTokens(*np.split(download.wait(), 2, axis=1))
 
 
 class Verified(NamedTuple):

@@ -34,7 +34,7 @@ class AttentionConfig(MixerConfig):
     queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
     are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
     v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
-    matrix for keys, before their norm, and values, which then fills both (`models.gemma4.with_values`).
+    matrix for keys, before their norm, and values.
     """
 
     heads: int
@@ -66,8 +66,8 @@ class AttentionConfig(MixerConfig):
         return KVSpec(self.kv_heads, self.head_dim)
 
     def weights(self, hidden: int) -> int:
-        made = self.heads + (0 if self.kv_from is not None else self.kv_heads)
-        return hidden * self.head_dim * (2 * made + self.gated * self.heads)
+        made = 0 if self.kv_from is not None else self.kv_heads * (1 if self.values_are_keys else 2)
+        return hidden * self.head_dim * ((2 + self.gated) * self.heads + made)
 
     def check(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -109,7 +109,8 @@ class AttentionConfig(MixerConfig):
         ]
         if self.kv_from is None:
             k_order = self._order(range(first, first + own.kv_heads), self.kv_heads)
-            for i, (name, order) in enumerate((("k_proj", k_order), ("v_proj", None))):
+            both = (("k_proj", k_order), ("v_proj", None))
+            for i, (name, order) in enumerate(both[:1] if self.values_are_keys else both):
                 at = made + i * kv_rows
                 parts.append(StoredMatrix(f"self_attn.{name}", "qkv", at, kv_rows, self.qkv_bias, kv, order))
         parts.append(StoredMatrix("self_attn.o_proj", "o", 0, hidden, self.o_bias, Cut(1, q)))
@@ -184,19 +185,22 @@ class Attention(Mixer):
         self.heads, self.kv_heads, self.head_dim = config.shape
         self.reads_others = config.kv_from is not None  # keys and values, and makes none
         self.gated = config.gated
-        kv_rows = 0 if self.reads_others else 2 * self.kv_heads * self.head_dim
+        self.values_are_keys = config.values_are_keys
+        k_rows = self.kv_heads * self.head_dim
+        self._kv_rows = k_rows * (0 if self.reads_others else 1 if config.values_are_keys else 2)  # of `qkv`
         q_rows, hidden, form = self.heads * self.head_dim, layer.hidden, layer.weight_format
         self._gates = q_rows if config.gated else 0  # the first outputs
-        self.qkv = Linear(in_size, self._gates + q_rows + kv_rows, config.qkv_bias, dtype, device, form)
+        self.qkv = Linear(in_size, self._gates + q_rows + self._kv_rows, config.qkv_bias, dtype, device, form)
         wide, eps = layer.norm.dtype(dtype), layer.norm.eps
         has_k_norm = config.qk_norm and not self.reads_others
-        q_size, k_size = (q_rows, kv_rows // 2) if config.whole_norms else (self.head_dim, self.head_dim)
+        q_size, k_size = (q_rows, k_rows) if config.whole_norms else (self.head_dim, self.head_dim)
         self.q_norm = RMSNorm(q_size, eps, wide, device) if config.qk_norm else None
         self.k_norm = RMSNorm(k_size, eps, wide, device) if has_k_norm else None
         self.whole_norms, self._ranks = config.whole_norms, layer.ranks
         self.v_norm = config.v_norm and not self.reads_others
         assert not (self.whole_norms and (self.reads_others or self.gated))
         assert not self.v_norm or (has_k_norm and not self.whole_norms)
+        assert not self.values_are_keys or self.v_norm or self.reads_others
         self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), layer.ranks)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
@@ -211,7 +215,7 @@ class Attention(Mixer):
         return [self.qkv, self.o]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
-        made = self.qkv(x)
+        made = self._with_values(self.qkv(x))
         if self.whole_norms:
             made = self._with_whole_norms(made)
         qkv = (made[:, self._gates :] if self.gated else made).view(
@@ -224,7 +228,7 @@ class Attention(Mixer):
         """What `forward` leaves for later queries: keys and values of x [M, in_size]."""
         if self.reads_others:
             return
-        kv = self.qkv.last(x, 2 * self.kv_heads * self.head_dim)
+        kv = self._with_values(self.qkv.last(x, self._kv_rows))
         if self.whole_norms:
             kv = self._with_whole_norms(kv[:, -2 * self.kv_heads * self.head_dim :])
         self.write_heads(kv.view(x.shape[0], -1, self.head_dim), cos, sin, attend)
@@ -239,6 +243,12 @@ class Attention(Mixer):
         attend.write(self.pool_layer, rotate(k, cos, sin), self._normed_values(v))
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+    def _with_values(self, made: Tensor) -> Tensor:
+        """made [M, ..] by `qkv` -> the same with values behind keys, where they are the keys."""
+        if not self.values_are_keys or self.reads_others:
+            return made
+        return self.ops.concat_columns(made, made[:, -self._kv_rows :])
 
     def _with_whole_norms(self, made: Tensor) -> Tensor:
         """made [M, ..], queries, keys and values of all heads, queries perhaps missing -> the same with both normed."""

@@ -81,8 +81,8 @@ class LayerConfig:
     mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`,
     or beside it.  activation: of the MLP's gate.  out_norms: whether there are norms behind mixer and MLP, too, before
     the residual stream is added.  per_layer: size of an embedding of the token that this layer alone reads
-    (`layers.end`), 0: there is none.  scaled: whether its output has a factor.  weight_format: of its matrices, see
-    `ModelConfig.spread`.
+    (`layers.embedding`), 0: there is none.  scaled: whether its output has a factor.  weight_format: of its matrices,
+    see `ModelConfig.spread`.
     """
 
     hidden: int

@@ -1,4 +1,4 @@
-"""Rows of a table by token."""
+"""Rows of a table by token: of a model, of all its layers, and what layers do with theirs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.layers.config import NormConfig
+from draftwing.layers.config import LayerConfig, NormConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.mapped import MappedFormat
 from draftwing.layers.norm import RMSNorm
-from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 
 class Embedding(nn.Module):
@@ -78,5 +78,34 @@ class PerLayerEmbedding(nn.Module):
         own = ops.add_scaled(rows if known is None else ops.take_rows(rows, known), None, self._factors[1])
         made = self.norm(ops.add_scaled(self.project(x), None, self._factors[0]).view(-1, self._shape[1]))
         return ops.add_scaled(made.view(own.shape), own, self._factors[2]).view(-1, *self._shape)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+
+class LayerEnd(nn.Module):
+    """What some layers do to the residual stream behind their MLP, with an embedding of their own, and a factor:
+    (x + norm(out(gelu(gate(x)) * embedding))) * scalar, either part where the layer has it. On all ranks alike."""
+
+    def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, size, form = config.hidden, config.per_layer, config.weight_format
+        self.gate = Linear(hidden, size, False, dtype, device, form) if size else None
+        self.out = Linear(size, hidden, False, dtype, device, form) if size else None
+        self.norm = RMSNorm(hidden, config.norm.eps, config.norm.dtype(dtype), device) if size else None
+        self.scalar = nn.Parameter(torch.ones(1, dtype=dtype, device=device)) if config.scaled else None
+        self._ops: LayerOps = PLAIN
+
+    def use(self, ops: LayerOps) -> None:
+        """Lets the device do what lies between its matrices as it does it best."""
+        self._ops = ops
+
+    def forward(self, x: Tensor, embedding: Tensor | None) -> Tensor:
+        """x [M, hidden]; embedding [M, per_layer], whose rows may be apart -> [M, hidden]"""
+        scale = 1.0 if self.scalar is None else self.scalar
+        if self.gate is None or self.out is None or self.norm is None:
+            return self._ops.add_scaled(x, None, scale)
+        assert embedding is not None
+        gated = self._ops.gelu_mul(self._ops.concat_columns(self.gate(x), embedding))
+        return self._ops.add_scaled(x, self.norm(self.out(gated)), scale)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from draftwing.layers.rope import RopeConfig
 from draftwing.models import expert_fields
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 from draftwing.models.gemma4 import gemma4_keys, gemma4_layers
-from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen3_next_layers
+from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen_layers
 from draftwing.models.language_model import language_model
 from draftwing.models.latents import LATENT
 from draftwing.models.positions import WindowSwitch, context, ropes, rotary_dims, windows
@@ -246,7 +247,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", **QWEN_HYBRID),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", experts="qwen", shared=True, **QWEN_HYBRID),
     "Qwen3NextForCausalLM": Family(
-        "qwen3_next", experts="qwen", shared=True, **QWEN_HYBRID | {"layers": qwen3_next_layers}
+        "qwen3_next", experts="qwen", shared=True, **QWEN_HYBRID | {"layers": partial(qwen_layers, by_key_head=True)}
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",

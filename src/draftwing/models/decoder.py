@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.embedding import Embedding, PerLayerEmbedding
-from draftwing.layers.end import LayerEnd
+from draftwing.layers.embedding import Embedding, LayerEnd, PerLayerEmbedding
 from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
 from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
@@ -255,7 +254,7 @@ class DecoderModel(nn.Module):
             if narrowed is not None and i == self.keepers + 1:
                 at, attend = narrowed
                 x, turns = x[at], [(cos[at], sin[at]) for cos, sin in turns]
-                embeddings = None if embeddings is None else embeddings[at]
+                embeddings, normed = (None if every is None else every[at] for every in (embeddings, normed))
                 if not len(at):
                     break
             cos, sin = turns[rope]

@@ -3,9 +3,8 @@ read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
@@ -13,13 +12,11 @@ from draftwing.layers.config import LayerConfig
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.models.positions import FULL, SLIDING, refused
 
-T = TypeVar("T")
 _PATTERN = 6  # one in so many layers has no window, where `layer_types` does not say
 _ROPES = {  # where a config has none
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-_KEYS, _VALUES = ".self_attn.k_proj.", ".self_attn.v_proj."
 
 
 def gemma4_keys(fields: Fields) -> dict[str, Any]:
@@ -84,20 +81,6 @@ def _per_layer(fields: Fields) -> int:
     if size and fields.whole(rows, default=262144) != fields.whole("vocab_size"):
         raise fields.unlike(rows, f"vocab_size, which is {fields.get('vocab_size')}")
     return size
-
-
-def with_values(tensors: Iterable[tuple[str, T]], layers: tuple[LayerConfig, ...]) -> Iterator[tuple[str, T]]:
-    """Yields name and value of every tensor, and once more that of keys where it is that of values, too."""
-    both = {
-        f"model.layers.{i}"
-        for i, layer in enumerate(layers)
-        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.values_are_keys
-    }
-    for name, value in tensors:
-        yield name, value
-        layer, found, suffix = name.partition(_KEYS)
-        if found and layer in both:
-            yield f"{layer}{_VALUES}{suffix}", value
 
 
 def unread(layers: tuple[LayerConfig, ...]) -> set[str]:

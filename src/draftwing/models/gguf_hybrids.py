@@ -42,27 +42,10 @@ DELTA_NAMES = {  # besides those of attention and MLP
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-LFM2_NAMES = {
-    "attn_norm": "operator_norm",
-    "ffn_norm": "ffn_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-    "shortconv.conv": "conv.conv",
-}
+# The rest is named as in Llama first (`weight_map.LAYER_NAMES`).
+LFM2_NAMES = {"shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj", "shortconv.conv": "conv.conv"}
 LFM2_TOP_NAMES = {f"{name}.weight": "model.embedding_norm.weight" for name in ("token_embd_norm", "output_norm")}
 # Of a prediction layer, below `model.mtp`; the rest of it is named as a layer's.
 NEXTN_NAMES = {

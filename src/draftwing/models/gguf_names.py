@@ -6,7 +6,7 @@ import re
 
 from draftwing.models import gguf_gemma4, gguf_hybrids, gguf_latents
 from draftwing.models.config import ModelConfig
-from draftwing.models.weight_map import QWEN_MTP_PREFIX, expert_names
+from draftwing.models.weight_map import LAYER_NAMES, QWEN_MTP_PREFIX, expert_names
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -32,21 +32,16 @@ GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-SHARED_NAMES = {  # of experts for all rows
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-LATENT_NAMES = BLOCK_NAMES | SHARED_NAMES | gguf_latents.NAMES
+LATENT_NAMES = BLOCK_NAMES | gguf_latents.NAMES
 # Names that an architecture has besides, or in place of these.
 OTHER_NAMES = {
     "Gemma3ForCausalLM": GEMMA_NAMES,
     "Gemma4ForCausalLM": GEMMA_NAMES | gguf_gemma4.NAMES,
     "GptOssForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
-    "Glm4MoeForCausalLM": BLOCK_NAMES | SHARED_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+    "Glm4MoeForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
     "DeepseekV2ForCausalLM": LATENT_NAMES,
     "DeepseekV3ForCausalLM": LATENT_NAMES,
-    "Lfm2ForCausalLM": gguf_hybrids.LFM2_NAMES,
+    "Lfm2ForCausalLM": BLOCK_NAMES | gguf_hybrids.LFM2_NAMES,
     **{
         gguf_hybrids.ARCHITECTURES[arch]: BLOCK_NAMES | gguf_hybrids.DELTA_NAMES
         for arch in (gguf_hybrids.QWEN35, gguf_hybrids.QWEN35_MOE, gguf_hybrids.QWEN3_NEXT)
@@ -71,13 +66,17 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
         tops = gguf_hybrids.LFM2_TOP_NAMES if config.architecture == "Lfm2ForCausalLM" else {}
         return tops.get(name, TOP_NAMES.get(name, name))
     layer, part, suffix = layer_name(int(match[1]), own), match[2], match[3]
-    names = OTHER_NAMES.get(config.architecture, BLOCK_NAMES)
+    names, of_experts = OTHER_NAMES.get(config.architecture, BLOCK_NAMES), expert_names(config)
     if part == "ffn_gate_inp":
-        return f"{layer}.{expert_names(config).router}{suffix}"
+        return f"{layer}.{of_experts.router}{suffix}"
     if part == "exp_probs_b":
-        return f"{layer}.{expert_names(config).correction}"
+        return f"{layer}.{of_experts.correction}"
+    if shared := re.fullmatch("ffn_(gate|up|down)_shexp", part):
+        return f"{layer}.{of_experts.shared}.{getattr(of_experts, shared[1])}{suffix}"
     if part in WHOLE_NAMES:
         return f"{layer}.{WHOLE_NAMES[part]}"
     if part in gguf_hybrids.NEXTN_NAMES:
         return f"{QWEN_MTP_PREFIX}{gguf_hybrids.NEXTN_NAMES[part]}{suffix}"
-    return f"{layer}.{names[part]}{suffix}" if part in names else name
+    if part not in names:
+        return name
+    return f"{layer}.{LAYER_NAMES.get(config.architecture, {}).get(names[part], names[part])}{suffix}"

@@ -18,17 +18,9 @@ MOST_TAPS = 64  # of a convolution: published ones have 3 or 4
 EVERY = 4  # `full_attention_interval` when the config has none
 
 
-def qwen_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Returns the layers of Qwen3.5: gated delta nets, and attention in every fourth or as the config says."""
-    return _qwen_layers(fields, layer, count, by_key_head=False)
-
-
-def qwen3_next_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Returns the layers of Qwen3-Next: those of Qwen3.5, stored in other matrices."""
-    return _qwen_layers(fields, layer, count, by_key_head=True)
-
-
-def _qwen_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: bool) -> tuple[LayerConfig, ...]:
+def qwen_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: bool = False) -> tuple[LayerConfig, ...]:
+    """Returns the layers of Qwen3.5: gated delta nets, and attention in every fourth or as the config says.
+    by_key_head: those of Qwen3-Next, stored in other matrices."""
     if not fields.flag("attn_output_gate", True):
         raise refused(fields, "attn_output_gate", False)
     every = fields.whole("full_attention_interval", default=EVERY)

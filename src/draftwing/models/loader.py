@@ -30,7 +30,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
-from draftwing.models.gemma4 import unread, with_values
+from draftwing.models.gemma4 import unread
 from draftwing.models.generation import suppressed
 from draftwing.models.gguf import Progress
 from draftwing.models.language_model import OTHER_SENSES
@@ -104,8 +104,7 @@ def load_model(
         fill_random(model, device, SEED + ranks.rank, in_mxfp4, _schemes(config, ranks))
     else:
         checked = _tied(tensors) if config.tie_embeddings else tensors
-        every = with_values(checked, config.layers)
-        fill_parameters(model, checkpoint_names(config, ranks), every, device, harmless)
+        fill_parameters(model, checkpoint_names(config, ranks), checked, device, harmless)
     model.kv_scales = kv_scales
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters()) + sum(op.sizes.total() for op in operations(model))

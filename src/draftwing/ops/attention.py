@@ -127,13 +127,7 @@ class Attend:
         raise NotImplementedError
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         """What rotating q and k and a call do, or None: then the caller does it.
 
@@ -384,13 +378,7 @@ class MixedAttend(Attend):
         return torch.cat([part.read(layer, q[at], kind) for part, at in self._parts])
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
 
@@ -429,13 +417,7 @@ class KernelAttend(BoundAttend):
         return True
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor:
         """In place of q; takes no gradient."""
         self.fused_write(layer, qkv, cos, sin, norms)
@@ -491,7 +473,3 @@ class TiledAttention(AttnBackend, Protocol):
     def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
         """Tiles that so many queries in so many chunks have at most."""
         ...
-
-
-def default_scale(head_dim: int) -> float:
-    return head_dim**-0.5

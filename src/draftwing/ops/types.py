@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftwing.core import IntArray, StepResult, TreeShape
 from draftwing.ops.attention import Ragged
+from draftwing.ops.zeros import zeros_as_written
 
 # -- quantised weights ------------------------------------------------------------------------------------------------
 
@@ -120,28 +121,43 @@ class QuantizedRows(NamedTuple):
 # -- the row table ----------------------------------------------------------------------------------------------------
 
 
-class RowTensors(Protocol):
+class RowTensors:
     """Row-indexed device state of R rows and a dummy, the last one (`engine.row_table.RowTable`). All int64 but
     `floats`; L entries a row. Operations that commit write `page_table`, `tokens`, `kv_len` and `last`."""
 
-    rows: int  # R
-    length: int  # L
-    page_table: Tensor  # [R + 1, L]: the KV slot of each position
-    tokens: Tensor  # [R + 1, L] token at each position up to kv_len
-    kv_len: Tensor  # [R + 1]
-    last: Tensor  # [R + 1] tokens[r, kv_len[r]]
-    seed: Tensor  # [R + 1]
-    salt: Tensor  # [R + 1] 0: none
-    top_k: Tensor  # [R + 1]
-    ban_until: Tensor  # [R + 1]
-    ban_ids: Tensor  # [R + 1, S] padded with -1
-    floats: Tensor  # [R + 1, 3] float32: temperature, top_p, min_p
-    dummy_len: Tensor  # [1] kv_len of the dummy, a view
-    steps: Tensor  # [L] 0, 1, ...
+    def __init__(self, rows: int, length: int, ban_ids: int, device: torch.device) -> None:
+        """rows: R.  length: L.  ban_ids: S."""
+        self.rows, self.length = rows, length
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros((rows + 1, *shape), dtype=dtype, device=device)
+
+        # [R + 1, L]: the KV slot of each position, 0 the pool's dummy slot; and the token, up to kv_len
+        self.page_table = zeros_as_written((rows + 1, length), torch.int64, device)
+        self.tokens = zeros_as_written((rows + 1, length), torch.int64, device)
+        self.kv_len = zeros()
+        self.last = zeros()  # tokens[r, kv_len[r]]: known, but not in the KV yet
+        self.seed = zeros()
+        self.salt = zeros()  # 0: none
+        self.top_k = zeros()
+        self.ban_until = zeros()
+        self.ban_ids = zeros(ban_ids)  # [R + 1, S] padded with -1
+        self.floats = zeros(3, dtype=torch.float32)  # [R + 1, 3]: temperature, top_p, min_p
+        self.dummy_len = self.kv_len[rows:]  # [1] kv_len of the dummy, a view
+        self.steps = torch.arange(length, device=device)  # [L] 0, 1, ..., to be cut to what is needed
 
     def sampling(self, rows: Tensor) -> SamplingRows:
         """Returns what the sampler needs to know of rows [B]."""
-        ...
+        floats = self.floats[rows]  # [B, 3]
+        return SamplingRows(
+            seed=self.seed[rows],
+            temperature=floats[:, 0],
+            top_k=self.top_k[rows],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            ban_until=self.ban_until[rows],
+            ban_ids=self.ban_ids[rows],
+        )
 
 
 class SamplingRows(NamedTuple):

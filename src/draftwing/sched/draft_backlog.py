@@ -1,4 +1,5 @@
-"""When a drafter with KV catches up with what it has not seen (`engine.lag`): the host knows bounds of its lag.
+"""When a drafter with KV catches up with what it has not seen (`engine.draft_kv_backlog`): the host knows bounds of its
+lag.
 
 Before a step that drafts with the model all rows of the step do. Else a row does before it is too far behind, together
 with others that are nearly as far, and when it is released: what it gave to the radix tree must be complete for whoever

@@ -1,19 +1,16 @@
-"""Who runs: admission, plans, commits, preemption. Host only, one step behind the device if asked."""
+"""Who runs: admission, plans, preemption, ends. Host only, one step behind the device if asked."""
 
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from draftwing.core import (
-    FORBIDDEN,
     MAX_BACKLOG,
     NO_DEFERRAL,
-    NOT_FINITE,
     PLAIN,
     Chunk,
     DraftDeferral,
@@ -21,7 +18,6 @@ from draftwing.core import (
     Output,
     Plan,
     StepResult,
-    TokenLogprobs,
     TreeShape,
 )
 from draftwing.errors import RequestError
@@ -36,15 +32,11 @@ from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
+from draftwing.sched.results import Results
 from draftwing.sched.state_slots import StateSizes
-from draftwing.sched.stop import append_until_stop, finish_meta
-from draftwing.sched.trace import traced_step
+from draftwing.sched.stop import finish_meta
 
-log = logging.getLogger("draftwing")
 REST = 0.02  # seconds
-NOT_FINITE_MESSAGE = (
-    "the model's logits are not finite (NaN or infinity): its weights are damaged, or --dtype is too narrow for them"
-)
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,6 @@ class Scheduler:
         self._workers = Workers()
         self.running: list[Req] = []
         self.retractions = 0
-        self.stale_results = 0
         self._by_uid: dict[str, Req] = {}
         # Heap, with arrivals, for a uid may come again. Requests that have ended leave it once they are most of it.
         self._deadlines: list[tuple[float, int, str]] = []
@@ -102,6 +93,7 @@ class Scheduler:
         self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = DraftExtendPlanner(config.lagging, config.lag, config.deferral, config.slots)
         self._news: list[Output] = []
+        self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
 
     # -- requests in, requests out ------------------------------------------------------------------------------
 
@@ -122,7 +114,7 @@ class Scheduler:
         """Ends a request wherever it is; a step still in flight for it is ignored when it comes back."""
         req = self._by_uid.get(uid)
         if req is not None:
-            self._finish(req, [], {"type": "abort", "message": message})
+            self._finish(req, {"type": "abort", "message": message})
 
     def refuse(self, req: Req, message: str = "aborted") -> None:
         """The end of a request that was never submitted."""
@@ -130,7 +122,8 @@ class Scheduler:
         self._news.append(Output(req.uid, [], reason, meta=finish_meta(req, self.config.credited)))
 
     def take_outputs(self) -> list[Output]:
-        out, self._news = self._news, []
+        out = self._news.copy()
+        self._news.clear()
         return out
 
     @property
@@ -206,7 +199,7 @@ class Scheduler:
                     if not req.async_mask.ready():
                         self._held.add(req)
                 except RequestError as error:
-                    self._finish(req, [], {"type": "abort", "message": str(error)})
+                    self.abort(req.uid, str(error))
 
     def _ready(self) -> list[Req]:
         return [req for req in self.running if req.state is ReqState.DECODE and req.may_grow and req not in self._held]
@@ -368,120 +361,11 @@ class Scheduler:
         self.running.remove(req)
         req.row = req.admission = -1
 
-    # -- results ------------------------------------------------------------------------------------------------
-
     def commit(self, plan: Plan, result: StepResult, guidance: Guidance | None = None) -> None:
-        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`. Rows whose
-        request is no longer the one that was planned are skipped."""
-        live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
-        self.stale_results += live.count(None)
-        self.choice.record(plan, live, result)
-        logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
-        for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
-            if (req := live[part.chunk]) is not None:
-                req.prompt_logprobs += values
-        traced = {i: at for at, i in enumerate(plan.traced.tolist())}
-        rows = zip(live, result.count.tolist(), result.tokens.tolist(), result.confidence.tolist(), strict=True)
-        for i, (req, count, tokens, confidence) in enumerate(rows):
-            if req is None:
-                continue
-            new, failure = tokens[:count], None
-            nonfinite = count > 0 and bool(new[-1] & NOT_FINITE)
-            forbidden = (
-                count > 0 and not nonfinite and bool(new[-1] & FORBIDDEN)
-            )  # logits that are not finite cannot be edited
-            if nonfinite and not (new := new[:-1]):  # of drafts before it one may be the last token of the answer
-                self.kv.quarantine(req)
-                self._fail(req)
-                continue
-            if guidance is not None:
-                new, failure = guidance.until_failure(i, new)
-            if forbidden and failure is None:
-                new, failure = new[:-1], req.forbidding
-            if failure is not None and not new:
-                if nonfinite:
-                    self.kv.quarantine(req)
-                self._finish(req, [], {"type": "abort", "message": failure})
-                continue
-            if count:  # a chunk that is not the last says nothing of drafts yet
-                req.confidence = confidence
-            if plan.kind == "prefill":
-                self._commit_chunk(req, plan.chunks[i], new, logprobs.get(i, []))
-            else:
-                self._catch_ups.commit(plan.step, plan.shape, req, count)
-                self._commit_path(req, plan.shape, result, i, count)
-                if nonfinite:
-                    self.kv.quarantine(req)
-                self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i])
-            if i in traced:
-                number = 0 if plan.kind == "prefill" else req.verify_steps
-                self._trace(req, result, i, traced[i], len(plan.rows), number)
-            if failure is not None and req.running:
-                self._finish(req, [], {"type": "abort", "message": failure})
-            if nonfinite and req.running:
-                self._fail(req)
+        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`."""
+        self.results.commit(plan, result, guidance)
 
-    def _fail(self, req: Req) -> None:
-        """Ends a request whose logits are not finite and whose KV may not be read."""
-        log.error("request %.100r: the model's logits are not finite", req.request.name)
-        self._finish(req, [], {"type": "abort", "message": NOT_FINITE_MESSAGE, "status_code": 500})
-        self.kv.quarantine_cache()
-
-    def _trace(self, req: Req, result: StepResult, i: int, traced: int, requests: int, number: int) -> None:
-        """Adds the step to the request's newest output, which is of this step."""
-        output = self._news[-1]
-        assert output.uid == req.uid
-        output.trace.append(traced_step(result, i, traced, number, requests, output.token_ids))
-
-    def _live(self, row: int, admission: int) -> Req | None:
-        req = self.kv.by_row.get(row)
-        return req if req is not None and req.admission == admission else None
-
-    def _commit_chunk(self, req: Req, chunk: Chunk, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
-        req.kv = chunk.start + chunk.length
-        if self.kv.states is not None:
-            self.kv.states.committed(req, req.kv)
-        if not chunk.final:
-            return
-        req.inflight -= 1
-        self._emit(req, tokens, logprobs)
-        if req.running:
-            self.kv.share(req)
-            self._catch_ups.share(req)
-
-    def _commit_path(self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int) -> None:
-        """count: tokens that row i of the result committed for it."""
-        if self.kv.states is not None:
-            self.kv.states.committed(req, req.kv + 1)
-        if shape.nodes > 1:
-            window = slice(req.kv, req.kv + shape.nodes)
-            req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
-            req.note_proposed(result.proposed_by[i])
-        req.kv += count
-        req.bound -= shape.max_commit - count
-        req.inflight -= 1
-        req.verify_steps += 1
-
-    def _emit(
-        self, req: Req, new: list[int], logprobs: list[TokenLogprobs], drafts: Sequence[int] | None = None
-    ) -> None:
-        """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: the sources of the
-        first tokens, which are accepted drafts; None for the token of a prefill."""
-        kept, reason = append_until_stop(req, new)
-        if drafts is not None:
-            req.note_accepted(drafts[: len(kept)])
-        first = req.completion_tokens == len(kept)
-        if first:
-            self._prompt_logprobs.add(req)
-        output = Output(
-            req.uid, kept, logprobs=logprobs[: len(kept)], prompt_logprobs=req.prompt_logprobs if first else []
-        )
-        if reason is not None:
-            self._finish(req, kept, reason, output)
-        else:
-            self._news.append(output)
-
-    def _finish(self, req: Req, new: list[int], reason: dict[str, Any], output: Output | None = None) -> None:
+    def _finish(self, req: Req, reason: dict[str, Any], output: Output | None = None) -> None:
         if req.running:
             req.kv = min(req.kv, len(req.tokens) - 1)  # the device may have committed past a stop
             self._release(req)
@@ -489,7 +373,7 @@ class Scheduler:
             self.waiting.leave(req)
         req.state = ReqState.DONE
         del self._by_uid[req.uid]
-        output = Output(req.uid, new) if output is None else output
+        output = Output(req.uid, []) if output is None else output
         if reason["type"] != "abort":
             self.choice.answered(req)
         self._news.append(replace(output, finish_reason=reason, meta=finish_meta(req, self.config.credited)))

@@ -94,13 +94,8 @@ class BlockDrafter(Drafter):
         width = self.head.config_of_block.rows
         everything = Batch(
             rows=rows,
-            ids=block.ids,
-            positions=block.positions,
-            write_slots=block.write_slots,
             table=table.page_table,
-            prefix_len=block.prefix_len,
-            path=block.path,
-            path_len=block.path_len,
+            **block._asdict(),
             window=width,
             bound=min(max_kv_len + width, table.page_table.shape[1]),
         )

@@ -9,19 +9,17 @@ from typing import cast
 
 from draftwing.errors import ConfigError
 from draftwing.models.heads.assistant import load_assistant
-from draftwing.models.heads.base import DraftHead, FeatureHead
+from draftwing.models.heads.base import DraftHead, DraftLM, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
-from draftwing.spec.suffix_drafter import SuffixDrafter
 from draftwing.spec.token_map import check_topk
 
 log = logging.getLogger("draftwing")

@@ -1,13 +1,16 @@
-"""A drafter that looks up what followed the newest tokens before; its index finds and keeps, it says what enters."""
+"""Drafts copied from what was seen: the request's own prompt and output, and what other requests generated."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from draftwing.ops.reference.ngram import NGramIndex
-from draftwing.ops.reference.suffix import SuffixIndex
+from draftwing.config.drafters import SUFFIXES
+from draftwing.core import MAX_CONFIDENCE, TreeShape
+from draftwing.errors import ConfigError
+from draftwing.ops.reference.ngram import NGramIndex, NGramOps
+from draftwing.ops.reference.suffix import LENGTHS, SuffixIndex, SuffixOps
 from draftwing.ops.types import Draft, RowTensors
-from draftwing.spec.drafter import Drafter, DraftStep
+from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
 
 
 class LookupDrafter(Drafter):
@@ -29,3 +32,82 @@ class LookupDrafter(Drafter):
 
     def propose(self, step: DraftStep) -> Draft:
         return self.index.propose(step.table, step.rows, step.shape)
+
+
+class NGramDrafter(LookupDrafter):
+    """Tree drafts from token matches; a `LookupDrafter` around an `NGramIndex`."""
+
+    index: NGramIndex
+
+    def __init__(
+        self,
+        rows: int,
+        ops: NGramOps,
+        min_window: int = 1,
+        max_window: int = 12,
+        min_breadth: int = 1,
+        max_breadth: int = 10,
+        branch_length: int = 18,
+        capacity: int = 10_000_000,
+    ) -> None:
+        """Takes what `NGramIndex` does. Raises ConfigError for numbers that cannot be."""
+        if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:
+            found = f"{min_window} and {max_window}"
+            raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_CONFIDENCE}, found {found}")
+        if not 1 <= min_breadth <= max_breadth:
+            raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
+        if branch_length < 1 or capacity < 1:
+            raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
+        index = ops.ngram_index(
+            rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity
+        )
+        super().__init__(index, ops.draws_by_row and not ops.records_calls)
+
+    def extend(self, seen: SeenTokens) -> None:
+        """Decoding: the count[b] newest tokens of each row enter the memory. The end of a prefill: the row begins anew;
+        prompts stay out of the memory."""
+        batch, rows = seen.batch, seen.batch.rows
+        if seen.count is not None:
+            self.index.insert(seen.table, rows, batch.prefix_len, seen.count, seen.width)
+        elif final := sum(chunk.final for chunk in batch.chunks):  # the first ones
+            self.index.begin(seen.table, rows[:final])
+
+
+class SuffixDrafter(LookupDrafter):
+    """Trees from counts of what followed; a `LookupDrafter` around a `SuffixIndex`."""
+
+    index: SuffixIndex
+
+    def __init__(
+        self,
+        rows: int,
+        ops: SuffixOps,
+        shape: TreeShape = SUFFIXES,
+        max_context: int = 24,
+        min_prob: float = 0.005,
+        capacity: int = 1_000_000,
+        secret: int | None = None,
+    ) -> None:
+        """rows: R + 1, the rows of the row table with its dummy. shape: the largest tree that will be asked for.
+        max_context: tokens of the longest context; min_prob: of a node's path, or it is not proposed; capacity: tokens
+        that the trie remembers; secret: as of `SuffixIndex`, the same on all ranks."""
+        if not 1 <= max_context <= LENGTHS[-1]:
+            raise ConfigError(f"suffix contexts: expected 1 to {LENGTHS[-1]} tokens, found {max_context}")
+        if not 0 < min_prob <= 1:
+            raise ConfigError(f"suffix probability: expected above 0 and at most 1, found {min_prob:g}")
+        if capacity < 1:
+            raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
+        index = ops.suffix_index(rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret)
+        super().__init__(index, ops.draws_by_row and not ops.records_calls)
+
+    def extend(self, seen: SeenTokens) -> None:
+        """Decoding: the trie learns the count[b] newest tokens of each row. The end of a prefill: all tokens of the
+        row, for that row alone."""
+        batch, rows = seen.batch, seen.batch.rows
+        if seen.count is not None:
+            self.index.insert(seen.table, rows, batch.prefix_len, seen.count, seen.width)
+            return
+        final = [chunk for chunk in batch.chunks if chunk.final]  # the first ones
+        if final:
+            longest = max(chunk.start + chunk.length for chunk in final)
+            self.index.begin(seen.table, rows[: len(final)], longest)

@@ -149,13 +149,7 @@ class _Blocks(Attend):
         return self._owner.attend(self._kind, layer, q, k, v)
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         if not kernels_take(qkv):
             return None

@@ -136,13 +136,7 @@ class Causal(DenseAttend):
         return out.transpose(1, 2).reshape(math.prod(self._shape), -1)
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         if not self._kv_heads or not kernels_take(qkv) or (norms is not None and norms.values):
             return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.rope import rotate
-from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms, default_scale
+from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms
 from draftwing.train.kernels import kernels_take
 
 KeyValue = tuple[Tensor, Tensor]  # [B, heads or kv_heads, T, head_dim] each
@@ -49,13 +49,7 @@ class ChainAttention(Attend):
         return attend_chains(q, seen).transpose(1, 2).flatten(2).flatten(0, 1)
 
     def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor:
         kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
         if kernels_take(qkv):
@@ -146,7 +140,7 @@ def _own_gradients(
     grad_q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """grad_q of the causal part -> that of q, and those of each step's keys and values in turn"""
-    exact, scale = lse.dtype, default_scale(q.shape[-1])
+    exact, scale = lse.dtype, FULL.scale(q.shape[-1])
     inner = (grad.to(exact) * out.to(exact)).sum(-1)  # [B, heads, T]
     total, others = grad_q.to(exact), []
     for k, v in zip(keys, values, strict=True):
@@ -159,7 +153,7 @@ def _own_gradients(
 
 def _own_scores(q: Tensor, k: Tensor) -> Tensor:
     """Returns scores [B, heads, T], float32 or wider."""
-    return (q.to(wide(q)) * k.to(wide(q))).sum(-1) * default_scale(q.shape[-1])
+    return (q.to(wide(q)) * k.to(wide(q))).sum(-1) * FULL.scale(q.shape[-1])
 
 
 # ---- causal attention that returns its log-sum-exp -------------------------------------------------------------------
@@ -205,7 +199,7 @@ def _causal_backward(
         probs = (_dense_scores(q, k) - lse.unsqueeze(-1)).exp()  # [B, heads, T, T]
         exact = probs.dtype
         inner = (grad.to(exact) * out.to(exact)).sum(-1, keepdim=True)
-        slopes = (probs * ((grad @ v.transpose(-1, -2)).to(exact) - inner) * default_scale(q.shape[-1])).to(q.dtype)
+        slopes = (probs * ((grad @ v.transpose(-1, -2)).to(exact) - inner) * FULL.scale(q.shape[-1])).to(q.dtype)
         grads = slopes @ k, slopes.transpose(-1, -2) @ q, probs.to(grad.dtype).transpose(-1, -2) @ grad
     grad_q, grad_k, grad_v = grads
     return grad_q, grad_k, grad_v
@@ -213,7 +207,7 @@ def _causal_backward(
 
 def _dense_scores(q: Tensor, k: Tensor) -> Tensor:
     """Returns scores [B, heads, T, T], float32 or wider; minus infinity where a key comes after the query."""
-    scores = (q @ k.transpose(-1, -2)).to(wide(q)) * default_scale(q.shape[-1])
+    scores = (q @ k.transpose(-1, -2)).to(wide(q)) * FULL.scale(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(future, float("-inf"))
 

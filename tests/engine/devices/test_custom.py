@@ -69,6 +69,7 @@ def test_it_serves_the_text_of_the_cpu(model: str, example: Any, how: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_examples.py has one by name, and test_drafter.py what a server imports again
 def test_a_server_has_it_by_name(model: str) -> None:
     path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
     command = (

@@ -18,8 +18,8 @@ from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.cpu.tape import Recording, record
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
+from draftwing.spec.lookup_drafter import NGramDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
@@ -155,9 +154,3 @@ def test_batch_sizes():
         sizes = batch_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
         assert all(b <= max(a + 32, 2 * a) for a, b in itertools.pairwise(sizes))
-
-
-def test_only_cuda_records():
-    if not torch.cuda.is_available():
-        with pytest.raises(NotImplementedError):
-            pick_device("cpu").record(lambda: None)

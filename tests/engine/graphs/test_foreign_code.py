@@ -20,7 +20,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.spec.drafter import DraftStep, SeenTokens
-from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.lookup_drafter import NGramDrafter
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts, Texts]:
     return model, asked, texts
 
 
+VISIBLE = [by_lists, by_arrays, by_exchange]  # as calls of torch; the others are not
+
+
 @needs_kernels
+@pytest.mark.further(kind=Learning, read=VISIBLE)
+@pytest.mark.further(at_once=2, read=VISIBLE)
 @pytest.mark.parametrize("read", [by_lists, by_arrays, by_kept_arrays, by_exchange, by_addresses])
 @pytest.mark.parametrize("kind", [KnownTexts, Learning])
 @pytest.mark.parametrize("at_once", [1, 2])

@@ -61,6 +61,8 @@ def family(folder: Path, session: bool, how: str) -> tuple[subprocess.Popen[str]
     return parent, int(parent.stdout.readline())
 
 
+@pytest.mark.further(session=False, by=signal.SIGTERM)
+@pytest.mark.further(session=False, stopped=False)
 @pytest.mark.parametrize("session", [True, False])
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])

@@ -18,20 +18,27 @@ from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
 from draftwing.layers.mlp import GatedMLP
+from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
 from draftwing.sched.policy.cost import StepCost
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.lookup_drafter import NGramDrafter
 from draftwing.spec.model_drafter import ModelDrafter
-from draftwing.spec.ngram_drafter import NGramDrafter
 
 GB = 10**9
 TREE = TreeShape(5, 3, 8)
+FLOAT32 = Precision(torch.float32, torch.float32)
 
 
 @pytest.fixture
 def rig(on_cpu):
     drafter = NGramDrafter(capacity=4096, rows=7, ops=make_ops(torch.device("cpu")))
     return sizing.Rig(on_cpu.tiny_model(), drafter, (TREE, PLAIN), torch.float32, pick_device("cpu"))
+
+
+@pytest.fixture
+def no_peak(monkeypatch):
+    """Trial steps run, and take no memory."""
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
 
 
 def options(**kw):
@@ -58,6 +65,7 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
 
 
+@pytest.mark.usefixtures("no_peak")
 def test_the_drafters_layers_follow_what_the_targets_keep(on_cpu, monkeypatch):
     """Of a target with fewer layers in the pool than it has: some read another's keys."""
     model, cpu = on_cpu.model_of(config_of(KINDS["shared"], on_cpu.CONTEXT)), pick_device("cpu")
@@ -65,10 +73,8 @@ def test_the_drafters_layers_follow_what_the_targets_keep(on_cpu, monkeypatch):
     drafter = ModelDrafter(draft, 7, TREE.topk, torch.float32, cpu.ops)
     rig, firsts, attach = sizing.Rig(model, drafter, (TREE, PLAIN), torch.float32, cpu), [], drafter.attach
     monkeypatch.setattr(drafter, "attach", lambda attn, first, size: (firsts.append(first), attach(attn, first, size)))
-    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
     sizing.trial(options(), rig, graph_size=0)
-    precision = Precision(torch.float32, torch.float32)
-    made = make_executor(options(max_total_tokens=300), model, precision, cpu, drafter, rig.menu)
+    made = make_executor(options(max_total_tokens=300), model, FLOAT32, cpu, drafter, rig.menu)
     assert firsts == [3, 3, 3]
     assert made.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
     states = [StateSpec((width,), torch.float32) for width in (64, 96, 32)]
@@ -114,12 +120,10 @@ def test_no_more_requests_run_than_have_states_and_records(hybrid):
         sizing.state_slots(options(), hybrid, 3 * STATE + 2 * RECORDS - 1, 640, RECORDS)
 
 
-def test_an_engine_has_states_and_its_start_leaves_none(hybrid, monkeypatch):
-    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
+@pytest.mark.usefixtures("no_peak")
+def test_an_engine_has_states_and_its_start_leaves_none(hybrid):
     sizing.trial(options(), hybrid, graph_size=4)
-    precision = Precision(torch.float32, torch.float32)
-    chosen = options(max_total_tokens=640)
-    made = make_executor(chosen, hybrid.model, precision, hybrid.device, None, hybrid.menu)
+    made = make_executor(options(max_total_tokens=640), hybrid.model, FLOAT32, hybrid.device, None, hybrid.menu)
     states = made.executor.table.states
     assert made.states == 640 * SLOT // STATE == states.slots and states.nodes == TREE.nodes
     warm_up(made.executor, made.pool, hybrid.menu, StepCost(hybrid.menu, False))
@@ -131,10 +135,10 @@ def test_a_draft_model_has_no_recurrent_layers(hybrid, harness):
     draft = DraftLM(harness.model_of(config_of(HYBRIDS["delta"], harness.CONTEXT)), harness.VOCAB)
     drafter = ModelDrafter(draft, 7, TREE.topk, torch.float32, hybrid.device.ops)
     with pytest.raises(ConfigError, match="recurrent layers"):
-        precision = Precision(torch.float32, torch.float32)
-        make_executor(options(max_total_tokens=640), hybrid.model, precision, hybrid.device, drafter, hybrid.menu)
+        make_executor(options(max_total_tokens=640), hybrid.model, FLOAT32, hybrid.device, drafter, hybrid.menu)
 
 
+@pytest.mark.usefixtures("no_peak")
 def test_the_trial_has_all_layers_run_over_whole_prompts(on_cpu, monkeypatch):
     """As for who asks for log probabilities of a prompt, where others' prompts end before layers that keep nothing."""
     model, rows = on_cpu.model_of(config_of(KINDS["shared"], on_cpu.CONTEXT)), []
@@ -145,7 +149,6 @@ def test_the_trial_has_all_layers_run_over_whole_prompts(on_cpu, monkeypatch):
         return forward(self, x, residual)
 
     monkeypatch.setattr(GatedMLP, "__call__", counted)
-    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and 0)
     sizing.trial(options(), sizing.Rig(model, None, (PLAIN,), torch.float32, pick_device("cpu")), graph_size=0)
     assert max(rows) == 20
 

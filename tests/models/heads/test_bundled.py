@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from draftwing import LLM
 from draftwing.cli.card_check import read_report
 from draftwing.config.drafters import DRAFTERS, find_drafter, shipped_head, token_map_in
 from draftwing.config.trees import carried_shape
 
-HIDDEN, HEADS, KV, SIZE, FFN, VOCAB, LAYERS = 576, 9, 3, 64, 1536, 49152, 30  # of SmolLM2-135M
 MAX_FILE, MAX_ALL = 16_000_000, 45_000_000  # bytes
 # Greedy tokens a step that (3, 1, 4) has to reach on the questions below: far from none, and no more than is sure.
 MIN_ACCEPTED = {"EAGLE3": 1.5, "EAGLE": 1.4, "NEXTN": 1.4}
@@ -31,51 +29,6 @@ ENGINE: dict[str, Any] = {
 FOUND = {spec.name: head for spec in DRAFTERS if (head := shipped_head("smollm2", spec)) is not None}
 SHIPPED = ("EAGLE3",)  # at least
 every_head = pytest.mark.parametrize("algorithm", list(FOUND))
-
-
-def stored(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """name -> dtype and shape, of all files"""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as content:
-            for name in content.keys():  # noqa: SIM118 (not a dict)
-                assert name not in found
-                part = content.get_slice(name)
-                found[name] = (part.get_dtype(), part.get_shape())
-    return found
-
-
-def published(algorithm: str, config: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    """The tensors of such a head for this target, as the authors of each kind publish theirs."""
-    ffn = config["intermediate_size"]
-    if algorithm == "EAGLE3":
-        aux = config.get("num_aux_hidden_states", 3)
-        prefix, inputs, norms = "midlayer", 2 * HIDDEN, ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-        own = {"fc.weight": [HIDDEN, aux * HIDDEN], "norm.weight": [HIDDEN]}
-        own["lm_head.weight"] = [config["draft_vocab_size"], HIDDEN]
-    elif algorithm == "EAGLE":
-        prefix, inputs, norms = "layers.0", HIDDEN, ("post_attention_layernorm",)
-        own = {"fc.weight": [HIDDEN, 2 * HIDDEN]}
-    else:
-        prefix, inputs = "model.mtp_layers.0", HIDDEN
-        norms = ("input_layernorm", "post_attention_layernorm", "token_layernorm", "hidden_layernorm",
-                 "final_layernorm")  # fmt: skip
-        own = {f"{prefix}.input_proj.weight": [HIDDEN, 2 * HIDDEN]}
-    layer = {
-        "self_attn.q_proj": [HEADS * SIZE, inputs],
-        "self_attn.k_proj": [KV * SIZE, inputs],
-        "self_attn.v_proj": [KV * SIZE, inputs],
-        "self_attn.o_proj": [HIDDEN, HEADS * SIZE],
-        "mlp.gate_proj": [ffn, HIDDEN],
-        "mlp.up_proj": [ffn, HIDDEN],
-        "mlp.down_proj": [HIDDEN, ffn],
-        **{norm: [HIDDEN] for norm in norms},
-    }
-    shapes = own | {f"{prefix}.{name}.weight": shape for name, shape in layer.items()}
-    table = {name: ("BF16", shape) for name, shape in shapes.items()}
-    if algorithm == "EAGLE3":
-        table |= {"d2t": ("I64", [config["draft_vocab_size"]]), "t2d": ("BOOL", [VOCAB])}
-    return table
 
 
 def test_the_default_is_there() -> None:
@@ -92,27 +45,18 @@ def test_files_are_small_and_readable() -> None:
 
 
 @every_head
-def test_tensors_and_config_are_as_published(algorithm: str) -> None:
-    folder = FOUND[algorithm]
-    config = json.loads((folder / "config.json").read_text())
-    assert stored(folder) == published(algorithm, config)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        assert json.loads(index.read_text())["weight_map"].keys() == stored(folder).keys()
+def test_the_config_is_as_published(algorithm: str) -> None:
+    config = json.loads((FOUND[algorithm] / "config.json").read_text())
     sizes = {
-        "model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV,
-        "head_dim": SIZE, "vocab_size": VOCAB, "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "num_hidden_layers": LAYERS if algorithm == "NEXTN" else 1, "attention_bias": False, "rope_scaling": None,
+        "model_type": "llama", "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "vocab_size": 49152, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "num_hidden_layers": 30 if algorithm == "NEXTN" else 1, "attention_bias": False, "rope_scaling": None,
     }  # fmt: skip
     assert sizes.items() <= config.items()
     if algorithm == "EAGLE3":
         assert config["architectures"] == ["LlamaForCausalLMEagle3"]
         assert "cpu" in config["draftwing"]["shapes"], "the default has to be in the tree that was measured best"
-    elif algorithm == "EAGLE":
-        assert set(config["architectures"]) == {"LlamaForCausalLMEagle", "LlamaForCausalLM"}
-    else:
-        assert (config["num_nextn_predict_layers"], config["intermediate_size"]) == (1, FFN)
-    carried_shape(folder, "cpu")  # refuses what is malformed
+    carried_shape(FOUND[algorithm], "cpu")  # refuses what is malformed
 
 
 def test_eagle_comes_with_its_token_map() -> None:

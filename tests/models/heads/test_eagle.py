@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from dense_cache import DenseCache
 from reference import checkpoints, draft_heads
 from reference.draft_cases import CASES, VOCAB, Case, eagle2, eagle3, load_head, token_map
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FunctionAttend
 
 
 def llama() -> checkpoints.Checkpoint:
@@ -141,15 +139,3 @@ def test_every_parameter_gets_a_gradient_and_the_target_none(name: str, tmp_path
     for part, param in head.named_parameters():
         assert param.grad is not None and param.grad.abs().max() > 0, part
     assert all(param.grad is None for param in target.parameters())
-
-
-@TRAINED
-def test_runs_on_fake_tensors(name: str, tmp_path: Path) -> None:
-    """No data is read on the host."""
-    *_, head = load(name, tmp_path, torch.float32)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        aux_hidden = torch.empty(5, 32 * len(head.aux_layers))
-        ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        attend = FunctionAttend(lambda layer, q, k, v: q.flatten(1))
-        hidden = head.run(ids, positions, head.features(aux_hidden), 0, attend)
-        assert head.logits(hidden).shape == (5, head.vocab)

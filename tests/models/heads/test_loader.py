@@ -100,59 +100,55 @@ def test_head_of_another_target(drafts: SimpleNamespace, target: DecoderModel, t
     refused(three, larger, "EAGLE3", "vocab_size: expected 60, found 50")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fc.weight",
-        "midlayer.hidden_norm.weight",
-        "midlayer.mlp.up_proj.weight",
-        "norm.weight",
-        "lm_head.weight",
-        "d2t and t2d",
-    ],
-)
-def test_missing_tensors(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, name: str) -> None:
-    weights = drafts.eagle3_weights()
-    for part in name.split(" and "):
-        del weights[part]
-    folder = drafts.write(tmp_path, weights, draft_vocab_size=20)
-    refused(folder, target, "EAGLE3", "missing from the checkpoint: " + name.split(" and ")[0])
-
-
-def test_parts_that_the_config_promises(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
-    weights = drafts.eagle3_weights()
-    refused(drafts.write(tmp_path / "a", weights, fc_norm=True), target, "EAGLE3", "missing", "fc_norm.0.weight")
-    refused(
-        drafts.write(tmp_path / "b", weights, norm_before_fc=True), target, "EAGLE3", "missing", "input_norm.weight"
-    )
-    wide = drafts.eagle3_weights(aux_size=48)
-    folder = drafts.write(tmp_path / "c", wide, target_hidden_size=48)
-    refused(folder, drafts.make_target(torch.float32, hidden=48), "EAGLE3", "missing", "embed_tokens.weight")
+REQUIRED = ("fc.weight", "midlayer.hidden_norm.weight", "midlayer.mlp.up_proj.weight", "norm.weight", "lm_head.weight")
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
+        *((name, None, f"missing from the checkpoint: {name}") for name in REQUIRED),
+        ("d2t and t2d", None, "missing from the checkpoint: d2t"),
         ("midlayer.self_attn.k_proj.weight", (16, 32), "expected shape [16, 64], found [16, 32]"),
         ("fc.weight", (32, 95), "multiple of the target's hidden size 32 as columns, found 95"),
         ("fc.weight", (32, 64), "columns for 2 hidden states"),
         ("lm_head.weight", (21, 32), "expected shape [20, 32], found [21, 32]"),
         ("d2t", (19,), "d2t: expected shape [20], found [19]"),
         ("t2d", (51,), "t2d: expected shape [50], found [51]"),
+        ("layers.0.mlp.down_proj.weight", (32, 41), "expected shape [32, 40], found [32, 41]"),
     ],
 )
-def test_wrong_shapes(
-    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, name: str, shape: tuple[int, ...], expected: str
+def test_tensors_that_are_missing_or_misshapen(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, name: str, shape: tuple[int, ...] | None,
+    expected: str,
+) -> None:  # fmt: skip
+    """shape: None of one that is missing."""
+    kind = "EAGLE" if name.startswith("layers.") else "EAGLE3"
+    weights = drafts.eagle_weights() if kind == "EAGLE" else drafts.eagle3_weights()
+    for part in name.split(" and "):
+        weights[part] = torch.zeros(shape or (), dtype=weights[part].dtype)
+        if shape is None:
+            del weights[part]
+    refused(drafts.write(tmp_path, weights, draft_vocab_size=20), target, kind, name.partition(" ")[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"fc_norm": True}, "missing from the checkpoint: fc_norm.0.weight"),
+        ({"norm_before_fc": True}, "missing from the checkpoint: input_norm.weight"),
+        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states: expected 3, found 4"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type = 'longrope'"),
+    ],
+)
+def test_what_the_config_says_and_is_not_so(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, changes: dict[str, Any], expected: str
 ) -> None:
-    weights = drafts.eagle3_weights()
-    weights[name] = torch.zeros(shape, dtype=weights[name].dtype)
-    refused(drafts.write(tmp_path, weights, draft_vocab_size=20), target, "EAGLE3", expected)
+    refused(drafts.write(tmp_path, drafts.eagle3_weights(), **changes), target, "EAGLE3", expected)
 
 
-def test_wrong_shape_of_an_eagle_head(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
-    weights = drafts.eagle_weights()
-    weights["layers.0.mlp.down_proj.weight"] = torch.zeros(32, 41)
-    refused(drafts.write(tmp_path, weights), target, "EAGLE", "layers.0.mlp.down_proj.weight", "[32, 40]", "[32, 41]")
+def test_a_head_of_another_width_has_an_embedding(drafts: SimpleNamespace, tmp_path: Path) -> None:
+    folder = drafts.write(tmp_path, drafts.eagle3_weights(aux_size=48), target_hidden_size=48)
+    refused(folder, drafts.make_target(torch.float32, hidden=48), "EAGLE3", "missing", "embed_tokens.weight")
 
 
 def test_vocabulary_maps(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
@@ -220,11 +216,6 @@ def test_aux_layer_ids_refused() -> None:
             resolve_aux_layers(raw, count, 8, convention)  # type: ignore[arg-type]
 
 
-def test_number_of_aux_states(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
-    folder = drafts.write(tmp_path, drafts.eagle3_weights(), num_aux_hidden_states=4)
-    refused(folder, target, "EAGLE3", "num_aux_hidden_states: expected 3, found 4")
-
-
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
@@ -266,13 +257,6 @@ def test_token_map_is_ignored_by_eagle3(
     head = load(folder, target, token_ids=torch.tensor([1, 2]))
     assert "token map is ignored" in caplog.text
     assert head.vocab == 20 and torch.equal(head.target_ids, drafts.kept_ids(20))
-
-
-def test_unsupported_config_keys(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
-    scaling = {"rope_type": "longrope", "factor": 4.0}
-    refused(
-        drafts.write(tmp_path, drafts.eagle_weights(), rope_scaling=scaling), target, "EAGLE", "longrope", "draft model"
-    )
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "compressed int4 zeros", "gptq"])

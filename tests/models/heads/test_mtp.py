@@ -72,20 +72,6 @@ def test_mimo(drafts: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCapture
     assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in head.stored_tensors())
 
 
-def test_the_body_is_qwen2(drafts: SimpleNamespace, tmp_path: Path) -> None:
-    """The same tensors under Qwen2's name give the same model."""
-    weights = mimo(drafts, 1)
-    drafts.write(tmp_path / "a", weights, **MIMO)
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    drafts.write(tmp_path / "b", body(drafts), **{**MIMO, **qwen})
-    out = []
-    for name in "ab":
-        model = load_model(tmp_path / name, torch.float32, "cpu")
-        with torch.inference_mode():
-            out.append(model(torch.tensor([3, 1, 4]), torch.arange(3), drafts.DenseCache())[0])
-    assert torch.equal(*out)
-
-
 def test_other_layers_of_the_same_model(drafts: SimpleNamespace, tmp_path: Path) -> None:
     """A fine-tuned prediction layer comes as another checkpoint of the model; a token map works for it too."""
     target = load_model(drafts.write(tmp_path, mimo(drafts, 1), **MIMO), torch.float64, "cpu")

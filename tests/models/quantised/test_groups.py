@@ -64,6 +64,7 @@ def logits(model: DecoderModel) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.further(arch="qwen2", name=[name for name in FORMATS if name != "int4 zeros"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_is_the_model_of_the_matrices_multiplied_out(
@@ -85,6 +86,7 @@ def test_it_is_the_model_of_the_matrices_multiplied_out(
 
 
 @pytest.mark.slow
+@pytest.mark.further(name=["fp8 channel", "int4", "gptq", "gptq row"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_weights_are_stored_as_the_config_says(tmp_path: Path, name: str) -> None:
     """As long as the checkpoint's own, and with as large values as those of a model that is not quantised."""

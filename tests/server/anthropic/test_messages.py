@@ -205,8 +205,7 @@ def test_count_tokens(client: anthropic.Anthropic, scripted: ScriptedEngine) -> 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_tokens"),
-    ({"nonsense": 1}, "nonsense"), ({"container": "x"}, "container"),
-    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"), ({"messages": []}, "messages"),
+    ({"nonsense": 1}, "nonsense"), ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"), ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "tool_use_id"),
@@ -217,13 +216,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"system": [{"type": "image", "source": {}}]}, "system.0"),
     ({"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 3}]}, "tools: this server has no web_search"),
-    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "mcp_toolset"),
     ({"tools": [*TOOLS, {"type": "bash", "name": "w"}]}, "tools.2.type"),
     ({"tools": [*TOOLS, {"type": "bash_20250124", "name": "b"}], "tool_choice": {"type": "tool", "name": "b"}}, "'b'"),
     ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
-    ({"tools": [TOOLS[0] | {"allowed_callers": 5}]}, "tools.0.allowed_callers"),
     ({"tools": [*TOOLS, {"type": "w\u00e9b_20250305", "name": "w"}]}, "tools.2.type"),
-    ({"tools": [*TOOLS, {"type": "web_20250305\n", "name": "w"}]}, "tools.2.type"),
     (
         {"tools": [TOOLS[0] | {"inputschema": {}}]},
         "tools.0.inputschema is not a known field; did you mean input_schema?",
@@ -235,10 +231,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "now"}}, "tool_choice.name"),
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
     ({"context_management": {"edits": [{"type": "translate_20300101"}]}}, "context_management.edits.0.type"),
-    ({"compaction": {"type": "summarize"}}, "compaction"), ({"inference_geo": "us"}, "inference_geo"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"effort": "extreme"}}, "output_config.effort"), ({"temperature": -1}, "temperature"),
-    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"output_config": {"effort": "extreme"}}, "output_config.effort"), ({"stop_sequences": [""]}, "stop_sequences"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: 3025 tokens > 1999 maximum"),
 ]  # fmt: skip
 

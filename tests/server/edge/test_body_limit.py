@@ -48,7 +48,9 @@ def test_small_bodies_are_taken_however_much_is_held() -> None:
 
 
 @pytest.mark.parametrize(("bytes_sent", "times"), [(LARGE - 1, 0), (LARGE, 1)])
-def test_what_a_large_response_took_is_given_back(bytes_sent: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_large_response_took_is_given_back(
+    bytes_sent: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[None] = []
     monkeypatch.setattr(body_limit, "_give_back", lambda: given.append(None))
 
@@ -57,14 +59,11 @@ def test_what_a_large_response_took_is_given_back(bytes_sent: int, times: int, m
             size = bytes_sent // 4 + (bytes_sent % 4 if i == 3 else 0)
             await send({"type": "http.response.body", "body": b" " * size, "more_body": i < 3})
 
-    async def ask() -> None:
-        async def receive() -> Message:
-            raise AssertionError
+    async def receive() -> Message:
+        raise AssertionError
 
-        async def send(message: Message) -> None:
-            pass
+    async def send(message: Message) -> None:
+        pass
 
-        await BodyLimit(answer, MAX_SIZE)({"type": "http", "method": "GET", "headers": []}, receive, send)
-
-    asyncio.run(ask())
+    await BodyLimit(answer, MAX_SIZE)({"type": "http", "method": "GET", "headers": []}, receive, send)
     assert len(given) == times

@@ -65,15 +65,12 @@ def test_a_client_is_refused_so_often_in_a_second() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 403, 404, 413, 429, 499, 500, 503])
-def test_refusals_wait_and_answers_do_not(status: int) -> None:
+async def test_refusals_wait_and_answers_do_not(status: int) -> None:
     asked = throttled(status)
     _, slept, sent = asked
 
-    async def run() -> None:
-        for key in ["a"] * (8 + 35) + ["b"]:
-            await ask(asked, key=key)
-
-    asyncio.run(run())
+    for key in ["a"] * (8 + 35) + ["b"]:
+        await ask(asked, key=key)
     closed = [(b"connection", b"close") in message["headers"] for _, message in sent[::2]]
     if status in (400, 401, 403, 404, 413, 429, 503):
         assert slept == [*(i / 64 for i in range(1, 33)), 0.5, 0.5]
@@ -84,7 +81,7 @@ def test_refusals_wait_and_answers_do_not(status: int) -> None:
         assert not slept and not any(closed)
 
 
-def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else whoever makes a new one for each request would be refused as fast as it can."""
     monkeypatch.setattr(throttle, "MAX_HELD", 3)
     slept: list[float] = []
@@ -96,27 +93,24 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def run() -> None:
-        go, turn = asyncio.Event(), asyncio.sleep
+    go, turn = asyncio.Event(), asyncio.sleep
 
-        async def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            await go.wait()
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await go.wait()
 
-        refusals = ResponseThrottle(app, lambda: 0.0, sleep=sleep)
-        while refusals._refusals.wait("") is not None:
-            pass
-        async with asyncio.TaskGroup() as together:
-            for _ in range(10):
-                together.create_task(refusals({"type": "http", "method": "GET", "path": "/a"}, None, send))  # type: ignore[arg-type]
-            while len(sent) < 7:
-                await turn(0)
-            assert slept == [0.5] * 3 and len(sent) == 7, "so many are held, the others end at once"
-            go.set()
-        assert len(sent) == 10 and refusals._held == 0
-        assert all((b"connection", b"close") in message["headers"] for message in sent)
-
-    asyncio.run(run())
+    refusals = ResponseThrottle(app, lambda: 0.0, sleep=sleep)
+    while refusals._refusals.wait("") is not None:
+        pass
+    async with asyncio.TaskGroup() as together:
+        for _ in range(10):
+            together.create_task(refusals({"type": "http", "method": "GET", "path": "/a"}, None, send))  # type: ignore[arg-type]
+        while len(sent) < 7:
+            await turn(0)
+        assert slept == [0.5] * 3 and len(sent) == 7, "so many are held, the others end at once"
+        go.set()
+    assert len(sent) == 10 and refusals._held == 0
+    assert all((b"connection", b"close") in message["headers"] for message in sent)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +124,12 @@ def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: p
         ("/nothing", 404, 0, True, False),
     ],
 )
-def test_what_does_not_wait(path: str, status: int, size: int, waits: bool, closes: bool) -> None:
+async def test_what_does_not_wait(path: str, status: int, size: int, waits: bool, closes: bool) -> None:
     """Large bodies, which would be held meanwhile, and health checks."""
     asked = throttled(status)
 
-    async def run() -> None:
-        for _ in range(10):
-            await ask(asked, path, size=size)
-
-    asyncio.run(run())
+    for _ in range(10):
+        await ask(asked, path, size=size)
     _, slept, sent = asked
     assert bool(slept) is waits
     assert [bool(message["headers"]) for _, message in sent[::2]] == [False] * 9 + [closes]
@@ -153,7 +144,7 @@ def test_what_does_not_wait(path: str, status: int, size: int, waits: bool, clos
         ("GET", "/v1/models", False),
     ],
 )
-def test_what_needs_no_key_is_begun_one_after_the_other(
+async def test_what_needs_no_key_is_begun_one_after_the_other(
     method: str, path: str, free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many come together: each has its turn, so that what runs with them never waits for all of them."""
@@ -171,25 +162,22 @@ def test_what_needs_no_key_is_begun_one_after_the_other(
     async def send(message: Any) -> None:
         closed.append((b"connection", b"close") in message["headers"])
 
-    async def run() -> None:
-        turn, sleeping = asyncio.sleep, []
+    turn, sleeping = asyncio.sleep, []
 
-        async def sleep(seconds: float) -> None:
-            sleeping.append((now[0] + seconds, awake := asyncio.Event()))
-            await awake.wait()
+    async def sleep(seconds: float) -> None:
+        sleeping.append((now[0] + seconds, awake := asyncio.Event()))
+        await awake.wait()
 
-        paced = ResponseThrottle(app, lambda: now[0], sleep=sleep)
-        async with asyncio.TaskGroup() as together:
-            for _ in range(4 + 65 + 3):
-                together.create_task(paced({"type": "http", "method": method, "path": path}, None, send))  # type: ignore[arg-type]
+    paced = ResponseThrottle(app, lambda: now[0], sleep=sleep)
+    async with asyncio.TaskGroup() as together:
+        for _ in range(4 + 65 + 3):
+            together.create_task(paced({"type": "http", "method": method, "path": path}, None, send))  # type: ignore[arg-type]
+        await turn(0)
+        while sleeping:
+            now[0], awake = sleeping.pop(sleeping.index(min(sleeping, key=lambda one: one[0])))
+            awake.set()
             await turn(0)
-            while sleeping:
-                now[0], awake = sleeping.pop(sleeping.index(min(sleeping, key=lambda one: one[0])))
-                awake.set()
-                await turn(0)
-                await turn(0)
-
-    asyncio.run(run())
+            await turn(0)
     if free:
         assert begun == [0.0] * 5 + [i / 64 for i in range(1, 65)] + [1.0] * 3
         assert closed == [False] * 69 + [True] * 3, "whoever would wait for longer"

@@ -61,34 +61,28 @@ def test_load_of_a_busy_engine() -> None:
     }  # fmt: skip
 
 
-def test_a_server_that_ends_is_alive_but_not_ready() -> None:
-    async def run() -> None:
-        engine = FakeEngine()
-        bridge = local(engine)
-        app = create_app(bridge, engine.tokenizer)
-        async with asking(app) as client:
-            assert (await client.get("/readiness")).status_code == 200
-            bridge.draining = True
-            assert (await client.get("/readiness")).status_code == 503
-            assert (await client.get("/liveness")).status_code == (await client.get("/health")).status_code == 200
-
-    asyncio.run(run())
+async def test_a_server_that_ends_is_alive_but_not_ready() -> None:
+    engine = FakeEngine()
+    bridge = local(engine)
+    app = create_app(bridge, engine.tokenizer)
+    async with asking(app) as client:
+        assert (await client.get("/readiness")).status_code == 200
+        bridge.draining = True
+        assert (await client.get("/readiness")).status_code == 503
+        assert (await client.get("/liveness")).status_code == (await client.get("/health")).status_code == 200
 
 
-def test_a_dead_engine_is_alive_but_not_ready() -> None:
-    async def run() -> None:
-        engine = FakeEngine()
-        engine.crash = RuntimeError("boom")
-        bridge = local(engine)  # with nobody to take over: restarts fail until it gives up
-        app = create_app(bridge, engine.tokenizer)
-        async with asking(app) as client:
-            engine.wake()
-            async with asyncio.timeout(10):
-                while bridge.healthy:
-                    await asyncio.sleep(0.005)
-            for path in ("/readiness", "/health", "/health_generate", "/v1/loads", "/server_info"):
-                dead = await client.get(path)
-                assert dead.status_code == 503 and ("boom" in dead.text) == (path in ("/v1/loads", "/server_info"))
-            assert (await client.get("/liveness")).status_code == 200
-
-    asyncio.run(run())
+async def test_a_dead_engine_is_alive_but_not_ready() -> None:
+    engine = FakeEngine()
+    engine.crash = RuntimeError("boom")
+    bridge = local(engine)  # with nobody to take over: restarts fail until it gives up
+    app = create_app(bridge, engine.tokenizer)
+    async with asking(app) as client:
+        engine.wake()
+        async with asyncio.timeout(10):
+            while bridge.healthy:
+                await asyncio.sleep(0.005)
+        for path in ("/readiness", "/health", "/health_generate", "/v1/loads", "/server_info"):
+            dead = await client.get(path)
+            assert dead.status_code == 503 and ("boom" in dead.text) == (path in ("/v1/loads", "/server_info"))
+        assert (await client.get("/liveness")).status_code == 200

@@ -209,12 +209,9 @@ def test_a_prompt_is_put_into_the_template_unless_it_is_raw(scripted: ScriptedEn
     ("more", "named", "refused_field"),
     [
         ({}, None, None),
-        ({"think": None, "system": ""}, None, None),
         ({"think": True}, "think", None),
-        ({"think": False}, "think", None),
         ({"think": "low", "keep_alive": 5}, "keep_alive, think", None),
         ({"system": "be brief"}, None, "system"),
-        ({"system": "be brief", "think": True}, None, "system"),
         ({"template": "{{ .Prompt }}"}, None, "template"),
     ],
 )
@@ -236,7 +233,6 @@ def test_what_only_a_template_knows_is_refused_or_named_beside_raw(
     ("more", "named"),
     [
         ({}, None),
-        ({"verbose": False, "options": None}, None),
         ({"verbose": True}, "verbose"),
         ({"verbose": True, "options": {"num_ctx": 5}}, "options, verbose"),
     ],

@@ -211,11 +211,6 @@ LARGE: dict[str, dict[str, Any]] = {
         ],
         "tool_choice": "none",
     },
-    "a long description": {"tools": [TOOLS[0] | {"description": "é" * 200_000}], "tool_choice": "none"},
-    "fields inside of a schema": {
-        "tools": [TOOLS[0] | {"parameters": {"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}}],
-        "tool_choice": "none",
-    },
     "input that is stored": {
         "input": [
             {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x" * 200_000},

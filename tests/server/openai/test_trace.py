@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,10 +11,7 @@ from scripted import events
 from starlette.testclient import TestClient
 from test_parameters import CHAT, COMPLETION, base
 
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine(drafting_options(3, 2, 6))
+ENGINE = functools.partial(FakeEngine, drafting_options(3, 2, 6))
 
 
 def steps_of(client: TestClient, path: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:

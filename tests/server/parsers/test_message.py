@@ -11,7 +11,7 @@ import pytest
 from fake_engine import byte_tokenizer
 
 from draftwing.server.parsers.harmony import HarmonyReader
-from draftwing.server.parsers.message import Call, MessageReader, MessageStyle, Part, Thought
+from draftwing.server.parsers.message import MessageReader, MessageStyle, Part, Thought
 from draftwing.server.parsers.reasoning import REASONING_STYLES
 from draftwing.server.parsers.tools import TOOL_STYLES, CallPiece
 
@@ -46,32 +46,13 @@ def test_every_split_reads_the_same() -> None:
         assert kinds == [Thought, str, CallPiece]
 
 
-def test_reasoning_that_is_not_separated_stays_in_the_text() -> None:
-    style = dataclasses.replace(STYLE, separate=False, tools=None)
-    reader, parts = read(style, TEXT, [3] * 10)
-    assert reader.content == TEXT and not reader.reasoning and all(isinstance(part, str) for part in parts)
-    assert reader.reasoning_tokens == len(BLOCK)
-
-
 def test_reasoning_that_is_not_streamed_comes_at_once() -> None:
     style = dataclasses.replace(STYLE, stream_reasoning=False)
     for text in (TEXT, BLOCK[:20]):
         reader, parts = read(style, text, [1] * len(text))
         thoughts = [part for part in parts if isinstance(part, Thought)]
-        assert len(thoughts) == 1 and thoughts[0].text == reader.reasoning
+        assert parts[:1] == thoughts and thoughts[0].text == reader.reasoning
     assert reader.reasoning_tokens == 20
-
-
-def test_without_styles_everything_is_text() -> None:
-    reader, parts = read(MessageStyle(), TEXT, [5, 5])
-    assert parts == [TEXT[:5], TEXT[5:10], TEXT[10:]] and reader.content == TEXT
-    assert (reader.calls, reader.reasoning_tokens) == ([], 0)
-
-
-def test_calls_are_kept_whole() -> None:
-    reader, _ = read(dataclasses.replace(STYLE, parallel=False), TEXT, [1] * len(TEXT))
-    (call,) = reader.calls
-    assert call == Call(call.id, "f", '{"x": 1}')
 
 
 STYLES = [

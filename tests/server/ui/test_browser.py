@@ -106,34 +106,6 @@ def test_nothing_is_asked_again_while_answers_are_waited_for(url: str, open_page
     assert page.locator(".figures").all_text_contents()[1].endswith("stopped"), "the second one did not begin"
 
 
-def test_the_keyboard_alone(url: str, open_page: Open) -> None:
-    page = open_page(url)
-    assert page.evaluate("document.activeElement.id") == "question"
-    page.keyboard.type("first line")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("second line " * 40)
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#send[data-stops]")
-    assert page.locator(".answer-foot").is_hidden(), "there is nothing to copy yet"
-    page.keyboard.press("Escape")
-    wait_for_end(page, 10)
-    assert "stopped" in page.locator(".figures").text_content()
-
-
-def test_settings_reach_the_engine(url: str, open_page: Open, engine: FakeEngine) -> None:
-    page = open_page(url)
-    page.locator("#settings-toggle").click()
-    page.get_by_label("System prompt of this conversation").fill("Be brief.")
-    page.get_by_label("Temperature").fill("0.2")
-    page.get_by_label("Maximum tokens").fill("5")
-    ask(page, "What?")
-    wait_for_end(page)
-    (request,) = engine.requests
-    assert request.params.temperature == 0.2 and request.params.max_new_tokens == 5
-    assert engine.tokenizer.decode(request.prompt_ids).startswith("system:Be brief.")
-    assert "cut off" in page.locator(".figures").text_content()
-
-
 def test_a_question_without_an_answer_is_not_asked_again(url: str, open_page: Open, engine: FakeEngine) -> None:
     page = open_page(url, expected="400")
     ask(page, "bad")
@@ -225,51 +197,6 @@ def test_what_a_model_writes_stays_text(open_page: Open) -> None:
         assert answer.locator("a").get_attribute("rel") == "noopener noreferrer"
         assert "<script>alert(2)</script>" in answer.text_content() and answer.locator("table td").count() == 1
         assert "<script>alert(4)</script>" in answer.locator("pre").text_content()
-
-
-# Lines that made patterns try the third and the fourth power of their length.
-SLOW = {
-    "a divider": "'|a|\\n|' + ' '.repeat(n) + '-'.repeat(n) + ' '.repeat(n) + 'x'",
-    "a heading": "'#' + ' '.repeat(5 * n) + '\\rx'",
-    "emphasis": "'**_a '.repeat(20 * n)",
-    "spaces": "'|a|\\n|' + ' '.repeat(300 * n) + '-' + ' '.repeat(300 * n) + 'x'",
-}
-
-
-@pytest.mark.timing
-def test_what_a_model_writes_is_drawn_in_linear_time(url: str, open_page: Open) -> None:
-    """The shortest of several times for texts of one and of two lengths, however fast the machine is."""
-    page = open_page(url)
-    for name, text in SLOW.items():
-        short, long = page.evaluate(
-            f"""async () => {{
-              const {{ markdown }} = await import("/ui/assets/markdown.js");
-              const once = (n) => {{
-                const text = {text}, from = performance.now();
-                for (let i = 0; i < 20; i += 1) markdown(text);
-                return performance.now() - from;
-              }};
-              return [30, 60].map((n) => Math.min(...Array.from({{ length: 5 }}, () => once(n))));
-            }}"""
-        )
-        assert long < 4 * short + 1, (name, short, long)
-
-
-def test_long_cells_and_items_are_taken_as_they_are(url: str, open_page: Open) -> None:
-    cell = "**long**" + "x" * 10000
-    lines = f"| a | b |\n  :-: |---\n| **short** | {cell} |\n\n- **short**\n- {cell}\n\n# C# #\n\n| a |\n| : |"
-    page = open_page(url)
-    page.evaluate(
-        """async (lines) => {
-          const { markdown } = await import("/ui/assets/markdown.js");
-          document.querySelector(".welcome").replaceChildren(...markdown(lines));
-        }""",
-        lines,
-    )
-    text = page.locator(".welcome")
-    assert text.locator("td strong, li strong").all_text_contents() == ["short", "short"]
-    assert text.locator("td").nth(1).text_content() == text.locator("li").nth(1).text_content() == cell
-    assert text.locator("h3").text_content() == "C#" and text.locator("table").count() == 1
 
 
 @pytest.fixture(scope="module")

@@ -69,17 +69,6 @@ def test_all_are_kept_and_those_of_before_are_read(url: str, open_page: Open) ->
     assert page.locator(".assistant .text").text_content() == "answer 149"
 
 
-def test_what_others_kept_there_stays(url: str, open_page: Open) -> None:
-    page = open_page(url)
-    for kept in ({}, 7, "a", None, [None, {"id": 1}, {"system": "", "messages": [{"role": "assistant"}]}]):
-        reopened(page, kept)
-        page.wait_for_selector(".welcome")
-        assert json.loads(page.evaluate("(name) => localStorage.getItem(name)", BEFORE)) == kept
-    reopened(page, [old(1), 7])
-    page.wait_for_selector(".conversations .open:has-text('Conversation 1')")
-    assert page.evaluate("(name) => localStorage.getItem(name)", BEFORE) == "[7]"
-
-
 def test_a_browser_without_room_says_so_and_deletes_nothing(url: str, open_page: Open) -> None:
     page = open_page(url)
     ask(page, "Kept")

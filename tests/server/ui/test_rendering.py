@@ -145,32 +145,6 @@ def test_settings_of_any_precision_reach_the_engine_and_wrong_ones_are_marked(
     assert (params.temperature, params.top_p, params.presence_penalty, params.stop) == (1, 1, 0, ())
 
 
-def test_a_schema_reaches_the_engine(rich: tuple[ScriptedEngine, str], open_page: Open) -> None:
-    engine, url = rich
-    page = open_page(url)
-    page.locator("#settings-toggle").click()
-    page.locator(".further summary").click()
-    page.get_by_label("JSON schema").fill('{"type": "object", "properties": {"a": {"type": "integer"}}}')
-    ask(page, "JSON")
-    wait_for_end(page)
-    assert engine.grammar.startswith("json") and '"integer"' in engine.grammar
-
-
-def test_statistics_and_the_context(url: str, open_page: Open) -> None:
-    page = open_page(url)
-    assert page.locator(".context").is_hidden()
-    ask(page, "Count" + " this" * 20)
-    wait_for_end(page)
-    figures = page.locator(".figures").text_content()
-    for part in (" tokens · ", "tokens/s", "per step", "prompt ", "first token after 0."):
-        assert part in figures
-    usage = page.evaluate("""() => {
-      const gauge = document.querySelector('.context');
-      return [gauge.textContent, gauge.querySelector('i').getBoundingClientRect().width];
-    }""")
-    assert usage[0].endswith(" of 2,000 tokens") and 0 < usage[1] < 64
-
-
 def test_probabilities_by_pointer_and_keyboard(url: str, open_page: Open) -> None:
     page = open_page(url)
     page.locator("#settings-toggle").click()

@@ -167,11 +167,11 @@ def test_a_text_that_grows_becomes_what_it_is_at_once(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_long_text_that_grows_is_not_made_again_and_again(run: Run) -> None:
-    """2,000 lines in 150 parts: elements that were made, against those of the text at once."""
-    table = "| a | b |\n|---|---|\n" + "| 1 | `2` |\n" * 2000
-    code = "```python\n" + "x = 1  # a line\n" * 2000 + "```\n"
-    texts = [DOCUMENT * 50, code, "- an *item*\n" * 2000, table]
-    parts = [[text[i : i + len(text) // 150] for i in range(0, len(text), len(text) // 150)] for text in texts]
+    """Hundreds of lines in 75 parts: elements that were made, against those of the text at once."""
+    table = "| a | b |\n|---|---|\n" + "| 1 | `2` |\n" * 600
+    code = "```python\n" + "x = 1  # a line\n" * 600 + "```\n"
+    texts = [DOCUMENT * 15, code, "- an *item*\n" * 600, table]
+    parts = [[text[i : i + len(text) // 75] for i in range(0, len(text), len(text) // 75)] for text in texts]
     found = run(STREAM + "give(data.map((parts) => [view([parts.join('')]).made, view(parts).made]));", parts)
     for at_once, grown in found:
         assert grown < 12 * at_once, "each block is made again as long as it is one of the last two"
@@ -218,6 +218,40 @@ def test_nothing_of_an_answer_becomes_markup(run: Run) -> None:
         assert found or not text
         for node in found:
             check(node)
+
+
+# Lines that made patterns try the third and the fourth power of their length.
+SLOW = {
+    "a divider": "'|a|\\n|' + ' '.repeat(n) + '-'.repeat(n) + ' '.repeat(n) + 'x'",
+    "a heading": "'#' + ' '.repeat(5 * n) + '\\rx'",
+    "emphasis": "'**_a '.repeat(20 * n)",
+    "spaces": "'|a|\\n|' + ' '.repeat(300 * n) + '-' + ' '.repeat(300 * n) + 'x'",
+}
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("text", SLOW.values(), ids=SLOW)
+def test_an_answer_is_drawn_in_linear_time(run: Run, text: str) -> None:
+    """The shortest of several times for texts of one and of two lengths, however fast the machine is."""
+    script = f"""
+    const {{ markdown }} = await import("./markdown.js");
+    const once = (n) => {{
+      const text = {text}, from = performance.now();
+      for (let i = 0; i < 20; i += 1) markdown(text);
+      return performance.now() - from;
+    }};
+    give([30, 60].map((n) => Math.min(...Array.from({{ length: 5 }}, () => once(n)))));"""
+    short, long = run(script, None)
+    assert long < 4 * short + 1, (short, long)
+
+
+def test_long_cells_and_items_are_taken_as_they_are(run: Run) -> None:
+    cell = "**long**" + "x" * 10000
+    lines = f"| a | b |\n  :-: |---\n| **short** | {cell} |\n\n- **short**\n- {cell}\n\n# C# #\n\n| a |\n| : |"
+    script = 'const { markdown } = await import("./markdown.js"); give(markdown(data).map((one) => one.toJSON()));'
+    found = json.dumps(run(script, lines))
+    assert found.count('["strong", {}, ["short"]]') == 2 and found.count(f'["{cell}"]') == 2
+    assert '["h3", {}, ["C#"]]' in found and found.count('["table"') == 1
 
 
 def test_what_is_a_formula_and_what_is_not(run: Run) -> None:

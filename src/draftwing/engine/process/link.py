@@ -15,8 +15,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftwing.config.options import Options
 from draftwing.core import Output
@@ -37,21 +36,18 @@ class EngineDead(DraftwingError):
 # -- to the engine; besides these, `list[GenerationRequest]` ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(NamedTuple):
     uids: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """A question by name, "stats" or "flush_cache"; a `Reply` of this number comes back."""
 
     number: int
     what: str
 
 
-@dataclass(frozen=True)
-class Compile:
+class Compile(NamedTuple):
     """A grammar that requests of `client` will have. A `Reply` of this number comes back, even after a `Drop`: None, or
     the RequestError's message and param, or in words what else went wrong. text: what a `Translator` has made of it.
     param: the field that it came in."""
@@ -63,45 +59,39 @@ class Compile:
     client: str
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(NamedTuple):
     """Nobody waits for the `Compile` of this number any more: it need not begin."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(NamedTuple):
     pass
 
 
 # -- from the engine; besides these, `list[Output]` -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     number: int
     value: Any
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """A request that passed the server's check but not the engine's: theirs differ, which is a bug, but not fatal."""
 
     uid: str
     message: str
 
 
-@dataclass(frozen=True)
-class Died:
+class Died(NamedTuple):
     """Last words. kind: "config" and "checkpoint" before the engine was ready, else "bug"."""
 
     kind: str
     message: str
 
 
-@dataclass
-class Listener:
+class Listener(NamedTuple):
     """Receives, on the link's thread, what comes. `died` is called once, and last."""
 
     outputs: Callable[[list[Output]], None]

@@ -1,20 +1,24 @@
-"""What configs and file names tell of an engine that cannot be, before any weight is read: that may take minutes."""
+"""What configs and file names tell of an engine that cannot be, before any weight is read: that may take minutes. And
+what an engine runs on, for the log and /server_info."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from draftwing.config.drafters import TOKEN_MAP
 from draftwing.config.options import Options
+from draftwing.engine.devices.base import Device
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import open_gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.folder import read_json, weight_files
 from draftwing.models.heads.config import flatten_config, same
 from draftwing.models.loader import load_config
+from draftwing.parallel.ranks import Ranks
 from draftwing.spec.token_map import check_topk
 
 logger = logging.getLogger(__name__)
@@ -77,3 +81,20 @@ def check_token_map(options: Options, token_ids: Tensor) -> None:
     """Raises ConfigError for a token map that a drafter heeds, with too few tokens. options: `for_engine`."""
     if TOKEN_MAP in options.drafter_spec.options:
         check_topk(options.speculative_shape.topk, len(token_ids), f"the token map {options.speculative_token_map}")
+
+
+def capability(device: Device, ranks: Ranks) -> dict[str, Any]:
+    """ranks: how many; devices: that of each rank; kernels: what computes there; links: between them; sums: how partial
+    sums are taken, and why."""
+    devices = device.names(ranks.size)
+    found: dict[str, Any] = {"ranks": ranks.size, "devices": devices, "kernels": device.ops.title}
+    if ranks.size == 1:
+        return found | {"why": "--tp-size 1: the model is on one device"}
+    why = f"--tp-size {ranks.size}: every rank has a share of each layer's heads, of its MLP and of the vocabulary"
+    return found | {"links": device.links(ranks.size), "sums": ranks.title, "why": why}
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """One line for the log."""
+    devices = ", ".join(sorted(set(found["devices"])))
+    return f"{found['ranks']} ranks on {devices}; links {found['links']}; sums: {found['sums']}"

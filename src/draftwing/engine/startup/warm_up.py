@@ -21,7 +21,7 @@ from draftwing.ops.even import even, evens
 from draftwing.requests.request import GenerationRequest, LogprobParams, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.cost import StepCost
-from draftwing.sched.scheduler import NOT_FINITE_MESSAGE
+from draftwing.sched.results import NOT_FINITE_MESSAGE
 
 log = logging.getLogger("draftwing")
 

@@ -176,4 +176,4 @@ class WeightFormat:
         layer: its name. Returns suffix of the stored name (`weight`) -> slice. A parameter takes tensors of its own
         dtype, or of any floating point one if it is of such.
         """
-        raise NotImplementedError
+        return {"weight": ParamSlice(f"{layer}.weight", start, rows)}

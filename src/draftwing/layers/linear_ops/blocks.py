@@ -47,9 +47,6 @@ class BlockFormat(WeightFormat):
         layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), False)
         return Blocks(layer, self, dtype)
 
-    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
-        return {"weight": ParamSlice(f"{layer}.weight", start, rows)}
-
     def kind_for(self, columns: int) -> str:
         """The kind that a dense weight of so many columns is quantised to."""
         return SAFE_KIND if self.kind.endswith("_K") and columns % LARGE_BLOCK else self.kind

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks
 from draftwing.ops.contracts import FEW_ROWS, SmallMGemm
 from draftwing.ops.torch import onednn
@@ -32,9 +32,6 @@ class DenseFormat(WeightFormat):
         shape = layer.out_features, layer.in_features
         layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False)
         return Dense(layer)
-
-    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
-        return {"weight": ParamSlice(f"{layer}.weight", start, rows)}
 
 
 class Dense(LinearOp):

@@ -59,9 +59,6 @@ class GroupFormat(WeightFormat):
         DenseFormat().create(layer, dtype, device)
         return Groups(layer, self, dtype)
 
-    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
-        return DenseFormat().slices(layer, start, rows)
-
 
 class Groups(Dense):
     """A weight as loaded: quantised rows in parts by where they start; the rest is in the parameter, maybe all."""

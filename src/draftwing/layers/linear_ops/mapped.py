@@ -34,9 +34,6 @@ class MappedFormat(WeightFormat):
         DenseFormat().create(layer, dtype, device)
         return Mapped(layer, dtype)
 
-    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
-        return {"weight": ParamSlice(f"{layer}.weight", start, rows)}
-
 
 class Mapped(InferenceDense):
     """A weight that is never multiplied with."""

@@ -202,3 +202,21 @@ def vocabulary_maps(target_ids: Tensor | None, vocab: int) -> Iterator[tuple[str
     yield "d2t", target_ids - torch.arange(target_ids.shape[0], device=target_ids.device)
     kept = torch.zeros(vocab, dtype=torch.bool, device=target_ids.device)
     yield "t2d", kept.index_fill(0, target_ids, True)
+
+
+class DraftLM(DraftHead):
+    """Any `DecoderModel` with the target's token ids."""
+
+    def __init__(self, model: DecoderModel, vocab: int) -> None:
+        """vocab: token ids that both models have; families pad their vocabularies to different sizes."""
+        self.model, self.vocab, self.kv_layers = model, vocab, model.kv_layers
+
+    def set_max_positions(self, positions: int) -> None:
+        self.model.set_max_positions(positions)
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        # The target may pad its vocabulary further than this model; what stands for such an id does not matter much.
+        return self.model(ids.clamp(max=self.model.config.vocab_size - 1), positions, attend)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)[:, : self.vocab]

@@ -14,7 +14,6 @@ from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle3 import Eagle3Config
-from draftwing.models.quantised.config import Quantization
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
     `bias` speaks of fc in these configs. The rotary base is the draft's own, 10000 where its config has none.
     """
     later = [int(match[1]) for match in map(_LAYER.match, weights) if match]
-    config = _of_layers(raw, 1 + max(later, default=0))
+    config = config_of_layers(raw, 1 + max(later, default=0))
     first = "midlayer" if any(name.startswith("midlayer.") for name in weights) else "layers.0"
     attention = replace(
         config.attention,
@@ -71,12 +70,8 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
     return replace(config, layers=(layer,) * config.num_layers)
 
 
-def head_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """Returns how a head with these flat keys stores its matrices."""
-    return _of_layers(raw, 1).quantization
-
-
-def _of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
+def config_of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
+    """Returns the config of so many layers with these flat keys."""
     return from_hf(
         {
             "max_position_embeddings": 2048,  # transformers' default for the family

@@ -40,10 +40,10 @@ from draftwing.models.heads.config import (
     AuxLayerIds,
     Weights,
     check_target,
+    config_of_layers,
     draft_config,
     eagle3_config,
     flatten_config,
-    head_quantization,
     same,
 )
 from draftwing.models.heads.eagle import EagleHead
@@ -376,7 +376,7 @@ def _multiplied_out(
     if some is None or any(_predicts(name, target) for name in weights):
         return weights
     try:
-        quantization = head_quantization(flatten_config(read_json(path / "config.json")))
+        quantization = config_of_layers(flatten_config(read_json(path / "config.json")), 1).quantization
         if quantization is None:
             raise CheckpointError(
                 f"expected quantization_config in its config.json, for {some} is of a quantised matrix"

@@ -93,7 +93,7 @@ class Quantization:
         return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 
-IN_MXFP4 = Quantization("mxfp4", ())
+IN_MXFP4 = Quantization("mxfp4", ())  # of experts alone, whose tensors `models.fused_experts` puts together
 
 
 def _awq(fields: Fields) -> Quantization:
@@ -221,13 +221,8 @@ def _strategy(weights: Fields) -> tuple[int, int]:
     return (WHOLE if strategy == "tensor" else 1), WHOLE
 
 
-def _mxfp4(fields: Fields) -> Quantization:
-    """Returns the scheme of experts alone, whose tensors `models.fused_experts` puts together."""
-    return IN_MXFP4
-
-
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
-    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": _mxfp4,
+    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": lambda _: IN_MXFP4,
 }  # fmt: skip
 
 

@@ -8,17 +8,14 @@ from typing import Any
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
-from draftwing.ops.cpu.assign import CpuAssignOps
 from draftwing.ops.cpu.attention import POOL_TYPES, NativeAttention
 from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.cpu.expansion import CpuExpansionOps
 from draftwing.ops.cpu.experts import Spare
 from draftwing.ops.cpu.extension import chosen_isa, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
-from draftwing.ops.cpu.merge import CpuMergeOps
-from draftwing.ops.cpu.ngram import CpuNGramIndex
+from draftwing.ops.cpu.lookup import CpuNGramIndex, CpuSuffixIndex
 from draftwing.ops.cpu.sampling import CpuSamplingOps
-from draftwing.ops.cpu.suffix import CpuSuffixIndex
 from draftwing.ops.cpu.tree import CpuTreeOps
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.ops import TorchOps
@@ -26,8 +23,6 @@ from draftwing.ops.torch.ops import TorchOps
 
 class CpuOps(
     CpuTreeOps,
-    CpuAssignOps,
-    CpuMergeOps,
     CpuExpansionOps,
     CpuSamplingOps,
     CpuLayerOps,

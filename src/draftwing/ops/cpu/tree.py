@@ -1,5 +1,5 @@
-"""A tree step between forward passes in C (ops/cpu/csrc/tree.c): the same integers as torch. Rows of padding stay as
-they are."""
+"""A tree step between forward passes in C (tree.c, assign.c and merge.c in ops/cpu/csrc): the same integers as torch.
+Rows of padding stay as they are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.core import MAX_CONFIDENCE, TreeShape
+from draftwing.ops.attention import Ragged
+from draftwing.ops.drafts import graded
+from draftwing.ops.reference.assign import AssignOps, spare_trees
+from draftwing.ops.reference.merge import MergeOps
 from draftwing.ops.reference.tree import TreeOps
 from draftwing.ops.types import (
     AcceptedPath,
+    Assigned,
     Calibration,
     Committed,
     Draft,
+    Queries,
+    Ranked,
     RowTensors,
     TargetInputs,
     Tree,
@@ -21,8 +29,8 @@ from draftwing.ops.types import (
 )
 
 
-class CpuTreeOps(TreeOps):
-    """Overrides what every step does."""
+class CpuTreeOps(TreeOps, AssignOps, MergeOps):
+    """Overrides what every step does, and what makes one draft of two drafters'."""
 
     raw: Any
 
@@ -64,6 +72,52 @@ class CpuTreeOps(TreeOps):
             0 if grade is None else grade.data_ptr(), *(addresses(calibration) if calibration is not None else (0, 0)),
         )  # fmt: skip
         return Committed(*done, path)
+
+    def rank(self, draft: Draft, tree: Tree, rows: Tensor, dummy: int, calibration: Calibration) -> Ranked:
+        batch, nodes = draft.parent.shape
+        ranked = Ranked(torch.empty(batch, nodes, dtype=torch.float32), ints(batch, nodes))
+        grade = None if draft.grade is None else draft.grade.contiguous()
+        held = [part.contiguous() for part in (draft.parent, draft.alive, tree.depth, rows)]
+        self.raw.rank(
+            *addresses(ranked), 0 if grade is None else grade.data_ptr(), *addresses(held), batch, nodes, dummy,
+            *addresses(calibration),
+        )  # fmt: skip
+        return ranked
+
+    def assign(
+        self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, inputs: TargetInputs, ranked: Ranked,
+        total: int,
+    ) -> Assigned:  # fmt: skip
+        batch, nodes, width = tree.path.shape
+        assert batch <= total <= batch * nodes
+        spare = spare_trees(batch, nodes, total)
+        read = *ranked, draft.tokens, tree.path, tree.path_len, *inputs, rows
+        held = [part.contiguous() for part in read]
+        chosen = torch.empty(batch, nodes, dtype=torch.bool), ints(batch, nodes), ints(batch, nodes)
+        ids, positions, slots, owners, prefix = (ints(total) for _ in range(5))
+        queries = Queries(ids, positions, slots, owners, prefix, ints(total, 1, width), ints(total, 1))
+        trees = ints(batch + spare), ints(batch + spare), ints(batch + spare + 1)
+        self.raw.assign(
+            *addresses(held), batch, nodes, width, total, spare, table.rows, *addresses(chosen),
+            *addresses((*queries, *trees)),
+        )  # fmt: skip
+        return Assigned(*chosen, Ragged(*trees, nodes, -(-total // batch)), queries)
+
+    def merge(self, first: Draft, second: Draft, shape: TreeShape, calibration: Calibration) -> Draft:
+        batch, nodes = first.tokens.shape[0], shape.nodes
+        held = [part.contiguous() for part in (*graded(first), *graded(second)) if part is not None]
+        seen, accepted = calibration
+        assert seen.is_contiguous() and accepted.is_contiguous() and seen.dtype == accepted.dtype == torch.float32
+        draft = empty_draft(batch, nodes)
+        self.raw.merge(
+            *addresses(held), batch, first.tokens.shape[1], second.tokens.shape[1], nodes, shape.depth,
+            seen.data_ptr(), accepted.data_ptr(), *addresses(draft),
+        )  # fmt: skip
+        return draft
+
+    def raise_confidence(self, confidence: Tensor) -> Tensor:
+        self.raw.raise_confidence(confidence.data_ptr(), confidence.stride(0), confidence.shape[0], MAX_CONFIDENCE)
+        return confidence
 
 
 def ints(*shape: int) -> Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.attention import default_scale
+from draftwing.ops.attention import FULL
 from draftwing.ops.triton.common import launch_options, start
 
 _QUERIES, _KEYS = 64, 64  # of a tile
@@ -225,7 +225,7 @@ def block_attention(x: Inputs, far: Reach) -> tuple[Tensor, Tensor]:
     out = torch.empty(batch, queries, heads, dim, dtype=x.q.dtype, device=x.q.device).transpose(1, 2)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=x.q.device)
     _forward_kernel[(batch * heads, triton.cdiv(queries, _QUERIES))](
-        out, lse, *x, far.limits, queries, keys, default_scale(dim), *_strides(out, *x), **_sizes(x, far)
+        out, lse, *x, far.limits, queries, keys, FULL.scale(dim), *_strides(out, *x), **_sizes(x, far)
     )
     return out, lse
 
@@ -234,7 +234,7 @@ def block_gradients(grad: Tensor, out: Tensor, lse: Tensor, x: Inputs, far: Reac
     """Writes the gradients to `to`. grad: of the output, like q; out, lse: as `block_attention` gave them."""
     (batch, heads, queries, dim), keys = x.q.shape, x.text_k.shape[2]
     assert lse.is_contiguous()
-    inner, sizes, scale = torch.empty_like(lse), _sizes(x, far), default_scale(dim)
+    inner, sizes, scale = torch.empty_like(lse), _sizes(x, far), FULL.scale(dim)
     _query_kernel[(batch * heads, triton.cdiv(queries, _QUERIES))](
         to.q, inner, grad, out, *x, lse, far.limits, queries, keys, scale, *_strides(to.q, grad, out, *x), **sizes
     )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.attention import default_scale
+from draftwing.ops.attention import FULL
 from draftwing.ops.triton.common import launch_options, start
 
 _ELEMENTS = 2048  # of a program's tile: what six of them leave in registers
@@ -137,7 +137,7 @@ def join_own(part: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor)
     joint = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     sizes = _sizes(q, keys, values)
     _join_kernel[(batch * heads, triton.cdiv(length, sizes["ROWS"]))](
-        out, joint, part, lse, q, keys, values, length, keys.stride(0), default_scale(q.shape[-1]),
+        out, joint, part, lse, q, keys, values, length, keys.stride(0), FULL.scale(q.shape[-1]),
         *_strides(part), *_strides(q), STEPS=keys.shape[0], **sizes, **launch_options(q.device),
     )  # fmt: skip
     return out, joint
@@ -162,7 +162,7 @@ def own_gradients(
     blocks = triton.cdiv(length, sizes["ROWS"])
     _slope_kernel[(batch * heads, blocks)](
         to_q, probs, slopes, grad, out, joint, q, keys, values, length, keys.stride(0), joint.numel(),
-        default_scale(q.shape[-1]), *_strides(to_q), *_strides(grad), *_strides(out), *_strides(q),
+        FULL.scale(q.shape[-1]), *_strides(to_q), *_strides(grad), *_strides(out), *_strides(q),
         STEPS=steps, **sizes, **options,
     )  # fmt: skip
     _own_kernel[(batch * kv_heads, blocks, steps)](

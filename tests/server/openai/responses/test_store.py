@@ -144,17 +144,14 @@ def test_the_bound_is_one_of_memory() -> None:
     assert all(any(store.get(f"client{i}", f"{i}-{j}") for j in range(60)) for i in range(64))
 
 
-def test_old_ones_go_even_if_nobody_asks() -> None:
-    async def run() -> None:
-        store = ResponseStore(MB, seconds=0.05)
-        store.watch()
-        store.put("", made("a"))
+async def test_old_ones_go_even_if_nobody_asks() -> None:
+    store = ResponseStore(MB, seconds=0.05)
+    store.watch()
+    store.put("", made("a"))
+    await asyncio.sleep(0.02)
+    store.put("", made("b"))
+    for _ in range(100):
         await asyncio.sleep(0.02)
-        store.put("", made("b"))
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            if not len(store):
-                return
-        raise AssertionError("still there")
-
-    asyncio.run(run())
+        if not len(store):
+            return
+    raise AssertionError("still there")

@@ -217,26 +217,21 @@ def test_tools_that_come_with_the_input(api: openai.OpenAI, scripted: ScriptedEn
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "functoin", "name": "f"}]}, "tools.0.type"),
-    ({"tools": [WEATHER | {"nonsense": 1}]}, "tools.0.nonsense"),
     ({"tools": [WEATHER | {"format": {"type": "text"}}]}, "tools.0.format"),
     ({"tools": [SAY | {"parameters": {}}]}, "tools.0.parameters"),
-    ({"tools": [SAY | {"format": {"type": "grammar", "definition": "x"}}]}, "tools.0.format.syntax"),
     ({"tools": [SAY | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools.0.format.definition"),
     (
         {"tools": [SAY | {"format": {"type": "grammar", "syntax": "regex", "definition": "(?=a)"}}]},
         "tools.0.format.definition",
     ),
-    ({"tools": [SAY | {"format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}}]}, "tools.0.format.syntax"),
     ({"tools": [WEATHER | {"allowed_callers": ["programmatic"]}]}, "tools.0.allowed_callers"),
     ({"tools": [WEATHER | {"tools": []}]}, "tools.0.tools"),
     ({"tools": [AGENTS | {"tools": []}]}, "tools.0.tools"),
-    ({"tools": [AGENTS | {"name": None}]}, "tools.0.name"),
     ({"tools": [AGENTS | {"tools": [AGENTS]}]}, "tools.0.tools.0.type"),
     ({"tools": [AGENTS | {"tools": [WEATHER | {"name": ""}]}]}, "tools.0.tools.0.name"),
     ({"tools": [AGENTS, WEATHER | {"name": "agents.spawn"}]}, "tools.1.name"),
     ({"tools": [WEATHER, WEATHER]}, "tools.1.name"),
     ({"tools": ALL, "tool_choice": {"type": "function", "name": "say"}}, "tool_choice"),
-    ({"tools": ALL, "tool_choice": {"type": "function", "name": "spawn"}}, "tool_choice"),
     ({"tools": ALL, "tool_choice": {"type": "namespace", "name": "agents"}}, "tool_choice"),
     (
         {"tools": ALL, "tool_choice": {"type": "allowed_tools", "tools": [{"type": "custom", "name": "say"}]}},
@@ -263,18 +258,10 @@ def test_refusals_name_the_field(url: str, body: dict[str, Any], param: str) -> 
 
 HINTS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
     ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
-    ({"client_metadata": {"a": "b"}}, "client_metadata"),
-    ({"prompt_cache_key": "k"}, "prompt_cache_key"),
-    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
-    ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
-    ({"safety_identifier": "s"}, "safety_identifier"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"truncation": "auto"}, "truncation"),
     ({"tools": [WEATHER | {"defer_loading": True}]}, "tools.defer_loading"),
     ({"tools": [AGENTS | {"tools": [WEATHER | {"output_schema": SCHEMA}]}]}, "tools.tools.output_schema"),
     (
