@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,21 +90,14 @@ class Server:
             "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True}, **self.contender.body,
         }  # fmt: skip
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=START_SECONDS)
         start, first, events = time.perf_counter(), 0.0, []
-        try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise http.client.HTTPException(response.read().decode(errors="replace"))
+        with self._answer("/v1/chat/completions", body) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     events.append(line)
                     if not first and text_of(line):
                         first = time.perf_counter() - start
             total = time.perf_counter() - start
-        finally:
-            connection.close()
         usage = json.loads(events[-1].removeprefix(b"data: ")).get("usage") if events else None
         if usage is None:
             raise http.client.HTTPException(f"{self.contender.name} ended a stream before it was whole: see {self.log}")
@@ -112,16 +106,17 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """What the server answers to JSON. Raises HTTPException for a refusal."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=START_SECONDS)
-        try:
+        with self._answer(path, body) as response:
+            return json.load(response)
+
+    @contextmanager
+    def _answer(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        with closing(http.client.HTTPConnection(HOST, self.port, timeout=START_SECONDS)) as connection:
             connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
             response = connection.getresponse()
-            content = response.read().decode(errors="replace")
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise http.client.HTTPException(content)
-        return json.loads(content)
+            if response.status != 200:
+                raise http.client.HTTPException(response.read().decode(errors="replace"))
+            yield response
 
     def ask_all(self, prompts: Sequence[Sequence[dict[str, str]]], tokens: int) -> tuple[float, list[Answer]]:
         """All prompts at once; (seconds until the last has its answer, answers in the order they came)."""

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from chat_servers import Contender, Server, run_with
 from gguf import GGUFWriter
-from gguf_files import MIXTURES, add_random, add_tokens, finish
+from gguf_files import MIXTURES, add_random, add_sizes, add_tokens, finish
 from llama_cpp_build import CACHE, ISAS, VERSION, build
 from load_runs import let_go, listed, machine
 from load_texts import questions
@@ -73,16 +73,7 @@ def write_random(path: Path, shape: Shape, longest: int, mixture: tuple[str, str
     """A file with random weights, whose embedding is the head as well. mixture: of `MIXTURES`."""
     rng, (kind, head_kind) = np.random.default_rng(0), mixture
     writer = GGUFWriter(path, shape.arch)
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(longest)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(shape.rope)
+    add_sizes(writer, shape, shape.layers, longest, shape.head_dim, shape.rope)
     add_tokens(writer, "qwen2", shape.vocab)
     add_random(writer, "token_embd", (shape.vocab, shape.hidden), head_kind, rng)
     queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

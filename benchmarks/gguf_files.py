@@ -131,10 +131,27 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) 
     """A matrix [rows, bytes of a row] whose values have a variance of 1 / columns."""
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows * columns // values, size), np.uint8)
-    at, factors = FACTORS[kind]
-    factor = (np.array(factors) / columns**0.5).astype(np.float16).view(np.uint8)
-    blocks[:, at : at + len(factor)] = factor
+    if kind == "MXFP4":
+        blocks[:, 0] = 127 + int(np.log2(columns**-0.5 / 3))  # a power of two: about so much
+    else:
+        at, factors = FACTORS[kind]
+        factor = (np.array(factors) / columns**0.5).astype(np.float16).view(np.uint8)
+        blocks[:, at : at + len(factor)] = factor
     return blocks.reshape(rows, -1)
+
+
+def add_sizes(writer: GGUFWriter, size: Any, blocks: int, longest: int, head_dim: int, rope: float) -> None:
+    """Adds what a decoder's config says. size: has `hidden`, `ffn`, `heads` and `kv_heads`."""
+    writer.add_block_count(blocks)
+    writer.add_context_length(longest)
+    writer.add_embedding_length(size.hidden)
+    writer.add_feed_forward_length(size.ffn)
+    writer.add_head_count(size.heads)
+    writer.add_head_count_kv(size.kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(rope)
 
 
 def add_tokens(writer: GGUFWriter, pre: str, vocab: int) -> None:

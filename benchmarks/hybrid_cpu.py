@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGUFWriter
-from gguf_files import MIXTURES, add_random, add_tokens, finish
+from gguf_files import MIXTURES, add_random, add_sizes, add_tokens, finish
 from llama_cpp_build import CACHE, ISAS, build
 from load_runs import let_go, listed, machine
 from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, median_ratio
@@ -94,17 +94,8 @@ def write_random(path: Path, size: Size, mixture: tuple[str, str], longest: int)
     """A file with random weights and a prediction layer. mixture: of `MIXTURES`."""
     rng, (kind, head_kind) = np.random.default_rng(0), mixture
     writer = GGUFWriter(path, "qwen35")
-    writer.add_block_count(size.layers + 1)
+    add_sizes(writer, size, size.layers + 1, longest, HEAD_DIM, 1e7)
     writer.add_nextn_predict_layers(1)
-    writer.add_context_length(longest)
-    writer.add_embedding_length(size.hidden)
-    writer.add_feed_forward_length(size.ffn)
-    writer.add_head_count(size.heads)
-    writer.add_head_count_kv(size.kv_heads)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e7)
     writer.add_rope_dimension_count(HEAD_DIM // 4)
     writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_ssm_conv_kernel(TAPS)

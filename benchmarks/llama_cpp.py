@@ -151,13 +151,17 @@ def first_token(server: Server, prompts: list[Messages]) -> Round:
     }
 
 
-def one(setting: Setting) -> dict[str, list[Round]]:
-    contenders = [
-        setting.llama(BASE, SLOT, "-np", "1"),
-        setting.ours("draftwing none", SLOT, "--speculative-algorithm", "none"),
-        setting.ours("draftwing", SLOT),
+def alone(setting: Setting, context: int) -> list[Contender]:
+    """Servers of one request at a time."""
+    return [
+        setting.llama(BASE, context, "-np", "1"),
+        setting.ours("draftwing none", context, "--speculative-algorithm", "none"),
+        setting.ours("draftwing", context),
     ]
-    return fair_order(setting, contenders, one_by_one(setting.tokens), questions(), setting.prompts)
+
+
+def one(setting: Setting) -> dict[str, list[Round]]:
+    return fair_order(setting, alone(setting, SLOT), one_by_one(setting.tokens), questions(), setting.prompts)
 
 
 def drafts(setting: Setting) -> dict[str, list[Round]]:
@@ -186,21 +190,12 @@ def batch(setting: Setting) -> dict[str, list[Round]]:
 
 
 def prompt(setting: Setting) -> dict[str, list[Round]]:
-    contenders = [
-        setting.llama(BASE, SLOT, "-np", "1"),
-        setting.ours("draftwing none", SLOT, "--speculative-algorithm", "none"),
-        setting.ours("draftwing", SLOT),
-    ]
-    return fair_order(setting, contenders, first_token, long_prompts(load_tokenizer(setting.file)), 1)
+    return fair_order(setting, alone(setting, SLOT), first_token, long_prompts(load_tokenizer(setting.file)), 1)
 
 
 def start(setting: Setting) -> dict[str, list[Round]]:
     """Every round starts every server anew."""
-    contenders = [
-        setting.llama(BASE, FULL_CONTEXT, "-np", "1"),
-        setting.ours("draftwing none", FULL_CONTEXT, "--speculative-algorithm", "none"),
-        setting.ours("draftwing", FULL_CONTEXT),
-    ]
+    contenders = alone(setting, FULL_CONTEXT)
     text = next(long_prompts(load_tokenizer(setting.file)))
     kv_bytes = FULL_CONTEXT * kv_bytes_per_token(setting.file)
     rounds: dict[str, list[Round]] = {contender.name: [] for contender in contenders}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import subprocess
 import tempfile
@@ -20,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
-from gguf_files import copy_metadata, finish
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf_files import copy_metadata, finish, random_blocks
 from llama_cpp_build import build
 
 from draftwing import LLM, SamplingParams
@@ -40,20 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k": 8, "dense": "Q4_K", "experts": "Q4_K",
     },
 }  # fmt: skip
-Bytes = npt.NDArray[np.uint8]
-
-
-def random_blocks(rng: np.random.Generator, kind: str, *shape: int) -> Bytes:
-    """Bytes of a matrix whose products with normal rows are about normal."""
-    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    data = rng.integers(0, 256, (*shape[:-1], shape[-1] // values, size), dtype=np.uint8)
-    unit = shape[-1] ** -0.5
-    if kind == "MXFP4":
-        data[..., 0] = 127 + int(np.log2(unit / 3))
-    else:
-        scales = {"Q8_0": [unit / 74], "Q4_K": [unit / 150, unit / 20]}[kind]
-        data[..., : 2 * len(scales)] = np.asarray(scales, np.float16).view(np.uint8)
-    return data.reshape(*shape[:-1], -1)
 
 
 def tensors(shape: dict[str, Any], layers: int, vocab: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -115,7 +101,7 @@ def write_model(path: Path, shape: dict[str, Any], layers: int) -> int:
             value = np.ones(size, np.float32) if name.endswith("norm.weight") else rng.standard_normal(size, np.float32)
             writer.add_tensor(name, value * np.float32(1 if len(size) == 1 else size[-1] ** -0.5))
             continue
-        data = random_blocks(rng, kind, *size)
+        data = random_blocks(kind, math.prod(size[:-1]), size[-1], rng).reshape(*size[:-1], -1)
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
         share = shape["top_k"] / shape["count"] if "_exps" in name else name != "token_embd.weight"
         read += share * data.nbytes

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from draftwing.config.options import Options
 from draftwing.engine.session import prepare
-from draftwing.errors import GenerationError
 from draftwing.llm import Completion, Piece, token_texts
 from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
 
@@ -101,6 +100,8 @@ class AsyncLLM:
         Raises RequestError before anything is generated, EngineDead when the engine is gone,
         GenerationError when it fails at this request.
         """
+        from draftwing.server.service import Generation
+
         if not self._running:
             raise RuntimeError("this AsyncLLM is not running: use it inside of an `async with` block")
         service, tokenizer = self._service, self._service.tokenizer
@@ -109,12 +110,9 @@ class AsyncLLM:
         await service.check_grammars([(request.params, None)])
         (answer,) = prepare(self._engine.info, tokenizer, [request], wishes.get("speculative"), self._draw)
         seen, texts = 0, token_texts(tokenizer, wishes)
-        outputs = self._engine.generate(answer.request)
-        async with aclosing(outputs):
-            async for output in outputs:
-                if output.finish_reason is not None and output.finish_reason.get("status_code") == 500:
-                    raise GenerationError(output.finish_reason["message"])
-                text = answer.push(output)
+        generation = Generation(self._engine, service.pools, [answer], answer.request.uid, len(request.prompt_ids))
+        with closing(generation):
+            async for _, text in generation:
                 done = Completion.of(answer, texts) if answer.finish_reason is not None else None
                 yield Piece(text, answer.token_ids[seen:], done)
                 seen = len(answer.token_ids)

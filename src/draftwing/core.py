@@ -72,9 +72,8 @@ SOURCES = ("other", "model", "lookup", "both")
 OTHER, MODEL, LOOKUP = range(3)
 MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
 MAX_BACKLOG = 32  # most committed positions of a row that a drafter with KV sees in one pass over rows
-MAX_TEXT_BACKLOG = (
-    512  # most that the KV of a drafter may lack which is made of tokens alone; others may lack `MAX_BACKLOG`
-)
+# Most that the KV of a drafter may lack which is made of tokens alone; others may lack `MAX_BACKLOG`.
+MAX_TEXT_BACKLOG = 512
 
 
 class TokenLogprobs(NamedTuple):
@@ -222,9 +221,8 @@ class Plan:
     penalised: bool = False  # whether penalties and biases are all that makes it special
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
-    catch_up: DraftExtend | None = (
-        None  # comes before `admits`, `new_slots` and all else of the plan, unless it is `late`
-    )
+    # Comes before `admits`, `new_slots` and all else of the plan, unless it is `late`.
+    catch_up: DraftExtend | None = None
     # [S, 4] of models with recurrent layers: rows, and the state slots that their next steps read and write, and tokens
     # in the former; -1: as the device has it. Come with the uploads, of distinct rows.
     states: IntArray = field(default_factory=lambda: NOBODY)

@@ -12,7 +12,6 @@ from draftwing.requests.request import GenerationRequest, logprob_params
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.parsers.budgets import Reasoning
 from draftwing.server.parsers.reasoning import Start, start_of
-from draftwing.text.continuation import render_continued
 
 if TYPE_CHECKING:
     from draftwing.engine.admission import EngineInfo
@@ -72,12 +71,9 @@ class Inputs:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
         several: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations
         tokenizer, extra = self._tokenizer, dict(chat_template_kwargs or {})
-        render = tokenizer.render_chat
+        render = tokenizer.render_continued if continue_final_message else tokenizer.render_chat
         every = list(map(_messages, several))
-        texts = [
-            render_continued(tokenizer, messages, **extra) if continue_final_message else render(messages, **extra)
-            for messages in every
-        ]
+        texts = [render(messages, **extra) for messages in every]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         style, starts = self._reasoning.style, None
         if continue_final_message and style is not None:

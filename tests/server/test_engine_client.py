@@ -105,19 +105,19 @@ def request(uid: str, **fields: object) -> GenerationRequest:
     return GenerationRequest(uid, [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
 
 
-async def test_generate_yields_every_token_once_and_aborts_when_left_early(slow: FakeEngine) -> None:
+async def test_a_stream_yields_every_token_once_and_aborts_when_closed_early(slow: FakeEngine) -> None:
     async with running(slow) as bridge:
-        tokens = [t async for output in bridge.generate(request("a")) for t in output.token_ids]
+        tokens = [t async for output in bridge.submit([request("a")]) for t in output.token_ids]
         assert tokens == [1, 2, 3, 256] and slow.aborted == []
-        outputs = bridge.generate(request("b", ignore_eos=True, max_new_tokens=1000))
-        assert (await anext(outputs)).token_ids[0] == 1
-        await outputs.aclose()  # type: ignore[attr-defined]
+        stream = bridge.submit([request("b", ignore_eos=True, max_new_tokens=1000)])
+        assert (await anext(aiter(stream))).token_ids[0] == 1
+        stream.close()
         await asyncio.to_thread(wait_until, lambda: slow.aborted == ["b"])
 
 
 async def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
     async with running(slow) as bridge:
-        outputs = bridge.generate(request("a", ignore_eos=True, max_new_tokens=1900))
+        outputs = aiter(bridge.submit([request("a", ignore_eos=True, max_new_tokens=1900)]))
         await anext(outputs)
     assert not bridge.healthy
     with pytest.raises(EngineDead):

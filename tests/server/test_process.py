@@ -68,7 +68,8 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 async def text_of(engine: AsyncEngine, one: GenerationRequest) -> list[int]:
-    return [token async for output in engine.generate(one) for token in output.token_ids]
+    with contextlib.closing(engine.submit([one])) as stream:
+        return [token async for output in stream for token in output.token_ids]
 
 
 async def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:

@@ -5,11 +5,14 @@ import signal
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftwing.errors import CheckpointError, RequestError
 from draftwing.text import rendering
-from draftwing.text.chat_template import ChatTemplate, end_of_turn
+from draftwing.text.chat_template import ChatTemplate
+from draftwing.text.tokenizer import Tokenizer
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
@@ -185,15 +188,10 @@ def test_what_is_no_plain_value() -> None:
     ],
 )
 def test_end_of_turn(source: str, expected: int | None) -> None:
-    vocab = {"</s>": 2, "<|im_end|>": 7, "<|eot_id|>": 8}
-
-    def encode(text: str) -> list[int]:
-        for token, i in vocab.items():
-            if text.startswith(token):
-                return [i, *encode(text[len(token) :])]
-        return [100 + ord(text[0]), *encode(text[1:])] if text else []
-
-    assert end_of_turn(ChatTemplate(source, {"eos_token": "</s>"}), encode, frozenset(vocab.values())) == expected
+    specials = {"</s>": 2, "<|im_end|>": 7, "<|eot_id|>": 8}
+    backend = Backend(models.WordLevel({"other": 0} | specials, unk_token="other"))
+    backend.add_special_tokens([*specials])
+    assert Tokenizer(backend, {"eos_token": "</s>"}, source).stop_ids == {2, expected or 2}
 
 
 EVERY = {"system", "user", "assistant", "tool"}

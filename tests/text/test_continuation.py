@@ -11,7 +11,6 @@ from tokenizers import models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftwing.errors import RequestError
-from draftwing.text.continuation import render_continued
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -33,26 +32,26 @@ def test_as_transformers_does(smollm2_path: Path) -> None:
         theirs, _ = render_jinja_template(
             [said(content)], None, None, source, continue_final_message=True, **tokenizer.special_tokens
         )
-        assert [render_continued(tokenizer, said(content))] == theirs
+        assert [tokenizer.render_continued(said(content))] == theirs
 
 
 @pytest.mark.parametrize("trim", ["", " | trim"])
 def test_spaces_at_the_end_are_kept(trim: str) -> None:
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content']" + trim + " }}</>{% endfor %}"
     tokenizer = with_template(template + "{% if add_generation_prompt %}<assistant>{% endif %}{{ more }}")
-    text = render_continued(tokenizer, said("one two  \n"), more="!")
+    text = tokenizer.render_continued(said("one two  \n"), more="!")
     assert text == "<user>Hi</><assistant>one two  \n"
-    assert render_continued(tokenizer, said("")) == "<user>Hi</><assistant>"
+    assert tokenizer.render_continued(said("")) == "<user>Hi</><assistant>"
 
 
 def test_what_cannot_be_continued() -> None:
     tokenizer = with_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     for messages in (ASKED, [], said(None), said([{"type": "text", "text": "a"}])):
         with pytest.raises(RequestError) as info:
-            render_continued(tokenizer, messages)
+            tokenizer.render_continued(messages)
         assert info.value.param == "continue_final_message"
     with pytest.raises(RequestError, match="does not show"):
-        render_continued(with_template("{{ messages[0]['content'] }}"), said("a"))
+        with_template("{{ messages[0]['content'] }}").render_continued(said("a"))
 
 
 @pytest.mark.parametrize("content", ["one  ", "", "two\n", "QcontinuedZ", "a QcontinuedZZQcontinuedZ b"])
@@ -66,11 +65,11 @@ def test_what_cannot_be_continued() -> None:
     ],
 )
 def test_the_message_is_shown_as_it_is_however_often(template: str, expected: str, content: str) -> None:
-    text = render_continued(with_template(template), said(content))
+    text = with_template(template).render_continued(said(content))
     assert text == expected.replace("%s", content)
 
 
 def test_a_text_that_looks_like_what_we_mark_its_end_with_costs_no_more_than_another() -> None:
     text = "".join(f"Qcontinued{'Z' * length}" for length in (1, 2, 300_000))
     tokenizer = with_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert render_continued(tokenizer, said(text)) == f"Hi{text}"
+    assert tokenizer.render_continued(said(text)) == f"Hi{text}"

@@ -55,17 +55,11 @@ def add_commands(commands: Any) -> dict[str, Run]:
         allow_abbrev=False,
     )
     _add_source(bench)
-    bench.add_argument(
-        "--concurrency", type=_sizes, default=[1, 8], metavar="INTS", help="requests at once (default: 1,8)"
-    )
-    bench.add_argument(
-        "--num-prompts", type=_count, default=16, metavar="INT", help="prompts of each run (default: 16)"
-    )
+    _add_number(bench, "--concurrency", _sizes, "1,8", "requests at once")
+    _add_number(bench, "--num-prompts", _count, 16, "prompts of each run")
     bench.add_argument("--prompts", metavar="FILE", help="JSON lines, each a string or an object with prompt or turns")
-    bench.add_argument(
-        "--max-tokens", type=_count, default=128, metavar="INT", help="maximum tokens of an answer (default: 128)"
-    )
-    bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
+    _add_number(bench, "--max-tokens", _count, 128, "maximum tokens of an answer")
+    _add_number(bench, "--temperature", float, 0, "0 is greedy")
     bench.add_argument("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")
     bench.add_argument("--json", action="store_true", help="print JSON lines, not a table")
     bench.add_argument("--output", metavar="FILE", help="append JSON lines to this file")
@@ -89,13 +83,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
         help="write the best tree into the head's config.json, as its default on this device",
     )
     for name, default in (("steps", "1,3,5,7"), ("topk", "1,2,4,8"), ("draft-tokens", "2,4,6,8,16,32")):
-        sweep.add_argument(
-            f"--{name}",
-            type=_sizes,
-            default=_sizes(default),
-            metavar="INTS",
-            help=f"values to try (default: {default})",
-        )
+        _add_number(sweep, f"--{name}", _sizes, default, "values to try")
     _add_engine_options(bench, uncommon=("save_shape", "check_card", "steps", "topk", "draft_tokens", "output"))
 
     token_map = commands.add_parser(
@@ -107,7 +95,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     )
     token_map.add_argument("--model", required=True, metavar="STR", help="model whose tokenizer counts, as for serve")
     token_map.add_argument("--revision", metavar="STR", help="branch, tag or commit of a hub id")
-    token_map.add_argument("--size", type=_count, default=32768, metavar="INT", help="tokens kept (default: 32768)")
+    _add_number(token_map, "--size", _count, 32768, "tokens kept")
     token_map.add_argument("--out", required=True, metavar="FILE", help=".pt, .json, or text with one id per line")
     token_map.add_argument(
         "files", nargs="+", metavar="FILE", help="plain text, or .jsonl and .json with text, messages or conversations"
@@ -121,13 +109,18 @@ def add_commands(commands: Any) -> dict[str, Run]:
         allow_abbrev=False,
     )
     prompts.add_argument("--out", required=True, metavar="FILE", help="JSON lines; must not be there yet")
-    prompts.add_argument(
-        "--count", type=_count, default=1000, metavar="INT", help="prompts that are asked for (default: 1000)"
-    )
-    prompts.add_argument("--seed", type=int, default=0, metavar="INT", help="others for another one (default: 0)")
+    _add_number(prompts, "--count", _count, 1000, "prompts that are asked for")
+    _add_number(prompts, "--seed", int, 0, "others for another one")
     _add_engine_options(prompts)
     runs = {"chat": run_chat, "run": run_chat, "bench": run_bench, "token-map": run_token_map}
     return {**models, **runs, "write-prompts": run_write_prompts}
+
+
+def _add_number(parser: Any, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
+    """Adds an option of a number, or of several with commas between them, whose help says its default."""
+    metavar = "INTS" if kind is _sizes else "FLOAT" if kind is float else "INT"
+    text += f" (default: {default})"
+    parser.add_argument(name, type=kind, default=kind(str(default)), metavar=metavar, help=text)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from draftwing.cli.bench_table import counted_requests
+
 Record = Mapping[str, Any]
 Series = tuple[str, Sequence[float | None]]  # a name, and a value for each group
 
@@ -55,7 +57,7 @@ def plot(records: Sequence[Record], title: str) -> str:
 
 def _run(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
     """Returns names of the groups, and the records of each series in their order."""
-    return [_at_once(record["concurrency"]) for record in records], [("", list(records))]
+    return [counted_requests(record["concurrency"]) for record in records], [("", list(records))]
 
 
 def _swept(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
@@ -73,11 +75,7 @@ def _swept(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[R
             if some:
                 found[name].append(max(some, key=lambda record: record["throughput"]))
     complete = [(name, kept) for name, kept in found.items() if len(kept) == len(sizes)]
-    return [_at_once(size) for size in sizes], complete
-
-
-def _at_once(count: int) -> str:
-    return "1 request" if count == 1 else f"{count} requests"
+    return list(map(counted_requests, sizes)), complete
 
 
 def _charts(groups: list[str], series: Sequence[tuple[str, list[Record]]]) -> list[tuple[str, list[str], list[Series]]]:
@@ -132,7 +130,7 @@ def _heat_maps(records: Sequence[Record]) -> list[Map]:
             for record in trees
         }
         names = ["chain" if topk == 1 else f"top {topk}, {nodes}" for topk, nodes in columns]
-        title = f"Throughput against no drafts, {_at_once(size)} at once"
+        title = f"Throughput against no drafts, {counted_requests(size)} at once"
         maps.append((title, [f"depth {depth}" for depth in rows], names, values))
     return maps
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +69,10 @@ def resolved(options: Options) -> Options:
 def for_engine(options: Options, defaults: Defaults, architecture: str, carried: TreeShape | None) -> Options:
     """`Options.for_engine`"""
     rows = options.max_running_requests or defaults.max_running_requests
-    sizes: dict[str, Any] = {"cuda_graph_max_bs": min(options.cuda_graph_max_bs or defaults.graph_size, rows)}
-    if not defaults.graph_size:
-        sizes = _without_cuda(options)
+    if defaults.graph_size:
+        sizes: dict[str, Any] = {"cuda_graph_max_bs": min(options.cuda_graph_max_bs or defaults.graph_size, rows)}
+    else:
+        sizes = _without_effect(options, IDLE_WITHOUT_CUDA, "without CUDA")
     sizes["max_running_requests"] = rows
     sizes["chunked_prefill_size"] = options.chunked_prefill_size or defaults.chunked_prefill_size
     overlap = (options.enable_overlap or defaults.overlap) and not options.disable_overlap_schedule
@@ -78,13 +80,13 @@ def for_engine(options: Options, defaults: Defaults, architecture: str, carried:
     return _with_tree(options, options.drafter_spec, architecture, carried)
 
 
-def _without_cuda(options: Options) -> dict[str, Any]:
-    """Defaults in place of what has no effect, so that it is said once."""
-    defaults = {spec.name: spec.default for spec in dataclasses.fields(options) if spec.name in IDLE_WITHOUT_CUDA}
-    asked = [name for name, default in defaults.items() if getattr(options, name) != default]
-    if asked:
-        logger.warning("without CUDA, %s has no effect", ", ".join(map(flag, asked)))
-    return defaults
+def _without_effect(options: Options, names: Collection[str], where: str) -> dict[str, Any]:
+    """Defaults in place of options of these names that have others, which one line says."""
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(options) if spec.name in names}
+    idle = {name: default for name, default in defaults.items() if getattr(options, name) != default}
+    if idle:
+        logger.warning("%s, %s has no effect", where, ", ".join(map(flag, idle)))
+    return idle
 
 
 # ---- who drafts ------------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ def _speculation(options: Options) -> Options:
         options,
         speculative_algorithm=given if isinstance(given, type) else drafter.name,
         speculative_draft_model_path=draft,
-        **_without_effect(options, drafter, draft),
+        **_without_effect(options, _unread(options, drafter, draft), f"with --speculative-algorithm {drafter.name}"),
     )
     if not drafter.heads:
         return _with_tree(options, drafter)
@@ -148,23 +150,14 @@ def _check_draft_model(drafter: DrafterSpec, draft: str | None) -> None:
         )
 
 
-def _without_effect(options: Options, drafter: DrafterSpec, draft: str | None) -> dict[str, Any]:
-    """Defaults in place of the options of speculation that this drafter does not read, which one line says."""
+def _unread(options: Options, drafter: DrafterSpec, draft: str | None) -> set[str]:
+    """Returns the options of speculation that this drafter does not read."""
     used = {"speculative_algorithm", DRAFT_MODEL, *drafter.options}
     if drafter.build is not None:
         used |= {*TREE, "speculative_fixed_shape", "speculative_explain"}
     if draft is not None:
         used.add("speculative_draft_model_revision")
-    idle = {
-        spec.name: spec.default
-        for spec in dataclasses.fields(options)
-        if spec.name.startswith("speculative_")
-        and spec.name not in used
-        and getattr(options, spec.name) != spec.default
-    }
-    if idle:
-        logger.warning("with --speculative-algorithm %s, %s has no effect", drafter.name, ", ".join(map(flag, idle)))
-    return idle
+    return {spec.name for spec in dataclasses.fields(options) if spec.name.startswith("speculative_")} - used
 
 
 # ---- the tree --------------------------------------------------------------------------------------------------------

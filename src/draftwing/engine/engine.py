@@ -26,12 +26,10 @@ from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.stats import Reporter
-from draftwing.errors import CheckpointError
 from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
 from draftwing.models.generation import sampling_defaults, stop_ids
-from draftwing.models.hub import resolve_model
-from draftwing.models.loader import load_config
+from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -41,7 +39,7 @@ from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req, ReqState
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
-from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+from draftwing.text.tokenizer import Tokenizer
 
 log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
@@ -83,16 +81,7 @@ class Engine:
         that ended or hangs; `step` raises it, too, where it does not wait for that rank for ever."""
         options = options.resolve()
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
-        tokenizer_path = path
-        if options.tokenizer_path:
-            tokenizer_path = resolve_model(
-                options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False
-            )
-        try:
-            tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
-        except CheckpointError:
-            load_config(path)  # what this has to say of the model comes first
-            raise
+        tokenizer = model_tokenizer(options, path)
         parts = build(options, path, tokenizer, rank_failed)
         self.options = parts.options
         try:

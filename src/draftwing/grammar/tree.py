@@ -58,19 +58,40 @@ def guide(state: GrammarState, tokens: IntArray, parent: IntArray, alive: BoolAr
     grammar forces after the root and after live nodes, the deepest first. Siblings stay distinct, parents stay before
     their children. The arrays given are not changed.
     """
-    tokens, parent, alive = tokens.copy(), parent.copy(), alive.copy()
+    children = _children(parent, alive)
+    tokens, parent, alive = tokens.copy(), parent.copy(), np.zeros_like(alive)
     alive[0] = True
     depth = np.zeros(tokens.size, np.int64)
     forced: dict[int, list[int]] = {}
-    children = _children(parent, alive)
-    alive[1:] = False
-    _keep_legal(state, 0, tokens, children, alive, depth, forced)
+
+    def keep_legal(node: int) -> None:
+        if chain := state.forced():
+            forced[node] = chain
+        seen: set[int] = set()
+        for child in children[node]:
+            token = int(tokens[child])
+            if token in seen or not state.advance(token):
+                continue
+            seen.add(token)
+            alive[child], depth[child] = True, depth[node] + 1
+            keep_legal(child)
+            state.rollback(1)
+
+    keep_legal(0)
     free = [i for i in range(1, tokens.size) if not alive[i]]
-    deepest_first = sorted(forced, key=lambda node: (node != 0, -depth[node]))
-    for node in deepest_first:
-        if not free:
-            break
-        _insert(node, forced[node], tokens, parent, alive, depth, free, max_depth)
+    for node in sorted(forced, key=lambda node: (node != 0, -depth[node])):
+        for token in forced[node]:  # as far as there are free nodes; some of it may be there already
+            if depth[node] >= max_depth or not free:
+                break
+            known = np.flatnonzero(alive & (parent == node) & (tokens == token))
+            known = known[known > 0]
+            index = int(known[0]) if known.size else next((i for i in free if i > node), None)
+            if index is None:
+                break
+            if not known.size:
+                free.remove(index)
+                tokens[index], parent[index], alive[index], depth[index] = token, node, True, depth[node] + 1
+            node = index
     parent[~alive] = 0
     return Guided(state, tokens, parent, alive)
 
@@ -82,54 +103,3 @@ def _children(parent: IntArray, alive: BoolArray) -> list[list[int]]:
         if alive[node]:
             found[int(parent[node])].append(node)
     return found
-
-
-def _keep_legal(
-    state: GrammarState,
-    node: int,
-    tokens: IntArray,
-    children: list[list[int]],
-    alive: BoolArray,
-    depth: IntArray,
-    forced: dict[int, list[int]],
-) -> None:
-    chain = state.forced()
-    if chain:
-        forced[node] = chain
-    seen: set[int] = set()
-    for child in children[node]:
-        token = int(tokens[child])
-        if token in seen or not state.advance(token):
-            continue
-        seen.add(token)
-        alive[child] = True
-        depth[child] = depth[node] + 1
-        _keep_legal(state, child, tokens, children, alive, depth, forced)
-        state.rollback(1)
-
-
-def _insert(
-    node: int,
-    chain: list[int],
-    tokens: IntArray,
-    parent: IntArray,
-    alive: BoolArray,
-    depth: IntArray,
-    free: list[int],
-    max_depth: int,
-) -> None:
-    """Puts `chain` below `node`, as far as there are free nodes and as far as it is not there already."""
-    for token in chain:
-        if depth[node] >= max_depth:
-            return
-        known = np.flatnonzero(alive & (parent == node) & (tokens == token))
-        known = known[known > 0]
-        if known.size:
-            node = int(known[0])
-            continue
-        index = next((i for i in free if i > node), None)
-        if index is None:
-            return
-        free.remove(index)
-        tokens[index], parent[index], alive[index], depth[index] = token, node, True, depth[node] + 1
-        node = index

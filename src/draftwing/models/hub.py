@@ -14,12 +14,17 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftwing.config.aliases import ALIASES, DEFAULT_MODEL, nearest
 from draftwing.errors import CheckpointError
 from draftwing.files import cache_folder
 from draftwing.gguf_file import PART
 from draftwing.models import hub_files
+
+if TYPE_CHECKING:
+    from draftwing.config.options import Options
+    from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,23 @@ def resolve_model(name: str, revision: str | None = None, option: str = "--model
         return _resolve(name, revision, weights)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}") from error.__cause__
+
+
+def model_tokenizer(options: Options, path: Path) -> Tokenizer:
+    """Loads the tokenizer of the model at `path`, or the one that `--tokenizer-path` names. Raises CheckpointError, for
+    what is wrong with the model's config first, and ConfigError as `load_tokenizer`."""
+    from draftwing.text.tokenizer import load_tokenizer  # late: whoever only looks for files needs none
+
+    place = path
+    if options.tokenizer_path:
+        place = resolve_model(options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False)
+    try:
+        return load_tokenizer(place, options.chat_template)
+    except CheckpointError:
+        from draftwing.models.loader import load_config
+
+        load_config(path)
+        raise
 
 
 def _resolve(name: str, revision: str | None, weights: bool) -> Path:

@@ -105,22 +105,17 @@ class Patterns(tuple[str, ...]):
 
     @classmethod
     def of(cls, patterns: Sequence[str]) -> Patterns:
-        """Raises ValueError as `check_together` and `compile_stop`."""
-        check_together(patterns)
+        """Raises ValueError as `compile_stop`, and where all patterns of a request are too much, though each may do: to
+        compile them takes time, in which others wait."""
+        size = sum(map(parts, patterns))
+        if size > MAX_TOGETHER:
+            raise ValueError(f"has {size} parts in all expressions together, at most {MAX_TOGETHER} are allowed")
         found = cls(patterns)
         found.stops = Stops(patterns)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
-
-
-def check_together(patterns: Sequence[str]) -> None:
-    """Raises ValueError where all patterns of a request are too much, though each may do: to compile them takes time,
-    in which others wait."""
-    size = sum(map(parts, patterns))
-    if size > MAX_TOGETHER:
-        raise ValueError(f"has {size} parts in all expressions together, at most {MAX_TOGETHER} are allowed")
 
 
 def parts(pattern: str) -> int:

@@ -25,7 +25,6 @@ from draftwing.server.parsers.tools import TOOL_STYLES, style_of
 from draftwing.server.schema import GenerationBody
 from draftwing.server.service import Generation, Service
 from draftwing.server.worker_pools import MAX_SHORT_SIZE
-from draftwing.text.continuation import render_continued
 from draftwing.text.tokenizer import BUNDLED_TEMPLATE
 
 MAX_TOOLS = 512
@@ -201,7 +200,7 @@ class Chats:
         _check_values(chat.messages, MAX_TEMPLATE_VALUES, "messages", "all messages")
         messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:
-            return render_continued(tokenizer, messages, **variables)
+            return tokenizer.render_continued(messages, **variables)
         return tokenizer.render_chat(messages, add_generation_prompt=chat.prompted, **variables)
 
     @property

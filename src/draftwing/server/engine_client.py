@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from draftwing.core import Output
@@ -169,15 +169,6 @@ class AsyncEngine:
         self.quota.add(admitted)
         self._dispatch.put(admitted)
         return stream
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        """Outputs of one request; it is aborted when the iteration ends early."""
-        stream = self.submit([request])
-        try:
-            async for output in stream:
-                yield output
-        finally:
-            stream.close()
 
     def abort(self, name: str | None) -> None:
         """Aborts the requests of this name, or all of them for None; unknown names are ignored. Whoever waits for

@@ -17,8 +17,8 @@ import draftwing
 from draftwing.config.api_keys import ApiKey, read_keys
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineLink
-from draftwing.errors import CheckpointError, ConfigError
-from draftwing.models.hub import resolve_model
+from draftwing.errors import ConfigError
+from draftwing.models.hub import model_tokenizer, resolve_model
 
 if TYPE_CHECKING:
     from draftwing.server.engine_client import AsyncEngine
@@ -61,18 +61,8 @@ def opened(options: Options) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
         # Not before: the other process loads the engine while these are imported.
         import draftwing.server.uvicorn_server  # noqa: F401
         from draftwing.server.engine_client import AsyncEngine
-        from draftwing.text.tokenizer import load_tokenizer
 
-        tokenizer_path = path
-        if options.tokenizer_path:
-            tokenizer_path = resolve_model(options.tokenizer_path, options.revision, weights=False)
-        try:
-            tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
-        except CheckpointError:
-            from draftwing.models.loader import load_config
-
-            load_config(path)  # what this has to say of the model comes first
-            raise
+        tokenizer = model_tokenizer(options, path)
         engine = AsyncEngine(link.wait_ready(), link, spawn)
         yield engine, tokenizer
     finally:

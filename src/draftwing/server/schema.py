@@ -126,7 +126,7 @@ class _Sampled:
             about = {"description": "most tokens of the answer"}  # what null is, every dialect says for itself
         kinds = [dict(kind) for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
         if self.name == "max_new_tokens":
-            kinds[0]["minimum"] = 1  # 0 is for what has `prompt_alone`
+            kinds[0]["minimum"] = 1  # 0 is for what has `echo`
         kinds += [] if self.required else [{"type": "null"}]
         schema.update({"anyOf": kinds} if len(kinds) > 1 else kinds[0], **about)
 
@@ -314,7 +314,7 @@ class GenerationBody(Body):
             if value is not None or ours not in names:
                 names[ours] = name
         params = SamplingParams.read(given, names)
-        if params.max_new_tokens == 0 and not self.prompt_alone:
+        if params.max_new_tokens == 0 and not getattr(self, "echo", False):  # which reports the prompt alone
             name = self.length or "max_new_tokens"
             raise RequestError(f"{name} must be at least 1; found 0", name)
         return params
@@ -323,11 +323,6 @@ class GenerationBody(Body):
     def expressions(self) -> int:
         """Characters of the expressions that are compiled when sampling fields are checked."""
         return characters(getattr(self, "stop_regex", None))
-
-    @property
-    def prompt_alone(self) -> bool:
-        """Returns whether the response may report the prompt and have no answer."""
-        return False
 
     @property
     def length(self) -> str | None:

@@ -1,8 +1,8 @@
-"""A checkpoint's chat template, and the token that ends a turn in it."""
+"""A checkpoint's chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -100,15 +100,3 @@ def _parted(messages: Sequence[Message], roles: frozenset[str]) -> list[Message]
         else message
         for message in messages
     ]
-
-
-def end_of_turn(template: ChatTemplate, encode: Callable[[str], list[int]], special_ids: frozenset[int]) -> int | None:
-    """Returns the special token that ends an assistant's turn, or None when the template ends it with plain text or
-    nothing.
-
-    `encode` maps text to ids, parsing special tokens and adding none. Some checkpoints name another token as eos than
-    the one their chat format ends a turn with, and generation would run past it.
-    """
-    suffix = template.turn_suffix.lstrip()
-    ids = encode(suffix) if suffix else []
-    return ids[0] if ids and ids[0] in special_ids else None

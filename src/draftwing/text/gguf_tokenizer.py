@@ -135,7 +135,10 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises bare Exception, e.g. for a merge of tokens it does not know
         raise CheckpointError(f"the GGUF file's vocabulary or merges are inconsistent: {error}") from error
     _add_tokens(backend, tokens, types)
-    _add_bos_eos(backend, metadata, add_bos)
+    ids = special_token_ids(metadata)
+    bos = ids.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
+    eos = ids.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    set_bos_eos(backend, bos, eos)
     return backend
 
 
@@ -253,13 +256,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
     user = [t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.USER_DEFINED]
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control if t])
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in user if t])
-
-
-def _add_bos_eos(backend: tokenizers.Tokenizer, metadata: Metadata, add_bos_default: bool) -> None:
-    ids = special_token_ids(metadata)
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos_default)
-    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    set_bos_eos(backend, ids.get("bos_token") if add_bos else None, ids.get("eos_token") if add_eos else None)
 
 
 def set_bos_eos(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from tokenizers import AddedToken
 from draftwing.errors import CheckpointError, ConfigError, RequestError
 from draftwing.gguf_file import open_gguf
 from draftwing.text import gguf_tokenizer
-from draftwing.text.chat_template import ChatTemplate, Message, end_of_turn
+from draftwing.text.chat_template import ChatTemplate, Message
 
 BUNDLED_TEMPLATE = "chatml_tools"  # a file next to this one: ChatML with tools
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MARK = "Qcontinued{}Z"  # plain letters and digits, which no filter of a template changes
 
 
 class Tokenizer:
@@ -63,9 +65,11 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _end_of_turn(self) -> int | None:
-        if self._template is None:
-            return None
-        return end_of_turn(self._template, lambda text: self.encode(text, add_special_tokens=False), self.special_ids)
+        """Returns the special token that ends an assistant's turn, or None when the template ends it with plain text or
+        nothing. Some checkpoints name another token as eos, and generation would run past this one."""
+        suffix = "" if self._template is None else self._template.turn_suffix.lstrip()
+        ids = self.encode(suffix, add_special_tokens=False) if suffix else []
+        return ids[0] if ids and ids[0] in self.special_ids else None
 
     def piece(self, token: int) -> str | None:
         """Returns how the vocabulary writes a token; None for an id outside of it (the embedding may be padded), which
@@ -106,6 +110,27 @@ class Tokenizer:
                 "messages",
             )
         return template.render(messages, tools=tools, **kwargs)
+
+    def render_continued(self, messages: Sequence[Message], **kwargs: Any) -> str:
+        """Returns the prompt text up to the end of the last message, which has to be the assistant's, for the model to
+        go on with it; spaces at its end are kept, whatever the template does to those of finished messages. kwargs: as
+        of `render_chat`.
+
+        Raises RequestError, also where the template does not show the message's end.
+        """
+        last = messages[-1] if messages else {}
+        content = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(content, str):
+            raise RequestError(
+                "continue_final_message needs a last message of the assistant, with a text", "continue_final_message"
+            )
+        # Nothing holds its own digest, so the mark is nowhere else.
+        mark = _MARK.format(blake2b(repr((messages, kwargs)).encode(), digest_size=16).hexdigest())
+        marked = [*messages[:-1], {**last, "content": content + mark}]
+        text, found, _ = self.render_chat(marked, add_generation_prompt=False, **kwargs).rpartition(mark)
+        if not found:
+            raise RequestError("the chat template does not show the last message", "continue_final_message")
+        return text.replace(mark, "")  # some templates show it before, too
 
     def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
         """Returns the ids of the rendered conversation. The template writes all special tokens, BOS included, so none

@@ -26,9 +26,9 @@ from draftwing.errors import ConfigError
 from draftwing.files import write_json
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.hub import resolve_model
+from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.models.loader import load_config
-from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+from draftwing.text.tokenizer import Tokenizer
 from draftwing.train import heads
 from draftwing.train.blocks import checked_mask, fresh_block, unused_token
 from draftwing.train.capture import FeatureModel, bytes_per_token, capture, target_aux_layers
@@ -77,11 +77,7 @@ class Stages:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        options = self.engine_options
-        path = self.path
-        if options.tokenizer_path is not None:
-            path = resolve_model(options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False)
-        return load_tokenizer(path, options.chat_template)
+        return model_tokenizer(self.engine_options, self.path)
 
     @cached_property
     def data(self) -> Dataset:

@@ -69,7 +69,7 @@ def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
 
 def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, by which clients load and free models."""
-    reason = "unload" if body.unloads else "load"
+    reason = "unload" if str(body.keep_alive).rstrip("smh") == "0" else "load"
     loaded = {**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}
     return with_ignored_header(json_response(encode(loaded)), body.ignored)
 

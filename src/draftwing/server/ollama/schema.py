@@ -93,11 +93,6 @@ class OllamaBody(ChatLogprobs, hints="shift"):
     truncate: Hint = None  # a prompt that is too long is refused
 
     @property
-    def unloads(self) -> bool:
-        """Returns whether the client asks to free the model at once."""
-        return str(self.keep_alive).rstrip("smh") == "0"
-
-    @property
     def length(self) -> str | None:
         return None if self._num_predict is None else "options.num_predict"
 

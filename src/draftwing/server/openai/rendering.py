@@ -7,15 +7,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from draftwing.core import SOURCES, TracedStep
 from draftwing.server.http import event
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
 from draftwing.server.openai.schema import ChatRequest, OpenAIBody
 from draftwing.server.openai.timings import timings_and_metrics
 from draftwing.server.openai.tools import CallDeltas, whole_call
-from draftwing.server.openai.trace import traced_step
 from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.service import Generation, Service
 from draftwing.text.answer import Answer
+from draftwing.text.token_text import TokenTexts
 
 
 def usage(
@@ -101,7 +102,7 @@ class Completion:
         """Events of an answer that made progress."""
         contents: list[dict[str, Any]] = []
         if steps := answer.take_trace():
-            trace = [traced_step(step, self._texts) for step in steps]
+            trace = [_traced_step(step, self._texts) for step in steps]
             contents.append({**self._nothing(), "speculative_trace": trace})
         contents += self._pieces(answer, text, first)
         events = [self._chunk(head, answer, content, None, large) for content in contents]
@@ -287,6 +288,32 @@ class ChatCompletion(Completion):
             return None
         tokens = answer.take_shown()
         return chat_logprobs(answer, tokens, self._texts) if tokens or empty else None
+
+
+def _traced_step(step: TracedStep, texts: TokenTexts) -> dict[str, Any]:
+    """One entry of `speculative_trace`; docs/page.md describes it."""
+    return {
+        "step": step.number,
+        "seconds": round(step.seconds, 6),
+        "requests": step.requests,
+        "tokens": [_token(token, texts) for token in step.tokens],
+        "nodes": [
+            {
+                "parent": node.parent,
+                **_token(node.token, texts),
+                "by": SOURCES[node.source],
+                "survival": round(node.survival, 4),
+                "verified": node.verified,
+                "accepted": node.accepted,
+            }
+            for node in step.nodes
+        ],
+    }
+
+
+def _token(token: int, texts: TokenTexts) -> dict[str, Any]:
+    found = {"id": token, "text": texts.text(token)}
+    return {**found, "special": True} if texts.special(token) else found
 
 
 def model_card(name: str, created: int, context_length: int) -> dict[str, Any]:

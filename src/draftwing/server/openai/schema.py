@@ -293,9 +293,5 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
             )
         return params
 
-    @property
-    def prompt_alone(self) -> bool:
-        return bool(self.echo)
-
     def wanted_logprobs(self) -> LogprobParams | None:
         return None if self.logprobs is None else LogprobParams(self.logprobs, start=0 if self.echo else -1)

@@ -11,6 +11,7 @@ from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.quoted import quoted
 from draftwing.requests.refusals import check_text, show
 from draftwing.server.parsers.grammars import Function
+from draftwing.text.unicode import well_formed
 
 _BEGIN = '{"input":"'
 _KEY = range(2, 8)  # places in it before which no blank may stand
@@ -66,8 +67,7 @@ class InputReader:
         self._rest = text[whole.end() :]
         if self._rest.startswith('"'):
             self._state = "end"
-        found: str = json.loads(f'"{whole.group()}"', strict=False)
-        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character is none
+        return well_formed(json.loads(f'"{whole.group()}"', strict=False))  # half a character is none
 
     def _begin(self, arguments: str) -> str:
         """Takes a piece of the beginning. Returns what of it, or of all until now, is for the state that follows."""

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftwing.server.parsers.call import CallReader
-from draftwing.server.parsers.message import MessageReader, MessageStyle, Part, Thought, joined
+from draftwing.server.parsers.message import MessageReader, MessageStyle, Part, Thought
 from draftwing.server.parsers.tools import CallPiece, new_call_id
 from draftwing.text.detok import partial_end
 
@@ -86,10 +86,7 @@ class HarmonyReader(MessageReader):
             if self._rest and not self._begun and "<|" not in self._rest:  # no harmony at all
                 self._give(self._rest)
         self._count_tokens(ids)
-        self._parts = joined(self._parts)
-        for part in self._parts:
-            self._keep(part)
-        return self._parts
+        return self._given(self._parts)
 
     # Both take text from a place on, and return where what is left of it begins; what has to wait is in `_rest`.
 

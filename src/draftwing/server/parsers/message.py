@@ -95,9 +95,7 @@ class MessageReader:
             parts += self._tools.push(content, final)
         elif content:
             parts.append(content)
-        for part in parts:
-            self._keep(part)
-        return parts
+        return self._given(parts)
 
     def _count(self, ids: Sequence[int]) -> None:
         if self._thoughts is not None and not self._counted:
@@ -105,27 +103,23 @@ class MessageReader:
             self.reasoning_tokens = count_reasoning(self._thoughts, self._style.reasoning, ids, self._tokenizer)
             self._counted = self._thoughts.closed
 
-    def _keep(self, part: Part) -> None:
-        if isinstance(part, Thought):
-            self._kept[0].append(part.text)
-        elif isinstance(part, str):
-            self._kept[1].append(part)
-        elif part.name is not None:
-            assert part.id is not None
-            self.calls.append(Call(part.id, part.name, part.arguments))
-        else:
-            self.calls[-1].arguments += part.arguments
-
-
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Joins texts, and reasoning, that follow each other."""
-    found: list[Part] = []
-    for kind, group in groupby(parts, type):
-        same = list(group)
-        if kind is str:
-            found.append("".join(part for part in same if isinstance(part, str)))
-        elif kind is Thought:
-            found.append(Thought("".join(part.text for part in same if isinstance(part, Thought))))
-        else:
-            found += same
-    return found
+    def _given(self, parts: Sequence[Part]) -> list[Part]:
+        """Joins texts, and reasoning, that follow each other, and keeps what is given out."""
+        found: list[Part] = []
+        for kind, group in groupby(parts, type):
+            texts: list[str] = []
+            for part in group:
+                if not isinstance(part, CallPiece):
+                    texts.append(part if isinstance(part, str) else part.text)
+                    continue
+                found.append(part)
+                if part.name is None:
+                    self.calls[-1].arguments += part.arguments
+                else:
+                    assert part.id is not None
+                    self.calls.append(Call(part.id, part.name, part.arguments))
+            if texts:
+                text = "".join(texts)
+                found.append(text if kind is str else Thought(text))
+                self._kept[kind is str].append(text)
+        return found

@@ -7,7 +7,6 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from draftwing.server.parsers.call import CallReader
 from draftwing.text.detok import partial_end
@@ -129,8 +128,8 @@ class ToolParser:
         self.calls = 0
 
     def push(self, delta: str, final: bool = False) -> list[Piece]:
-        """Returns what became certain. Only what may be the beginning of a call waits. The work is linear in the text,
-        however it is cut."""
+        """Returns what became certain, a text perhaps in pieces. Only what may be the beginning of a call waits. The
+        work is linear in the text, however it is cut."""
         if self._idle and not final and not delta.strip(self._idle):
             self._held.append(delta)
             return []
@@ -142,7 +141,7 @@ class ToolParser:
         self._arguments()
         if final:
             self._finish()
-        return _joined(self._out)
+        return self._out
 
     def _emit(self, text: str) -> None:
         if text:
@@ -379,12 +378,3 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     found = pattern.match(text, at)
     assert found is not None
     return found.end()
-
-
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Joins texts that follow each other."""
-    found: list[Piece] = []
-    for is_text, group in groupby(pieces, lambda piece: isinstance(piece, str)):
-        same = list(group)
-        found += ["".join(map(str, same))] if is_text else same
-    return found

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from draftwing.server.chat import Chats
-from draftwing.server.edge.keys import client
+from draftwing.server.edge.keys import client_name
 from draftwing.server.http import EventStream, error_response, event
 from draftwing.server.service import Service
 from draftwing.server.ui.snapshot import Snapshots, facts
@@ -100,8 +100,7 @@ def add_ui_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.get("/ui/engine")
     async def engine(request: Request) -> Response:
         """Server-sent events, one a second, for as long as the client reads; docs/page.md has their fields."""
-        key = client.get()
-        viewer = viewers.enter("" if key is None else key.name)
+        viewer = viewers.enter(client_name())
         if viewer is None:
             limit = f"{MAX_VIEWERS} clients may look at the engine at once, {MAX_OF_A_KEY} with one key"
             return error_response(request, 503, f"{limit}; close a page that does")

@@ -252,7 +252,7 @@ static void build_row(const Build *b) {
     }
 }
 
-/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/ngram.py knows the tensors ---------------- */
+/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/lookup.py knows the tensors ---------------- */
 
 static Memory memory_of(const int64_t *n) {
     return (Memory){.rows = POINTER(n[0]),
