@@ -382,9 +382,9 @@ typedef struct Rows {
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
     int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
     int64_t v_norm;     /* whether heads of values are normed, too, without weights */
-    double eps, cap;
+    double eps, cap, scale;
     void *out, *kv;
-    const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* weight, q_norm, k_norm: of heads: NULL where there is none */
+    const void *x, *y, *weight, *cos, *sin, *q_norm, *k_norm; /* y, weight, q_norm, k_norm: NULL where there is none */
     const int64_t *slots;
 } Rows;
 /* Of row i: all of it, elements, or heads [from, to). */
