@@ -19,3 +19,13 @@ def test_pieces_do_not_overlap() -> None:
     del arena
     gc.collect()
     assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
+
+
+def test_arrays_are_mostly_pieces() -> None:
+    """Also of pieces of which two do not fit into one array. An array counts as memory under a limit of addresses,
+    though what nobody writes is never taken."""
+    arena = Arena()
+    for size in (15, 17, 33, 65):
+        pieces = [piece for _ in range(8) for piece in (arena.empty(size << 20), arena.empty(1 << 10))]
+        arrays = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in pieces}
+        assert sum(arrays.values()) < 1.3 * sum(piece.nbytes for piece in pieces) + (64 << 20), size

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 64 << 20  # bytes that are asked for at once: taken from the system as they are written
+_LARGE = _CHUNK // 4  # bytes of a piece that has an array of its own: what is left of the others stays in use
 _LINE = 64  # bytes of a cache line, with which every piece begins
 
 
@@ -26,8 +27,14 @@ class Arena:
         """Returns bytes of this shape, with anything in them. They are freed with the last piece of their array."""
         size = math.prod(shape)
         whole = -(-size // _LINE) * _LINE
+        if whole >= _LARGE:
+            return _array(whole)[:size].view(shape)
         if len(self._left) < whole:
-            memory = torch.from_numpy(np.empty(max(whole, _CHUNK) + _LINE, np.uint8))
-            self._left = memory[-memory.data_ptr() % _LINE :]
+            self._left = _array(_CHUNK)
         piece, self._left = self._left[:size], self._left[whole:]
         return piece.view(shape)
+
+
+def _array(size: int) -> Tensor:
+    memory = torch.from_numpy(np.empty(size + _LINE, np.uint8))
+    return memory[-memory.data_ptr() % _LINE :]
