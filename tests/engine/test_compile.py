@@ -13,11 +13,12 @@ import torch
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine import build
-from draftwing.engine.compile import compile_forwards
+from draftwing.engine.compile import PARTS, Opaque, compile_forwards
 from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
 from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
+from draftwing.ops.attention import Attend
 from draftwing.spec.mtp_drafter import make_model_drafter
 
 pytestmark = pytest.mark.slow
@@ -46,6 +47,24 @@ def test_the_text_is_the_same(harness, no_compiled_code_before):
     rig = harness.Rig(model, shapes=(CHAIN, PLAIN), drafter=drafter)
     assert rig.answer(prompts, params).tokens == expected.tokens
     assert small and min(small) > 8, "small forwards are the compiler's"
+
+
+def test_layers_find_all_that_attention_does():
+    """Recurrent layers ask for `delta`, say, and those that share keys for `read`."""
+    asked = []
+
+    class Asked(Attend):
+        def __call__(self, *args):
+            asked.append(("call", args))
+
+    for part in PARTS:
+        setattr(Asked, part, lambda self, *args, part=part: asked.append((part, args)))
+    opaque = Opaque(Asked())
+    opaque(1, 2)
+    for part in PARTS:
+        getattr(opaque, part)(1, 2)
+    assert asked == [(part, (1, 2)) for part in ("call", *PARTS)]
+    assert {"read", "write", "fused", "delta", "short_conv"} <= set(PARTS)
 
 
 TRACE = """

@@ -16,20 +16,21 @@ from draftwing.models.heads.base import DraftHead
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.ops import TorchOps
 
+PARTS = tuple(name for name in vars(Attend) if callable(getattr(Attend, name)) and not name.startswith("_"))
+
 
 class Opaque(Attend):
-    """Attention that the compiler does not look into."""
+    """Attention, and what else layers keep, that the compiler does not look into."""
 
     def __init__(self, attend: Attend) -> None:
         # Not as a decorator: it imports the whole compiler, which takes a second.
-        self._attend, self._fused = torch.compiler.disable(attend), torch.compiler.disable(attend.fused)
+        self._attend = torch.compiler.disable(attend)
         self.norms_heads = attend.norms_heads
+        for part in PARTS:
+            setattr(self, part, torch.compiler.disable(getattr(attend, part)))
 
     def __call__(self, *args: Any) -> Tensor:
         return self._attend(*args)
-
-    def fused(self, *args: Any) -> Tensor | None:
-        return self._fused(*args)
 
 
 def compile_forwards(
