@@ -134,13 +134,19 @@ def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> fl
     return float(json.loads(out)[0]["avg_ts"])
 
 
+def warmed(engine: Engine, prompt: list[int], tokens: int) -> Answer:
+    """As llama-bench, which runs before it measures: whoever comes after another program has to wake."""
+    ask_engine(engine, prompt, 16)
+    return ask_engine(engine, prompt, tokens)
+
+
 def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> dict[str, Any]:
     prompt = [random.Random(context).randrange(VOCAB) for _ in range(context)]
     prompts = {LLAMA: theirs(args, file, context, args.tokens, True)}
     asks: dict[str, Ask] = {LLAMA: lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))}
     for name, engine in engines.items():
         prompts[name] = len(prompt) / ask_engine(engine, prompt, 8).first
-        asks[name] = partial(ask_engine, engine)
+        asks[name] = partial(warmed, engine)
     rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
     rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
     found = {"decode": {name: statistics.median(own) for name, own in rates.items()}}

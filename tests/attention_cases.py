@@ -9,6 +9,8 @@ import torch
 from plain_attention import brute_force
 from torch import Tensor
 
+from draftwing.ops.attention import FULL, AttentionKind
+
 attention = pytest.importorskip("draftwing.ops.triton.attention")
 common = pytest.importorskip("draftwing.ops.triton.attention_common")
 chunked = pytest.importorskip("draftwing.ops.triton.attention_prefill")
@@ -25,13 +27,14 @@ ONE_LANE = TINY._replace(programs=1, context_programs=1)
 class Case:
     """B rows of one layer's pool. Every slot that nobody may read is NaN."""
 
-    kv: Tensor  # [slots, kv_heads, 2, dim]
+    kv: Tensor  # [slots, kv_heads, 2, dim], or [slots, kv_heads, 1, dim]
     table: Tensor  # [R + 1, L]
     rows: Tensor  # [B]
     prefix: Tensor  # [B]
     path: Tensor  # [B, Q, D]
     path_len: Tensor  # [B, Q]
     q: Tensor  # [B * Q, heads, dim]
+    kind: AttentionKind = FULL
     scales: tuple[float, float] = (1.0, 1.0)  # of the pool's keys and values
 
     def positions(self, b: int, node: int) -> list[int]:
@@ -45,7 +48,8 @@ class Case:
         for b in range(batch):
             for node in range(nodes):
                 slots = self.table[self.rows[b], self.positions(b, node)]
-                out.append(brute_force(self.q[b * nodes + node], *self.kv[slots].unbind(2)))
+                k, v = self.kv[slots, :, 0], self.kv[slots, :, -1, : self.kind.values or None]
+                out.append(brute_force(self.q[b * nodes + node], k, v, self.kind))
         return torch.stack(out)
 
     def alone(self, b: int, node: int) -> Case:
@@ -56,24 +60,24 @@ class Case:
         zero = torch.zeros(1, dtype=torch.int64, device=table.device)
         query = self.q[b * self.path.shape[1] + node, None]
         path, one = zero.view(1, 1, 1), zero.view(1, 1) + 1
-        return Case(self.kv, table, zero, zero + len(where) - 1, path, one, query, self.scales)
+        return Case(self.kv, table, zero, zero + len(where) - 1, path, one, query, self.kind, self.scales)
 
     def as_chunk(self, length: int, tiling: object = TINY) -> Tensor:
         """Of `alone`: what the last of `length` equal queries of a prefill chunk gets."""
         start = int(self.prefix[0]) + 1 - length
         queries = self.q.expand(length, -1, -1).contiguous()
-        return prefill(queries, self.kv, self.table, 0, start, tiling, self.scales)[-1]
+        return prefill(queries, self.kv, self.table, 0, start, tiling, self.kind, self.scales)[-1]
 
     def run(
         self, exact: bool = True, tiling: object = None, workspace: object = None, inputs_ready: bool = False
     ) -> Tensor:
         heads, dim = self.q.shape[1:]
-        out = self.q.new_full((self.q.shape[0], heads * dim), torch.nan)
+        out = self.q.new_full((self.q.shape[0], heads * (self.kind.values or dim)), torch.nan)
         workspace = workspace or attention.Workspace(self.q.device)
         tiling = tiling or (TINY if exact else ONE_LANE)
         attention.tree_attention(
             self.q, self.kv, self.table, self.rows, self.prefix, self.path, self.path_len, out, workspace, exact, 0,
-            tiling, scales=self.scales, inputs_ready=inputs_ready,
+            tiling, scales=self.scales, kind=self.kind, inputs_ready=inputs_ready,
         )  # fmt: skip
         assert not workspace.take("tickets", 1, torch.int32).any(), "tickets are left behind"
         return out
@@ -88,8 +92,10 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     chain: bool = False,
     seed: int = 0,
+    values: int = 0,
 ) -> Case:
-    """Random trees of up to `nodes` nodes with dead ones; the last batch row is the row table's dummy."""
+    """Random trees of up to `nodes` nodes with dead ones; the last batch row is the row table's dummy. values: of keys
+    the elements that are the value, 0: it is apart."""
     rng = torch.Generator().manual_seed(seed)
     batch, (q_heads, kv_heads) = len(lengths), heads
     longest = max(lengths) + nodes + 7
@@ -110,11 +116,13 @@ def make_case(
     slots = torch.randperm((batch + 3) * longest, generator=rng).view(batch + 3, longest) + 1
     slots[-1] = 0
     prefix = torch.tensor([*lengths[:-1], 0])
-    kv = torch.full((int(slots.max()) + 1, kv_heads, 2, dim), torch.nan)
-    case = Case(kv, slots, rows, prefix, path, path_len, torch.randn(batch * nodes, q_heads, dim, generator=rng))
+    parts, kind = (1, AttentionKind(scalar=dim // 3, values=values)) if values else (2, FULL)
+    kv = torch.full((int(slots.max()) + 1, kv_heads, parts, dim), torch.nan)
+    q = torch.randn(batch * nodes, q_heads, dim, generator=rng)
+    case = Case(kv, slots, rows, prefix, path, path_len, q, kind)
     for b in range(batch):
         read = slots[rows[b], : int(prefix[b]) + nodes]
-        kv[read] = torch.randn(len(read), kv_heads, 2, dim, generator=rng)
+        kv[read] = torch.randn(len(read), kv_heads, parts, dim, generator=rng)
     for name, value in vars(case).items():
         if isinstance(value, Tensor):
             setattr(case, name, value.to(device, dtype) if value.is_floating_point() else value.to(device))
@@ -122,11 +130,18 @@ def make_case(
 
 
 def prefill(
-    q: Tensor, kv: Tensor, table: Tensor, row: int, start: int, tiling: object, scales: tuple[float, float] = (1.0, 1.0)
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    row: int,
+    start: int,
+    tiling: object,
+    kind: AttentionKind = FULL,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    out = q.new_full((q.shape[0], q.shape[1] * q.shape[2]), torch.nan)
+    out = q.new_full((q.shape[0], q.shape[1] * (kind.values or q.shape[2])), torch.nan)
     rows = torch.tensor([row], device=q.device)
     group = q.shape[1] // kv.shape[1]
     tiles = chunked.prefill_tiles([(0, 0, start, q.shape[0])], group, chunked.prefill_rows(kv, True, tiling))
-    chunked.prefill_attention(q, kv, table, rows, tiles.to(q.device), out, True, tiling, scales)
+    chunked.prefill_attention(q, kv, table, rows, tiles.to(q.device), out, True, tiling, scales, kind)
     return out

@@ -141,16 +141,17 @@ def tokens(length: int, seed: int = 1) -> Tensor:
 
 
 class Pooled:
-    """One row of a model, in plain torch, over a pool of scattered slots."""
+    """One row of a model, on its device, over a pool of scattered slots."""
 
     nodes, long = 6, 96
 
     def __init__(self, model: DecoderModel, ops: TorchOps | None = None) -> None:
         """ops: whose attention, None: torch's."""
-        self.model, cpu = model, torch.device("cpu")
+        self.model = model
+        self.device = device = next(model.parameters()).device
         specs = {i: spec for i, spec in enumerate(model.kv_layers) if isinstance(spec, DeltaSpec)}
-        self.pool = KVPool(model.kv_layers, 2 * self.long, model.dtype, cpu)
-        self.states = self.pool.states = RowStates(specs, 2, 1, self.nodes, model.dtype, cpu)  # type: ignore[attr-defined]
+        self.pool = KVPool(model.kv_layers, 2 * self.long, model.dtype, device)
+        self.states = self.pool.states = RowStates(specs, 2, 1, self.nodes, model.dtype, device)  # type: ignore[attr-defined]
         self.states.read[0], self.states.write[0] = 0, 1
         self.attn = TorchAttention(self.pool) if ops is None else ops.attention(self.pool)  # type: ignore[arg-type]
         self.table = torch.zeros(2, self.long, dtype=torch.int64)
@@ -165,7 +166,7 @@ class Pooled:
             self._rows, ids, torch.arange(start, end), self.table[0, start:end], self.table, torch.tensor([start]),
             chunks=(ChunkSpan(0, 0, start, len(ids)),), bound=end,
         )  # fmt: skip
-        out = self.model.logits(self.model(ids, batch.positions, self.attn.bind(batch, 0))[0])
+        out = self._logits(batch)
         self._advance(end)
         return out
 
@@ -182,9 +183,13 @@ class Pooled:
             self._rows, ids, start + path_len[0] - 1, self.table[0, start : start + len(ids)], self.table,
             torch.tensor([start]), path, path_len, window=len(ids), bound=start + len(ids),
         )  # fmt: skip
-        out = self.model.logits(self.model(ids, batch.positions, self.attn.bind(batch, 0))[0])
+        out = self._logits(batch)
         self._advance(start + 1)
         return out
+
+    def _logits(self, batch: Batch) -> Tensor:
+        there = Batch(*(part.to(self.device) if isinstance(part, Tensor) else part for part in batch))
+        return self.model.logits(self.model(there.ids, there.positions, self.attn.bind(there, 0))[0]).cpu()
 
     def accept(self, start: int, nodes: list[int]) -> None:
         """Puts these nodes of the tree whose root was at `start` behind it, as commit does."""

@@ -43,6 +43,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", GLM),
     "glm4-moe-groups": ("Glm4Moe", {**GLM, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),
     "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+            "attention_bias": True,
+        },
+    ),
     "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "minimax-m2": (
         "MiniMaxM2",
@@ -119,21 +139,46 @@ NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
     "shared_head.norm": "nextn.shared_head_norm", "shared_head.head": "nextn.shared_head_head",
-    "embed_tokens": "nextn.embed_tokens",
+    "embed_tokens": "nextn.embed_tokens", "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
 }  # fmt: skip
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
-def write_gguf(path: Path, config: Any, tensors: Mapping[str, Tensor], kind: Type = Type.F32) -> Path:
+def write_gguf(
+    path: Path,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    kind: Type = Type.F32,
+    joined: bool = False,
+    apart: bool | None = None,
+) -> Path:
     """A file as llama.cpp's converter lays it out. tensors: of a model of transformers and, with other names, of a
-    prediction layer.  kind: of matrices."""
-    glm = config.model_type == "glm4_moe"
-    writer = gguf_package.GGUFWriter(path, "glm4moe" if glm else "minimax-m2")
+    prediction layer.  kind: of matrices.  joined: as files of old have latent attention.  apart: whether it has the
+    two parts of its matrix, None: if it has not the whole."""
+    arch = {"glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}.get(config.model_type, "deepseek2")
+    writer = gguf_package.GGUFWriter(path, arch)
     predicts = any(name.endswith("eh_proj.weight") for name in tensors)
-    _metadata(writer, config, glm, predicts)
+    _metadata(writer, config, predicts)
+    if arch == "deepseek2":
+        _latent_metadata(writer, config, joined)
+    else:
+        _attention_metadata(writer, config)
     experts: dict[str, list[Tensor]] = {}
     for name, value in tensors.items():
-        for theirs, made in _converted(name, value.detach().float(), "post_attention_norm" if glm else "ffn_norm"):
+        stored = value.detach().float()
+        if name.endswith("kv_b_proj.weight") and (not joined if apart is None else apart):
+            block = f"blk.{name.split('.')[2]}"
+            keys, values = stored.unflatten(0, (config.num_attention_heads, -1)).split(
+                (config.qk_nope_head_dim, config.v_head_dim), 1
+            )
+            _add(writer, f"{block}.attn_k_b.weight", keys.transpose(1, 2), kind)
+            _add(writer, f"{block}.attn_v_b.weight", values, kind)
+            if not joined:
+                continue
+        for theirs, made in _converted(name, stored, "post_attention_norm" if arch == "glm4moe" else "ffn_norm"):
             if theirs.endswith("_exps.weight") and made.dim() == 2:
                 experts.setdefault(theirs, []).append(made)
                 continue
@@ -148,39 +193,67 @@ def write_gguf(path: Path, config: Any, tensors: Mapping[str, Tensor], kind: Typ
 
 
 def _add(writer: gguf_package.GGUFWriter, name: str, value: Tensor, kind: Type) -> None:
-    own = Type.F32 if value.dim() == 1 or any(part in name for part in ("gate_inp", "_embd")) else kind
+    whole = value.dim() == 1 or value.shape[-1] % 32 or any(part in name for part in ("gate_inp", "_embd"))
+    own = Type.F32 if whole else kind
     writer.add_tensor(name, quantize(value.contiguous().numpy(), own), raw_dtype=own)
 
 
-def _metadata(writer: gguf_package.GGUFWriter, config: Any, glm: bool, predicts: bool) -> None:
+def _metadata(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> None:
     writer.add_block_count(config.num_hidden_layers + predicts)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     writer.add_eos_token_id(1)
-    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_count(getattr(config, "n_routed_experts", 0) or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    if not glm:
+    softmax = config.model_type == "deepseek_v2"
+    writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if softmax else ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "minimax_m2":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         return
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(config.norm_topk_prob)
-    writer.add_expert_group_count(config.n_group)
-    writer.add_expert_group_used_count(config.topk_group)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    if config.n_group is not None:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
     if predicts:
         writer.add_nextn_predict_layers(1)
+
+
+def _attention_metadata(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+
+
+def _latent_metadata(writer: gguf_package.GGUFWriter, config: Any, joined: bool) -> None:
+    key, latent = config.qk_nope_head_dim + config.qk_rope_head_dim, config.kv_lora_rank
+    writer.add_head_count_kv(config.num_attention_heads if joined else 1)
+    writer.add_key_length(key if joined else latent + config.qk_rope_head_dim)
+    writer.add_value_length(config.v_head_dim if joined else latent)
+    if not joined:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(latent)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        assert rope["mscale"] == rope["mscale_all_dim"], "files have one of them"
+        writer.add_rope_scaling_type(gguf_package.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _converted(name: str, value: Tensor, mlp_norm: str) -> list[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 `bench` has the shapes of the engine and torch's own attention with them: "exact" as in deterministic mode, trees
 also under a mask, which is the default without that mode. FlashInfer's kernels stand by them where it is installed.
 `attention.py flashinfer` leaves torch out (names after it: FlashInfer's backends for prompts, fa2 and fa3 by default),
-`attention.py sweep` tries tilings instead.
+`attention.py sweep` tries tilings instead, `attention.py latents` those of DeepSeek's latents.
 """
 
 from __future__ import annotations
@@ -11,25 +11,40 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timing import replayed_layers
+from timing import read_rate, replayed_layers
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 COLD = 256 << 20  # bytes of keys and values that one replay goes through, where there are enough layers
 
 
+class Shape(NamedTuple):
+    """Of a layer. parts: 2, keys and values, or 1, keys of which the first `values` elements are the value."""
+
+    heads: int
+    kv_heads: int
+    parts: int
+    dim: int
+    values: int
+
+
+LLAMA = Shape(HEADS, KV_HEADS, 2, DIM, 0)
+LATENT = Shape(16, 1, 1, 576, 512)  # of DeepSeek-V2-Lite, and of V3 on 8 ranks
+
+
 class Work:
     """B rows of `context` committed positions and trees of `nodes`, in a page table for 16k positions."""
 
-    def __init__(self, batch: int, context: int, nodes: int, depth: int, layers: int = 0) -> None:
+    def __init__(self, batch: int, context: int, nodes: int, depth: int, layers: int = 0, shape: Shape = LLAMA) -> None:
         longest = context + nodes
         slots = batch * longest + 1
-        size = slots * KV_HEADS * 2 * DIM * 2
-        self.layers = layers or max(8, min(128, COLD // size))
-        self.kv = [torch.randn(slots, KV_HEADS, 2, DIM, device="cuda").bfloat16() for _ in range(self.layers)]
+        heads, kv_heads, parts, dim, values = self.shape = shape
+        self.bytes = slots * kv_heads * parts * dim * 2
+        self.layers = layers or max(8, min(128, COLD // self.bytes))
+        self.kv = [torch.randn(slots, kv_heads, parts, dim, device="cuda").bfloat16() for _ in range(self.layers)]
         self.table = torch.zeros(batch + 1, max(16384, longest), dtype=torch.int64, device="cuda")
         # As an allocator gives them: runs of neighbours, in any order.
         order = torch.randperm(-(-slots // 16), device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")
@@ -48,8 +63,8 @@ class Work:
             path_len[node] = above + 1
         self.path = path.cuda().expand(batch, nodes, depth).contiguous()
         self.path_len = path_len.cuda().expand(batch, nodes).contiguous()
-        self.q = torch.randn(batch * nodes, HEADS, DIM, device="cuda").bfloat16()
-        self.out = torch.empty(batch * nodes, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
+        self.q = torch.randn(batch * nodes, heads, dim, device="cuda").bfloat16()
+        self.out = torch.empty(batch * nodes, heads * (values or dim), device="cuda", dtype=torch.bfloat16)
         self.batch, self.context, self.nodes = batch, context, nodes
 
     def mask(self) -> torch.Tensor:
@@ -60,13 +75,15 @@ class Work:
         return mask
 
     def ours(self, exact: bool, tiling: Any = None) -> float:
+        from draftwing.ops.attention import AttentionKind
         from draftwing.ops.triton import attention
 
         workspace = attention.Workspace(self.q.device)
+        kind = AttentionKind(values=self.shape.values)
         return replayed_layers(
             lambda i: attention.tree_attention(
                 self.q, self.kv[i], self.table, self.rows, self.prefix, self.path, self.path_len, self.out, workspace,
-                exact, self.nodes, tiling,
+                exact, self.nodes, tiling, kind=kind,
             ),
             self.layers,
         )  # fmt: skip
@@ -248,6 +265,36 @@ def bench(with_torch: bool, prompt_backends: tuple[str, ...]) -> Iterator[tuple[
         yield from rope()
 
 
+# Of latents: the same, with trees of 8; and tilings.
+LATENT_SHAPES = [
+    (1, 400, 1, 1), (1, 8192, 1, 1), (16, 400, 1, 1), (64, 400, 1, 1), (64, 2000, 1, 1), (1, 400, 8, 5),
+    (1, 8192, 8, 5), (16, 400, 8, 5), (64, 400, 8, 5),
+]  # fmt: skip
+LATENT_TILINGS: list[dict[str, int]] = [
+    {}, {"stages": 3}, {"warps": 4}, {"unit": 32, "own": 32}, {"unit": 32, "own": 32, "stages": 3},
+    {"unit": 32, "own": 32, "warps": 4}, {"unit": 64, "own": 32}, {"context_rows": 32}, {"programs": 132},
+    {"programs": 528}, {"short": 64},
+]  # fmt: skip
+
+
+def latents() -> Iterator[tuple[str, float]]:
+    """Latents of one key row for all heads: tilings around the default, exact, and the time of a read at full rate."""
+    from draftwing.ops.triton.attention_common import pick_tiling
+
+    rate = read_rate()
+    for case in LATENT_SHAPES:
+        work = Work(*case, shape=LATENT)
+        yield f"{case}: a read of all latents", work.bytes / rate
+        for changes in LATENT_TILINGS:
+            label = ", ".join(f"{name} {value}" for name, value in changes.items()) or "as it is"
+            try:
+                yield f"{case}: {label}", work.ours(True, pick_tiling(work.kv[0])._replace(**changes))
+            except Exception as error:  # it may want more shared memory than there is
+                yield f"{case}: {label}: {type(error).__name__}", float("nan")
+        if case[2] > 1:
+            yield f"{case}: masked", work.ours(False)
+
+
 CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096)]  # length, start
 
 
@@ -337,6 +384,9 @@ def sweep() -> list[tuple[str, float]]:
 
 if __name__ == "__main__":
     mode, *names = sys.argv[1:] or [""]
-    rows = iter(sweep()) if mode == "sweep" else bench(mode != "flashinfer", tuple(names) or ("fa2", "fa3"))
+    if mode == "latents":
+        rows = latents()
+    else:
+        rows = iter(sweep()) if mode == "sweep" else bench(mode != "flashinfer", tuple(names) or ("fa2", "fa3"))
     for label, microseconds in rows:
         print(f"{microseconds:9.2f}  {label}", flush=True)

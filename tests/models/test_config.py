@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference.hf_configs import (
+    DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     GEMMA3_1B,
     GEMMA4_26B,
@@ -119,6 +120,23 @@ def test_latent_attention() -> None:
     for key in ("routed_scaling_factor", "topk_group", "first_k_dense_replace"):
         with pytest.raises(CheckpointError, match=f"{key}: expected .*, found None"):
             from_hf({name: value for name, value in DEEPSEEK_V3.items() if name != key})
+
+
+def test_deepseek_v2() -> None:
+    config = from_hf(DEEPSEEK_V2_LITE)
+    assert config.experts == ExpertConfig(64, Routing(6, renormalise=False), 1408, shared=2816, wide_router=True)
+    assert 15.6e9 < config.matrix_weights < 15.8e9  # published as 15.7B
+    whole = {**DEEPSEEK_V2_LITE, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+    experts = from_hf(whole).experts
+    assert experts is not None and (experts.routing.groups, experts.routing.top_groups) == (8, 3)
+    for changes, message in (
+        ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
+        ({"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+        ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
+        ({"n_group": None}, "n_group: expected an integer from 1 to 64, found None"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            from_hf({**whole, **changes})
 
 
 def test_mlps_by_layer() -> None:
@@ -284,7 +302,7 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**LLAMA2_7B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        ({**LLAMA2_7B, "architectures": ["DeepseekV2ForCausalLM"]}, "DeepseekV2ForCausalLM has latent attention (MLA)"),
+        ({**LLAMA2_7B, "architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM has sparse"),
         ({"model_type": "qwen2_moe"}, "'qwen2_moe' has experts that all tokens share, which is not"),
         ({**QWEN35_TEXT, "attn_output_gate": False}, "attn_output_gate = False"),
         ({**QWEN35_TEXT, "layer_types": ["linear_attention"] * 32}, "expected a layer with attention, found none"),

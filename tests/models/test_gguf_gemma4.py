@@ -10,7 +10,8 @@ import pytest
 import torch
 from gemma4_models import KINDS, Type, reference, write_gguf
 from gguf.quants import dequantize, quantize
-from hybrid_models import tokens, whole_logits
+from hybrid_models import Pooled, tokens, whole_logits
+from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.linear_ops.blocks import BlockFormat
@@ -18,6 +19,9 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.config import from_hf
 from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.ops import make_ops
+from draftwing.ops.attention import Batch
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.tape import Recording, record
 
 CPU = torch.device("cpu")
 
@@ -61,6 +65,32 @@ def test_embeddings_by_layer_stay_in_the_file(tmp_path: Path, table: Type) -> No
     whole = load_model(write_gguf(tmp_path / "wide.gguf", theirs, table=table, stored=stored), torch.float32, "cpu")
     own.data.copy_(values)
     torch.testing.assert_close(whole_logits(whole, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")
+@torch.inference_mode()
+def test_a_step_is_kernels_alone(tmp_path: Path) -> None:
+    """So that it is recorded: the replay of one token's step is the step of another token."""
+    ops = make_ops(CPU)
+    file = write_gguf(tmp_path / "m.gguf", reference("per-layer"), Type.Q8_0)
+    model = load_model(file, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
+    model.pack(ops)
+    pooled, ids, zero = Pooled(model, ops), tokens(21), torch.zeros(1, dtype=torch.int64)
+    pooled.chunk(ids[:20], 0)
+    batch = Batch(
+        zero, ids[20:].clone(), zero + 20, pooled.table[0, 20:21], pooled.table, zero + 20, zero.view(1, 1, 1),
+        zero.view(1, 1) + 1, window=1, bound=21,
+    )  # fmt: skip
+
+    def step() -> Tensor:
+        return model.logits(model(batch.ids, batch.positions, pooled.attn.bind(batch, 0))[0])
+
+    recording, out = record(step)
+    assert isinstance(recording, Recording), recording
+    first = out.clone()
+    batch.ids.copy_(ids[:1])
+    recording.replay()
+    assert torch.equal(out, step()) and not torch.equal(out, first)
 
 
 def test_a_file_without_the_table_is_refused(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
 from hybrid_models import on_two_ranks, tokens, whole_logits
-from moe_models import reference, write_gguf
+from moe_models import YARN, reference, write_gguf
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
@@ -18,14 +19,28 @@ from draftwing.models import gguf
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 
+YARN_AS_IN_GGUF = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CPU = torch.device("cpu")
 KINDS = ["glm4-moe", "glm4-moe-groups", "minimax-m2"]
+LATENT = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_transformers(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    theirs, ids = reference(kind), tokens(40)
-    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
+def in_gguf(kind: str, **overrides: Any) -> Any:
+    """A model that a file can describe."""
+    own = {
+        "deepseek-v2": {"rope_parameters": YARN_AS_IN_GGUF},
+        "glm4-moe-lite": {"rope_interleave": True, "routed_scaling_factor": 1.5},
+    }
+    return reference(kind, **own.get(kind, {}), **overrides)
+
+
+@pytest.mark.further(kind=[kind for kind in LATENT if kind != "deepseek-v2"], joined=True)
+@pytest.mark.parametrize(
+    ("kind", "joined"), [(kind, False) for kind in KINDS + LATENT] + [(kind, True) for kind in LATENT]
+)
+def test_equals_transformers(tmp_path: Path, kind: str, joined: bool, caplog: pytest.LogCaptureFixture) -> None:
+    theirs, ids = in_gguf(kind), tokens(40)
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict(), joined=joined)
     theirs.save_pretrained(tmp_path / "folder")
     model, folder = load_model(path, torch.float32, "cpu"), load_model(tmp_path / "folder", torch.float32, "cpu")
     assert "not used" not in caplog.text
@@ -37,9 +52,9 @@ def test_equals_transformers(tmp_path: Path, kind: str, caplog: pytest.LogCaptur
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), folder.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["glm4-moe", "minimax-m2"])
+@pytest.mark.parametrize("kind", ["glm4-moe", "minimax-m2", "deepseek-v2"])
 def test_blocks_stay_as_they_are(tmp_path: Path, kind: str) -> None:
-    theirs, ops = reference(kind), BlockTorchOps(CPU)
+    theirs, ops = in_gguf(kind), BlockTorchOps(CPU)
     path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict(), Type.Q8_0)
     dense = load_model(path, torch.float32, "cpu")
     model = load_model(path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
@@ -63,15 +78,52 @@ def test_routers_of_models_in_bfloat16_are_in_float32(tmp_path: Path, kind: str)
         torch.testing.assert_close(mlp.router(x), x.float() @ block.gate.weight.T, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek-v3"])
 def test_a_file_is_spread(tmp_path: Path, kind: str) -> None:
     """Norms of whole projections are those of all ranks; of these two have a key/value head each, or the same one."""
-    for kv_heads in (2, 1):
+    for kv_heads in (2, 1) if kind in KINDS else (4,):
         theirs, ids = reference(kind, num_key_value_heads=kv_heads), tokens(9)
         path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
         whole, ops = load_model(path, torch.float32, "cpu"), BlockTorchOps(CPU)
         found = on_two_ranks(path, ops, ids)
         torch.testing.assert_close(found, whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
+
+
+def test_whose_router_a_file_has(tmp_path: Path) -> None:
+    """Which files need not say."""
+    for kind, architecture in (("deepseek-v2", "DeepseekV2ForCausalLM"), ("deepseek-v3", "DeepseekV3ForCausalLM")):
+        theirs = in_gguf(kind)
+        file = open_gguf(write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict()))
+        del file.metadata["deepseek2.expert_gating_func"]
+        config = gguf.model_config(file)
+        assert config.architecture == architecture and config.experts is not None
+        assert config.experts.routing.sigmoid == (kind == "deepseek-v3")
+        assert config.experts.routing.renormalise == (kind == "deepseek-v3")
+
+
+def test_a_matrix_that_is_whole_and_in_parts_is_read_once(tmp_path: Path) -> None:
+    theirs, found = in_gguf("deepseek-v2"), []
+    for apart in (False, True):
+        path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict(), joined=True, apart=apart)
+        found.append(load_model(path, torch.float32, "cpu"))
+    whole, both = found
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), both.parameters(), strict=True))
+
+
+def test_what_is_wrong_with_latents_is_said(tmp_path: Path) -> None:
+    theirs = in_gguf("deepseek-v2")
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
+    for key, value, message in (
+        ("expert_weights_norm", True, "expert_weights_norm = True is not supported"),
+        ("expert_gating_func", 3, "expert_gating_func = 3 is not supported"),
+        ("attention.key_length", 57, "attention.key_length: expected 56, found 57"),
+        ("attention.key_length_mla", 8, "attention.key_length_mla: expected an integer from 9 to"),
+        ("attention.temperature_scale", 0.1, "temperature_scale = 0.1 is not supported"),
+    ):
+        file = open_gguf(path)
+        file.metadata[f"deepseek2.{key}"] = value
+        with pytest.raises(CheckpointError, match=message):
+            gguf.model_config(file)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

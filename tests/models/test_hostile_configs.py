@@ -13,6 +13,7 @@ from typing import Any
 import gemma4_models
 import gguf as gguf_package
 import hybrid_gguf
+import moe_models
 import pytest
 import tiny_gguf
 import torch
@@ -187,6 +188,9 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
     if arch == "gemma4":
         model = gemma4_models.reference("per-layer")
         file = open_gguf(gemma4_models.write_gguf(tmp_path / "m.gguf", model, suppressed=[3], edit=more))
+    elif arch == "deepseek2":
+        latent = moe_models.reference("deepseek-v3")
+        file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
     elif kind is None:
         file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
     else:

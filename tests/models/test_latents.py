@@ -14,9 +14,10 @@ from draftwing.kv.pool import KVSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
+from draftwing.ops.torch.ops import TorchOps
 
 CPU = torch.device("cpu")
-KINDS = ["deepseek-v3", "glm4-moe-lite"]
+KINDS = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -34,12 +35,12 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
     torch.testing.assert_close(whole_logits(model, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path], native: bool) -> None:
+@pytest.mark.further(ops="triton", pair=[kind for kind in KINDS if kind != "deepseek-v3"])
+def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderModel, Path], ops: TorchOps) -> None:
     theirs, _, folder = pair
-    model, ops = load_model(folder, torch.float32, "cpu"), make_ops(CPU)
+    model = load_model(folder, torch.float32, ops.device)
     model.pack(ops)
-    check_steps(theirs, Pooled(model, ops if native else None))
+    check_steps(theirs, Pooled(model, ops))
 
 
 def test_two_ranks_have_shares_of_the_heads(pair: tuple[Any, DecoderModel, Path]) -> None:

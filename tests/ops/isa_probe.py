@@ -81,6 +81,7 @@ def gated(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         yield ops.silu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
         yield ops.gelu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
         yield ops.soft_cap(made.floats(dtype, 5, ffn, scale=scale), 30.0)
+        yield ops.add_scaled(made.floats(dtype, 5, ffn), made.floats(dtype, 5, ffn), scale / 3)
 
 
 @case
@@ -196,7 +197,7 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     count, hidden, ffn = 21, 96, 64
     for kind, limit, routing in (
         ("Q8_0", 0.0, Routing(5)),
-        ("Q4_0", 7.0, Routing(5, False)),
+        ("Q4_0", 7.0, Routing(5, False, groups=7, top_groups=3)),
         ("Q4_0", 0.0, Routing(4, sigmoid=True, groups=7, top_groups=2, scale=2.5)),
     ):
 

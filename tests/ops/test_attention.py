@@ -321,6 +321,9 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
     torch.testing.assert_close(pool.kv[LAYER][owned], expected_pool.kv[LAYER][owned], **tolerance)
     others = torch.ones(pool.slots + 1, dtype=torch.bool).index_fill(0, owned, False)
     assert pool.kv[LAYER][others].eq(7.0).all()
+    # Queries alone, of a layer that reads what another one wrote.
+    again = native(pool).bind(batch, LAYER).fused_read(0, qkv[:, :heads].clone(), cos, sin)
+    assert torch.equal(again, found)
 
 
 def test_the_choice_of_a_backend() -> None:

@@ -24,6 +24,7 @@ KINDS = {
     "longer than all": AttentionKind(window=400),
     "sinks": AttentionKind(sinks=SINKS),
     "all": AttentionKind(window=128, sinks=SINKS, scalar=40),
+    "latents": AttentionKind(scalar=40, values=DIM),  # and 8 elements behind them that are turned
 }
 
 
@@ -34,9 +35,12 @@ class Text:
         rng = torch.Generator().manual_seed(2)
         self.device = ops.device
         self.kind = kind._replace(sinks=None if kind.sinks is None else kind.sinks.to(ops.device))
-        self.q = torch.randn(LENGTH, HEADS, DIM, generator=rng).to(dtype) * 2
-        self.k, self.v = torch.randn(2, LENGTH, KV_HEADS, DIM, generator=rng).to(dtype)
-        pool = KVPool([KVSpec(KV_HEADS, DIM)], 3 * LENGTH, dtype, ops.device)
+        dim = DIM + 8 if kind.values else DIM
+        self.q = torch.randn(LENGTH, HEADS, dim, generator=rng).to(dtype) * 2
+        self.k, self.v = torch.randn(2, LENGTH, KV_HEADS, dim, generator=rng).to(dtype)
+        if kind.values:
+            self.v = self.k[..., : kind.values]
+        pool = KVPool([KVSpec(KV_HEADS, dim, kind.values > 0)], 3 * LENGTH, dtype, ops.device)
         pool.kv[0].copy_(torch.randn(pool.kv[0].shape, generator=rng))
         self.table = (torch.randperm(2 * LENGTH, generator=rng) + 1)[None, : LENGTH + 40]
         pool.write(0, self.table[0, :LENGTH].to(ops.device), self.k.to(ops.device), self.v.to(ops.device))
@@ -123,8 +127,8 @@ def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
 
 
 @pytest.mark.further(ops="triton", dtype=torch.float32, name=["window 40", "all"])
-@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "all"])
-@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all"])
+@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "all", "latents"])
+@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all", "latents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtype, ops: TorchOps) -> None:
     if ops.name == "torch":
@@ -141,8 +145,8 @@ def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtyp
         assert torch.equal(text.chunk(position, 1)[0], expected), (b, node)
 
 
-@pytest.mark.further(name=["window 3, less than a path", "window 40"])
-@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all"])
+@pytest.mark.further(name=["window 3, less than a path", "window 40", "latents"])
+@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all", "latents"])
 def test_triton_tilings(name: str, mended_interpreter: None, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits in lanes and launches, which begin where the window does."""
     kernels = pytest.importorskip("draftwing.ops.triton.attention")

@@ -49,6 +49,10 @@ def test_rows_are_those_of_the_file(ops: CpuOps, kind: str, rows: int, columns: 
     assert np.array_equal(gemm.dense().numpy(), expected)
     ids = torch.tensor([[rows - 1, 0], [rows // 2, rows - 1]])
     assert np.array_equal(gemm.rows(ids).numpy(), expected[ids.numpy()])
+    reader, some = ops.row_reader(part, torch.float32), torch.arange(37) * 7 % rows  # more than are read at a time
+    assert reader is not None
+    for count in (0, 1, 16, 37):
+        assert np.array_equal(reader(some[:count]).numpy(), expected[some[:count].numpy()])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,7 +41,8 @@ class Case(NamedTuple):
     renormalise: bool = True
     limit: float = 0.0
     dtype: torch.dtype = torch.float32
-    groups: tuple[int, int] = (0, 0)  # and of them those that are chosen; of sigmoids
+    sigmoid: bool = False
+    groups: tuple[int, int] = (1, 1)  # and of them those that are chosen
     wide: bool = False  # the router
     scale: float = 1.0
     beside: bool = (
@@ -50,8 +51,7 @@ class Case(NamedTuple):
 
     @property
     def routing(self) -> Routing:
-        groups, chosen = self.groups if self.groups[0] else (1, 1)
-        return Routing(self.top_k, self.renormalise, self.groups[0] > 0, groups, chosen, self.scale)
+        return Routing(self.top_k, self.renormalise, self.sigmoid, *self.groups, self.scale)
 
 
 CASES = {
@@ -63,10 +63,11 @@ CASES = {
     "Qwen3": Case(72, 8, 256, 256, ("Q4_K", "Q4_K", "Q4_K")),
     "two kinds": Case(kinds=("Q4_K", "Q8_0", "MXFP4"), biases=True),
     "one expert": Case(count=1, top_k=1),
-    "sigmoids": Case(groups=(1, 1), scale=2.5),
-    "sigmoids as they are": Case(count=21, top_k=5, renormalise=False, groups=(1, 1)),
-    "groups": Case(count=24, top_k=4, groups=(6, 2), scale=2.5, wide=True),
-    "groups of one, half": Case(count=6, top_k=2, groups=(6, 3), dtype=torch.bfloat16, wide=True),
+    "sigmoids": Case(sigmoid=True, scale=2.5),
+    "sigmoids as they are": Case(count=21, top_k=5, renormalise=False, sigmoid=True),
+    "groups": Case(count=24, top_k=4, sigmoid=True, groups=(6, 2), scale=2.5, wide=True),
+    "groups of one, half": Case(count=6, top_k=2, sigmoid=True, groups=(6, 3), dtype=torch.bfloat16, wide=True),
+    "groups of logits": Case(count=24, top_k=4, renormalise=False, groups=(6, 2), scale=16.0, wide=True),
     "scaled": Case(scale=0.5),
     "odd number": Case(count=21, top_k=5),
     "gemma4": Case(count=21, top_k=5, beside=True),
@@ -82,7 +83,7 @@ class Mixture:
         self.router, self.router_bias = self.some(count, hidden) * (3 / hidden**0.5), self.some(count)
         if case.wide:  # of more bits than those of x
             self.router = self.router.float() + 2**-11 * torch.randn(count, hidden, generator=self._random)
-        self.correction = torch.randn(count, generator=self._random) if case.groups[0] else None
+        self.correction = torch.randn(count, generator=self._random) if case.sigmoid else None
         self.biases = self.some(count * 2 * ffn), self.some(count * hidden)
         gate, up, down = case.kinds
         ups = [[self._blocks(ops, gate, ffn, hidden), self._blocks(ops, up, ffn, hidden)] for _ in range(count)]
@@ -129,16 +130,15 @@ class Mixture:
         """The experts of a row, and weights of all of them."""
         case = self.case
         odds = np.exp(logits - logits.max())
-        scores, every = logits, np.ones(case.count, bool)
+        scores, (groups, chosen) = logits, case.groups
         if self.correction is not None:
             odds = 1 / (1 + np.exp(-logits))
             scores = odds + self.correction.double().numpy()
-            groups, chosen = case.groups
-            by_group = np.sort(scores.reshape(groups, -1), 1)[:, -2:].sum(1)
-            best = np.argsort(-by_group)[:chosen]
-            every = np.isin(np.arange(case.count) // (case.count // groups), best)
+        by_group = np.sort(scores.reshape(groups, -1), 1)[:, -1 - case.sigmoid :].sum(1)
+        best = np.argsort(-by_group)[:chosen]
+        every = np.isin(np.arange(case.count) // (case.count // groups), best)
         order = sorted(np.flatnonzero(every).tolist(), key=lambda e: (-scores[e], e))[: case.top_k]
-        whole = odds[order].sum() if case.renormalise else 1 if case.groups[0] else odds.sum()
+        whole = odds[order].sum() if case.renormalise else 1 if case.sigmoid else odds.sum()
         return order, odds / whole * case.scale * (1 if self.scales is None else self.scales.double().numpy())
 
     def _expert(self, expert: int, row: Array) -> Array:
@@ -248,10 +248,11 @@ def test_what_is_no_number_stays_in_its_row(ops: CpuOps, name: str) -> None:
         assert found[5].isnan().all() and torch.equal(found[6:], whole[6:]) and torch.equal(found[:5], whole[:5])
 
 
-@pytest.mark.parametrize("groups", [(0, 0), (7, 3)])
-def test_scattered_rows_choose_as_elsewhere(ops: CpuOps, groups: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("sigmoid", "groups"), [(False, (1, 1)), (True, (7, 3))])
+def test_scattered_rows_choose_as_elsewhere(ops: CpuOps, sigmoid: bool, groups: tuple[int, int]) -> None:
     """Which reads as many experts as tokens that have nothing in common do."""
-    mixture, scatter = Mixture(ops, Case(count=21, top_k=5, groups=groups)), torch.ones(1, dtype=torch.int32)
+    mixture = Mixture(ops, Case(count=21, top_k=5, sigmoid=sigmoid, groups=groups))
+    scatter = torch.ones(1, dtype=torch.int32)
     x = mixture.some(7, mixture.case.hidden)
     routed = ops.route(torch.zeros(7, 21), mixture.case.routing, mixture.correction, scatter=scatter)
     rows = []

@@ -43,6 +43,8 @@ def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> T
         (33, 10, Routing(3, True, True, 10, 5)),
         (4, 256, Routing(8, True, True, 8, 4, 2.5)),
         (3, 96, Routing(4, scale=0.5)),
+        (40, 21, Routing(4, False, groups=7, top_groups=2, scale=16.0)),
+        (5, 160, Routing(6, groups=8, top_groups=3)),
     ],
 )
 def test_routes(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
@@ -51,7 +53,7 @@ def test_routes(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
     for row, experts, weights in zip(logits.double(), routed.experts, routed.weights, strict=True):
         scores = row.sigmoid() if routing.sigmoid else row.softmax(0)
         by, size = scores if shift is None else scores + shift.double(), count // routing.groups
-        groups = by.view(routing.groups, size).sort(descending=True).values[:, :2].sum(1)
+        groups = by.view(routing.groups, size).sort(descending=True).values[:, : 1 + routing.sigmoid].sum(1)
         chosen = sorted(range(routing.groups), key=lambda g: -float(groups[g]))[: routing.top_groups]
         order = sorted((e for g in chosen for e in range(g * size, (g + 1) * size)), key=lambda e: -float(by[e]))
         expected = scores[order[: routing.top_k]]
@@ -226,6 +228,19 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
         assert torch.equal(gemm.linear(x[row : row + 1], bias, alone), found[own])
         again = gemm.gated(x[row : row + 1], bias, alone, 0.0)
         assert again is not None and torch.equal(again, gated[own])
+
+
+def test_triton_gemms_of_every_expert(triton_ops: TorchOps) -> None:
+    """As heads' matrices are: each row has one row for each of them; with any number of rows the same bits."""
+    weight, x = made(triton_ops, COUNT * 40, 32), made(triton_ops, 37 * COUNT, 32, seed=1)
+    gemm = triton_ops.expert_gemm(weight, COUNT)
+    assert gemm is not None
+    every = gemm.linear(x, None, triton_ops.every_expert(37, COUNT, triton_ops.device))
+    for rows in (0, 1, 16, 37):
+        routed, own = triton_ops.every_expert(rows, COUNT, triton_ops.device), slice(rows * COUNT)
+        assert routed.experts.tolist() == [list(range(COUNT))] * rows and bool((routed.weights == 1).all())
+        assert torch.equal(gemm.linear(x[own], None, routed), every[own])
+    torch.testing.assert_close(every.double(), by_hand(x, weight, None, routed), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ def codes(pool: Tensor) -> Tensor:
 
 def in_fp8(case: Case) -> tuple[Case, Tensor]:
     """The case with its pool in 8 bits, and what that holds: NaN where nobody may read."""
-    by = torch.tensor(SCALES, device=case.kv.device)[:, None]
+    by = torch.tensor(SCALES, device=case.kv.device)[: case.kv.shape[2], None]  # of values that are keys there is one
     stored = (case.kv.float() / by).clamp(-448, 448).to(FP8)
     return replace(case, kv=stored, scales=SCALES), stored.double() * by
 
@@ -65,10 +65,13 @@ def test_turned_keys(device: torch.device) -> None:
     assert torch.equal(codes(narrow.kv[0].cpu()), codes(wide.kv[0].cpu().float().to(FP8)))
 
 
+@pytest.mark.further(nodes=1, values=32)
+@pytest.mark.parametrize("values", [0, 32])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("nodes", [1, 5])
-def test_trees(nodes: int, exact: bool, device: torch.device) -> None:
-    case, held = in_fp8(make_case([37, 130, 0], nodes, device, (4, 2), dim=32, dtype=torch.bfloat16))
+def test_trees(nodes: int, exact: bool, values: int, device: torch.device) -> None:
+    dim = 48 if values else 32
+    case, held = in_fp8(make_case([37, 130, 0], nodes, device, (4, 2), dim, torch.bfloat16, values=values))
     found = case.run(exact, common.pick_tiling(case.kv) if GPU else TINY)
     expected = replace(case, kv=held).expected()
     torch.testing.assert_close(found.double(), expected, atol=CLOSE, rtol=2e-2)

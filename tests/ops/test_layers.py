@@ -321,6 +321,35 @@ def test_take_rows(shape: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) ->
                 ops.take_rows(made(ops, dtype, 7, *shape), torch.tensor([2, wrong]))
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.0255, None])
+@pytest.mark.parametrize("size", [31, 576])
+def test_add_scaled(size: int, scale: float | None, dtype: torch.dtype, ops: TorchOps) -> None:
+    """scale None: one that is a tensor."""
+    x, y, factor = made(ops, dtype, 5, 2 * size)[:, :size], made(ops, dtype, 5, size, seed=1), scale or 1.3
+    given = torch.tensor([factor], dtype=dtype, device=ops.device) if scale is None else factor
+    factor = float(given)
+    found = ops.add_scaled(x, y, given)
+    close(found, (x.double() + y.double()).to(dtype).double() * factor, ops)
+    close(ops.add_scaled(x, None, given), x.double() * factor, ops)
+    assert torch.equal(ops.add_scaled(x[3:4], y[3:4], given), found[3:4])
+
+
+@pytest.mark.parametrize(("heads", "factor"), [(1, 1.0), (3, 1.87)])
+def test_concat_rope(heads: int, factor: float, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Of rows and heads that are apart; 24 pairs of elements are turned."""
+    wide = made(ops, dtype, 5, heads, 100 + 48 + 7)
+    plain, turned = wide[..., :100], wide[..., 100:148]
+    angle = made(ops, torch.float32, 5, 1, 24, seed=1) * 3
+    cos = torch.cat((angle.cos(), angle.cos()), 2).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), 2).to(dtype)
+    found = ops.concat_rope(plain, turned, cos, sin, factor)
+    (one, two), c, s = turned.double().chunk(2, 2), cos.double()[..., :24], sin.double()[..., 24:]
+    expected = torch.cat((plain.double(), one * c - two * s, two * c + one * s), 2) * factor
+    unit = 4 * UNIT[dtype] * (2 if CUTS and ops.name == "triton" else 1)
+    torch.testing.assert_close(found.double(), expected, rtol=unit, atol=unit)
+    assert torch.equal(ops.concat_rope(plain[3:4], turned[3:4], cos[3:4], sin[3:4], factor), found[3:4])
+
+
 @pytest.mark.parametrize("size", [40, 100, 2048])
 def test_share_rows(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     whole = made(ops, dtype, 10, size)
@@ -359,6 +388,12 @@ def test_no_rows(dtype: torch.dtype, ops: TorchOps) -> None:
     assert ops.rms_norm(x, weight, 1e-5).shape == (0, 64)
     assert ops.add_rms_norm(x, x, weight, 1e-5)[1].shape == (0, 64)
     assert ops.silu_mul(x).shape == (0, 32)
+    assert ops.add_scaled(x, x).shape == (0, 64)
     assert ops.fuse_inputs(ids, table, x).shape == (0, 128)
+    assert ops.concat_rope(*x.view(0, 2, 32).expand(2, -1, -1, -1), x[:, None, :32], x[:, None, :32]).shape == (
+        0,
+        2,
+        64,
+    )
     assert ops.take_rows(table, ids).shape == (0, 64)
     assert ops.exact_logits(x, table, ids.view(0, 1)).shape == (0, 1)

@@ -23,6 +23,7 @@ rope = pytest.importorskip("draftwing.ops.triton.rope")
 
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
+LATENT = 576  # elements of DeepSeek's latents, of which 512 are the value
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -149,19 +150,21 @@ def test_a_window_too_wide_to_be_masked(device: torch.device, monkeypatch: pytes
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU: the interpreter's memory has no end")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim, nodes", [(64, 300), (128, 140), (256, 70), (256, 300), (512, 40), (512, 300)])
+@pytest.mark.parametrize(
+    "dim, nodes", [(64, 300), (128, 140), (256, 70), (256, 300), (512, 40), (512, 300), (LATENT, 16), (LATENT, 300)]
+)
 def test_wide_windows_fit(dtype: torch.dtype, dim: int, nodes: int, device: torch.device) -> None:
-    case = make_case([50, 0], nodes, device, (4, 2), dim, dtype)
+    case = make_case([50, 0], nodes, device, (4, 2), dim, dtype, values=512 if dim == LATENT else 0)
     tiling = common.pick_tiling(case.kv)
     masked, exact = (case.run(how, tiling._replace(programs=1)) for how in (False, True))
     torch.testing.assert_close(masked, exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.further(dim=512, dtype=[torch.float32, torch.float16])
-@pytest.mark.parametrize("dim", [48, 128, 512])
+@pytest.mark.further(dim=[512, LATENT], dtype=[torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [48, 128, 512, LATENT])
 def test_dtypes_and_head_sizes(dtype: torch.dtype, dim: int, device: torch.device) -> None:
-    case = make_case([50, 0], 3, device, (4, 2), dim, dtype)
+    case = make_case([50, 0], 3, device, (4, 2), dim, dtype, values=512 if dim == LATENT else 0)
     for exact in (True, False):
         tiling = common.pick_tiling(case.kv)._replace(programs=264 if exact else 1) if GPU else None
         torch.testing.assert_close(
@@ -188,7 +191,8 @@ REAL = [  # of chains of 4, and of trees
     (BF16, (8, 2), 256, 32), (BF16, (28, 4), 128, 32), (FP16, (32, 8), 128, 32), (FP16, (9, 3), 64, 4),
     (FP16, (8, 8), 256, 60), (FP32, (32, 8), 128, 7), (FP32, (9, 3), 64, 32), (FP32, (8, 8), 256, 4),
     (BF16, (32, 4), 512, 4), (BF16, (8, 1), 512, 32), (BF16, (16, 2), 512, 60), (FP16, (8, 2), 512, 7),
-    (FP32, (8, 1), 512, 4),
+    (FP32, (8, 1), 512, 4), (BF16, (16, 1), LATENT, 4), (BF16, (16, 1), LATENT, 32), (BF16, (20, 1), LATENT, 7),
+    (BF16, (128, 1), LATENT, 8), (FP16, (16, 1), LATENT, 60), (FP32, (16, 1), LATENT, 4),
 ]  # fmt: skip
 
 
@@ -200,7 +204,8 @@ def test_bits_of_the_real_tiling(
 ) -> None:
     """Lengths around the borders of units, of short and of long splits; tiles of the sizes that this device gets."""
     lengths = [2047, 127, 300, 511, 2050, 2561, 5000, 0]
-    case = make_case(lengths, nodes, device, heads, dim, dtype, chain=nodes == 4)
+    latent = 512 if dim == LATENT else 0
+    case = make_case(lengths, nodes, device, heads, dim, dtype, chain=nodes == 4, values=latent)
     tiling = common.pick_tiling(case.kv)
     together = case.run(tiling=tiling)
     close = TOLERANCE[dtype]

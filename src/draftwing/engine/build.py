@@ -35,7 +35,6 @@ from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, check_int8
-from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -121,7 +120,7 @@ def build(
     log_drafter(options)
     log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
     device.set_threads(options.num_threads, options.processors)
-    check_device(options, device, config)
+    check_device(options, device)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     check_int8([spec for layer in config.layers if (spec := layer.mixer.keeps()) is not None], precision.kv_dtype)
     options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large
@@ -163,12 +162,8 @@ def build(
         raise blamed from error
 
 
-def check_device(options: Options, device: Device, config: ModelConfig) -> None:
-    """Raises ConfigError for what options and the model ask for and the device cannot give."""
-    if any(isinstance(layer.mixer, LatentAttentionConfig) for layer in config.layers) and device.has_own_memory:
-        raise ConfigError(
-            "latent attention on a GPU: there are no kernels that read it from the KV pool; expected --device cpu"
-        )
+def check_device(options: Options, device: Device) -> None:
+    """Raises ConfigError for what options ask for and the device cannot give."""
     if options.deterministic and not device.ops.batch_invariant:
         raise ConfigError(
             "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "

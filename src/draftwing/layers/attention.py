@@ -299,5 +299,10 @@ class Attention(Mixer):
 
     def _with_others(self, q: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """q [M, heads, head_dim], over the keys and values that another layer wrote -> [M, heads * head_dim]"""
-        q = rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
-        return attend.read(self.pool_layer, q, self.kind)
+        norm = self.q_norm
+        if norm is None or attend.norms_heads:
+            norms = None if norm is None else HeadNorms(norm.weight, norm.weight, norm.eps)
+            out = attend.fused_read(self.pool_layer, q, cos, sin, norms, self.kind)
+            if out is not None:
+                return out
+        return attend.read(self.pool_layer, rotate(q if norm is None else norm(q), cos, sin), self.kind)

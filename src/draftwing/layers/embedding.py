@@ -75,9 +75,9 @@ class PerLayerEmbedding(nn.Module):
     def forward(self, ids: Tensor, x: Tensor, ops: LayerOps) -> Tensor:
         """ids [M]; x [M, hidden], the scaled embedding -> [M, layers, size]"""
         known, rows = self.embed.source(ids)
-        own = (rows if known is None else ops.take_rows(rows, known)) * self._factors[1]
-        made = self.norm((self.project(x) * self._factors[0]).view(-1, self._shape[1]))
-        return ((made.view(own.shape) + own) * self._factors[2]).view(-1, *self._shape)
+        own = ops.add_scaled(rows if known is None else ops.take_rows(rows, known), None, self._factors[1])
+        made = self.norm(ops.add_scaled(self.project(x), None, self._factors[0]).view(-1, self._shape[1]))
+        return ops.add_scaled(made.view(own.shape), own, self._factors[2]).view(-1, *self._shape)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -101,10 +101,11 @@ class LayerEnd(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor | None) -> Tensor:
         """x [M, hidden]; embedding [M, per_layer], whose rows may be apart -> [M, hidden]"""
-        if self.gate is not None and self.out is not None and self.norm is not None:
-            assert embedding is not None
-            gated = self._ops.gelu_mul(self._ops.concat_columns(self.gate(x), embedding))
-            x = x + self.norm(self.out(gated))
-        return x if self.scalar is None else x * self.scalar
+        scale = 1.0 if self.scalar is None else self.scalar
+        if self.gate is None or self.out is None or self.norm is None:
+            return self._ops.add_scaled(x, None, scale)
+        assert embedding is not None
+        gated = self._ops.gelu_mul(self._ops.concat_columns(self.gate(x), embedding))
+        return self._ops.add_scaled(x, self.norm(self.out(gated)), scale)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -15,7 +15,6 @@ from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
-from draftwing.layers.rope import rotate
 from draftwing.ops.attention import Attend, AttentionKind, HeadShape
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
@@ -173,7 +172,7 @@ class LatentAttention(Mixer):
         self.key_up = ExpertLinear(config.plain, config.latent, heads, False, dtype, device)
         self.value_up = ExpertLinear(config.latent, config.values, heads, False, dtype, device)
         self.o = row_parallel(Linear(heads * config.values, hidden, config.bias, dtype, device, form), layer.ranks)
-        self.kind = AttentionKind(scalar=config.plain + config.turned)
+        self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
 
     def linears(self) -> list[Linear]:
         return [self.down, self.query, self.o]
@@ -182,25 +181,23 @@ class LatentAttention(Mixer):
         config, rows = self.config, len(x)
         made = self.down(x)
         source = x if self.query_norm is None else self.query_norm(made[:, : config.query_latent])
-        queries = self.query(source).view(rows, config.heads, -1)
-        plain, turned = queries.split((config.plain, config.turned), 2)
+        queries = self.query(source).view(rows * config.heads, -1)
+        plain, turned = queries.split((config.plain, config.turned), 1)
         routed = self.ops.every_expert(rows, config.heads, x.device)
-        plain = self.key_up(plain.reshape(rows * config.heads, -1), routed).view(rows, config.heads, -1)
-        q = torch.cat((plain, rotate(turned, cos, sin)), 2)  # [M, heads, width]
-        if config.factor != 1:
-            q = (q.float() * config.factor).to(q.dtype)
-        latents = self._latents(made, cos, sin)
-        out = attend(self.pool_layer, q, latents, latents, self.kind).view(rows * config.heads, -1)
-        values = self.value_up(out[:, : config.latent].contiguous(), routed)
+        plain, turned = (part.view(rows, config.heads, -1) for part in (self.key_up(plain, routed), turned))
+        q = self.ops.concat_rope(plain, turned, cos, sin, config.factor)  # [M, heads, width]
+        keys = self._latents(made, cos, sin)
+        out = attend(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
+        values = self.value_up(out.view(rows * config.heads, -1), routed)
         return self.o(values.view(rows, -1), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        latents = self._latents(self.down.last(x, self.config.width), cos, sin)
-        attend.write(self.pool_layer, latents, latents)
+        keys = self._latents(self.down.last(x, self.config.width), cos, sin)
+        attend.write(self.pool_layer, keys, keys)
 
     def _latents(self, made: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """made [M, ..] of `down` -> what the tokens keep, [M, 1, width]"""
         latent, turned = made[:, -self.config.width :].split((self.config.latent, self.config.turned), 1)
-        return torch.cat((self.norm(latent).unsqueeze(1), rotate(turned.unsqueeze(1), cos, sin)), 2)
+        return self.ops.concat_rope(self.norm(latent).unsqueeze(1), turned.unsqueeze(1), cos, sin)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.torch.layer_ops import rotate as rotate
 
 MAX_POSITIONS = 1 << 20  # angles up to this many radians are exact
 
@@ -179,8 +180,3 @@ def _horner(series: list[float], x: NDArray[np.float64]) -> NDArray[np.float64]:
         total *= x
         total += factor
     return total
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [M, heads, head_dim]; cos, sin [M, 1, head_dim] from `rope_table`, the sine with its sign. Out of place."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

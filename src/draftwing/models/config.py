@@ -258,6 +258,7 @@ FAMILIES: dict[str, Family] = {
         experts="deepseek",
         reads=("partial_rotary_factor", "use_qk_norm"),
     ),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", **{**LATENT, "experts": "deepseek_v2"}),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", **LATENT),
     "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", **{**LATENT, "eps": 1e-5}),
     "MiniMaxM2ForCausalLM": Family(

@@ -18,6 +18,7 @@ from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding, LayerEnd, PerLayerEmbedding
 from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
+from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
@@ -145,7 +146,7 @@ class DecoderLayer(nn.Module):
             out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
             x, normed = self.mlp_norm.of_sum(x, out)
             made = self.mlp(normed)
-            return x + self.mlp_out_norm(made if self.beside is None else self.beside(made, x))
+            return self._ops.add_scaled(x, self.mlp_out_norm(made if self.beside is None else self.beside(made, x)))
         if self._ops.norm_adds_residual:
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
         else:
@@ -205,7 +206,7 @@ class DecoderModel(nn.Module):
     def head_shapes(self) -> list[HeadShape]:
         """Returns the different shapes of its attention, of this rank."""
         mixers = [layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return list(dict.fromkeys(mixer.shape for mixer in mixers if isinstance(mixer, Attention)))
+        return list(dict.fromkeys(mixer.shape for mixer in mixers if isinstance(mixer, Attention | LatentAttention)))
 
     @property
     def needs_chunks(self) -> bool:
@@ -276,7 +277,7 @@ class DecoderModel(nn.Module):
     def embedded(self, ids: Tensor) -> Tensor:
         """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them."""
         x = self.embed(ids)
-        return x if self._embed_scale == 1 else x * self._embed_scale
+        return x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final

@@ -11,13 +11,14 @@ from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 
 # Whose keys speak of experts; "": nobody's.
-Kind = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "minimax", "gemma"]
+Kind = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "deepseek_v2", "minimax", "gemma"]
+DEEPSEEKS: tuple[Kind, ...] = ("deepseek", "deepseek_v2")
 _COUNTS = ("num_experts", "num_local_experts")  # keys of how many there are
 
 
 def counts(kind: Kind) -> tuple[str, ...]:
     """Returns the keys that say how many experts there are."""
-    return ("n_routed_experts",) if kind == "deepseek" else _COUNTS if kind else ()
+    return ("n_routed_experts",) if kind in DEEPSEEKS else _COUNTS if kind else ()
 
 
 def experts(fields: Fields, kind: Kind, shared: bool, layers: int) -> ExpertConfig | None:
@@ -27,6 +28,8 @@ def experts(fields: Fields, kind: Kind, shared: bool, layers: int) -> ExpertConf
         return None
     if kind == "gemma":
         return _beside(fields, layers)
+    if kind == "deepseek_v2":
+        return _deepseek_v2(fields, layers)
     if kind in ("deepseek", "minimax"):
         return _by_sigmoids(fields, kind == "deepseek", layers)
     # One key in files of old, the other in those of newer libraries.
@@ -79,14 +82,43 @@ def _by_sigmoids(fields: Fields, deepseek: bool, layers: int) -> ExpertConfig:
         top_groups=fields.whole("topk_group", high=groups, default=1),
         scale=fields.number("routed_scaling_factor", 1e-3, 1e3, 1.0),
     )
-    shared = ffn * fields.whole("n_shared_experts", 0, WIDEST // ffn, 1)
-    return ExpertConfig(count, routing, ffn, shared=shared, wide_router=True)
+    return ExpertConfig(count, routing, ffn, shared=_shared(fields, ffn, 1), wide_router=True)
+
+
+def _deepseek_v2(fields: Fields, layers: int) -> ExpertConfig:
+    """By a softmax of all, which is not renormalised."""
+    if fields.text("scoring_func", "softmax") != "softmax":
+        raise refused(fields, "scoring_func", fields.get("scoring_func"))
+    if fields.flag("norm_topk_prob"):  # libraries differ in what it does
+        raise refused(fields, "norm_topk_prob", True)
+    method, groups, top_groups = fields.text("topk_method", "greedy"), 1, 1
+    if method not in ("greedy", "group_limited_greedy"):
+        raise refused(fields, "topk_method", method)
+    count = fields.whole("n_routed_experts", high=max_experts(layers))
+    if method != "greedy":
+        groups = fields.whole("n_group", high=count)
+        top_groups = fields.whole("topk_group", high=groups)
+    routing = Routing(
+        fields.whole("num_experts_per_tok", high=count),
+        renormalise=False,
+        groups=groups,
+        top_groups=top_groups,
+        scale=fields.number("routed_scaling_factor", 1e-3, 1e3),
+    )
+    ffn = fields.whole("moe_intermediate_size", high=WIDEST)
+    return ExpertConfig(count, routing, ffn, shared=_shared(fields, ffn, 2), wide_router=True)
+
+
+def _shared(fields: Fields, ffn: int, default: int) -> int:
+    """The width of experts for all rows, which are as wide as others and lie beside each other as one. default: how
+    many, where the config does not say."""
+    return ffn * fields.whole("n_shared_experts", 0, WIDEST // ffn, default)
 
 
 def dense_layers(fields: Fields, kind: Kind, layers: int) -> frozenset[int]:
     """Layers with an MLP of their own in a model with experts: by `first_k_dense_replace`, or by `mlp_only_layers` and
     `decoder_sparse_step`."""
-    if kind == "deepseek":
+    if kind in DEEPSEEKS:
         if fields.whole("moe_layer_freq", default=1) != 1:
             raise refused(fields, "moe_layer_freq", fields.get("moe_layer_freq"))
         kinds = fields.texts("mlp_layer_types")

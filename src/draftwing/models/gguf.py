@@ -17,13 +17,16 @@ from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig, NormConfig
 from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import RopeConfig, yarn_attention_factor
-from draftwing.models import gguf_experts, gguf_gemma4, gguf_hybrids
+from draftwing.models import gguf_experts, gguf_gemma4, gguf_hybrids, gguf_latents
 from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields
+from draftwing.models.gguf_names import hf_name, layer_name
+from draftwing.models.latents import parts
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
-from draftwing.models.weight_map import LAYER_NAMES, QWEN_MTP_PREFIX, expert_names
+from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
 
@@ -41,46 +44,11 @@ ARCHITECTURES = {
     OSS: "GptOssForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
+    gguf_latents.ARCH: "DeepseekV3ForCausalLM",  # or V2's (`gguf_latents.architecture`)
     **gguf_hybrids.ARCHITECTURES,
 }
 WITH_EXPERTS = {"llama": "MixtralForCausalLM"}  # where the metadata speak of experts
 
-TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    **gguf_gemma4.TOP_NAMES,
-}
-BLOCK_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-# Names that an architecture has besides, or in place of these.
-OTHER_NAMES = {
-    "Gemma3ForCausalLM": GEMMA_NAMES,
-    "Gemma4ForCausalLM": GEMMA_NAMES | gguf_gemma4.NAMES,
-    "GptOssForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
-    "Glm4MoeForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
-    "Lfm2ForCausalLM": BLOCK_NAMES | gguf_hybrids.LFM2_NAMES,
-    **{
-        gguf_hybrids.ARCHITECTURES[arch]: BLOCK_NAMES | gguf_hybrids.DELTA_NAMES
-        for arch in (gguf_hybrids.QWEN35, gguf_hybrids.QWEN35_MOE, gguf_hybrids.QWEN3_NEXT)
-    },
-}
 GEMMA_27B = 62  # layers of the one model whose scale is not that of its heads' size, which files do not say
 # [experts, rows, columns], of which gates and ups may be one tensor, the gates first
 EXPERT_TENSORS = {
@@ -92,6 +60,7 @@ MXFP4 = "MXFP4"  # GGML's name of the type
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
+    "attention.temperature_scale": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "final_logit_softcapping": (0,),
@@ -99,9 +68,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "residual_scale": (0, 1),
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
-    "rope.scaling.yarn_log_multiplier": (0,),
+    gguf_latents.YARN_LOG: (0,),
     "use_parallel_residual": (False,),
 }
+
+# Of these, keys that an architecture's own code reads.
+READ = {gguf_gemma4.ARCH: "final_logit_softcapping", gguf_latents.ARCH: gguf_latents.YARN_LOG}
 
 # Files often name only one end-of-text id, or a wrong one; tokens of these names always end an answer.
 END_TOKENS = (
@@ -119,10 +91,12 @@ def model_config(file: GGUFFile) -> ModelConfig:
         )
 
     stored = Fields(meta, str(file.path), f"{arch}.")
-    fields = gguf_gemma4.of_first(stored) if arch == gguf_gemma4.ARCH else stored
+    fields = _OWN_FIELDS[arch](stored) if arch in _OWN_FIELDS else stored
     size, tokenizer = fields.whole, Fields(meta, str(file.path), "tokenizer.ggml.")
     _refuse_unsupported(file, fields, arch)
     named = WITH_EXPERTS.get(arch, ARCHITECTURES[arch])
+    if arch == gguf_latents.ARCH:
+        named = gguf_latents.architecture(file, fields)
     experts = gguf_experts.experts(file, fields, FAMILIES[named], arch in WITH_EXPERTS)
     architecture = ARCHITECTURES[arch] if experts is None else named
     hidden, heads = size("embedding_length", high=WIDEST), size("attention.head_count", high=WIDEST)
@@ -167,12 +141,9 @@ def model_config(file: GGUFFile) -> ModelConfig:
     local_rope = _local_rope(fields, family)
     reach = () if arch == gguf_gemma4.ARCH else _windows(fields, layers, family, positions)
     made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
-    if arch == gguf_gemma4.ARCH:
-        own = gguf_gemma4.layers(file, stored, layer, layers)
+    if arch in _OWN_LAYERS:
+        own = _OWN_LAYERS[arch](file, stored, layer, layers)
         made = tuple(replace(one, experts=like.experts) for one, like in zip(own, made, strict=True))
-    if arch in gguf_hybrids.ARCHITECTURES:
-        hybrid = gguf_hybrids.layers(file, fields, arch, layer, layers)
-        made = tuple(replace(one, experts=like.experts) for one, like in zip(hybrid, made, strict=True))
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -188,6 +159,14 @@ def model_config(file: GGUFFile) -> ModelConfig:
         suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
     )
+
+
+# What layers have in common, where a file says it otherwise; and layers that differ in more than windows and experts.
+_OWN_FIELDS = {gguf_gemma4.ARCH: gguf_gemma4.of_first, gguf_latents.ARCH: gguf_latents.of_turned}
+_OWN_LAYERS = dict.fromkeys(gguf_hybrids.ARCHITECTURES, gguf_hybrids.layers) | {
+    gguf_gemma4.ARCH: gguf_gemma4.layers,
+    gguf_latents.ARCH: gguf_latents.layers,
+}
 
 
 def own_layers(fields: Fields) -> int:
@@ -211,11 +190,13 @@ def tensors(
     arch = file.metadata["general.architecture"]
     own = own_layers(Fields(file.metadata, str(file.path), f"{arch}."))
     nets = [layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetConfig)]
+    latent = config.layers[0].mixer
     permuted = arch == "llama"
     total, done = file.size, 0
     for name in file.tensors:
         block = BLOCK.match(name)
-        copied = name.endswith(gguf_hybrids.NEXTN_COPIES)  # of the model's embedding and head
+        # Of the model's embedding and head, or of what is there in two parts.
+        copied = name.endswith(gguf_hybrids.NEXTN_COPIES) or gguf_latents.is_copy(name, file.tensors)
         if name == "rope_freqs.weight" or copied or (block is not None and int(block[1]) >= own) != predicting:
             continue  # part of the config, or nobody asks for it
         match = EXPERT_PARTS.fullmatch(name)
@@ -231,6 +212,8 @@ def tensors(
             continue
         as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
+        if len(info.shape) == 3:  # a matrix for each head
+            rows = rows.flatten(0, 1)
         attention = config.attention
         heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(
             name.rpartition(".")[0].rpartition(".")[2], 0
@@ -242,7 +225,8 @@ def tensors(
         value = BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
         for part, one in gguf_hybrids.taken_apart(name, value, nets[0]) if nets else ((name, value),):
             theirs = hf_name(part, config, own)
-            yield theirs, gguf_hybrids.made(theirs, one) if isinstance(one, Tensor) else one
+            made = gguf_hybrids.made(theirs, one) if isinstance(one, Tensor) else one
+            yield from parts(theirs, made, latent) if isinstance(latent, LatentAttentionConfig) else ((theirs, made),)
         done += file.raw(name).nbytes
         if progress is not None:
             progress(done, total)
@@ -297,34 +281,6 @@ def _holds_mxfp4(file: GGUFFile) -> bool:
     return any(EXPERT_PARTS.fullmatch(name) and file.kind(name) == MXFP4 for name in file.tensors)
 
 
-def layer_name(block: int, own: int) -> str:
-    """What a block's names begin with. own: layers of the model itself."""
-    return f"model.layers.{block}" if block < own else f"{QWEN_MTP_PREFIX}layers.{block - own}"
-
-
-def hf_name(name: str, config: ModelConfig, own: int) -> str:
-    """The Hugging Face name of a GGUF tensor; one that has none keeps its own. own: layers of the model itself."""
-    match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias|)", name)
-    if match is None:
-        tops = gguf_hybrids.LFM2_TOP_NAMES if config.architecture == "Lfm2ForCausalLM" else {}
-        return tops.get(name, TOP_NAMES.get(name, name))
-    layer, part, suffix = layer_name(int(match[1]), own), match[2], match[3]
-    names, of_experts = OTHER_NAMES.get(config.architecture, BLOCK_NAMES), expert_names(config)
-    if part == "ffn_gate_inp":
-        return f"{layer}.{of_experts.router}{suffix}"
-    if part == "exp_probs_b":
-        return f"{layer}.{of_experts.correction}"
-    if shared := re.fullmatch("ffn_(gate|up|down)_shexp", part):
-        return f"{layer}.{of_experts.shared}.{getattr(of_experts, shared[1])}{suffix}"
-    if part in WHOLE_NAMES:
-        return f"{layer}.{WHOLE_NAMES[part]}"
-    if part in gguf_hybrids.NEXTN_NAMES:
-        return f"{QWEN_MTP_PREFIX}{gguf_hybrids.NEXTN_NAMES[part]}{suffix}"
-    if part not in names:
-        return name
-    return f"{layer}.{LAYER_NAMES.get(config.architecture, {}).get(names[part], names[part])}{suffix}"
-
-
 def unpermuted(rows: Tensor, heads: int) -> Tensor:
     """Undoes the row order of the `llama` architecture, which pairs rows (2i, 2i + 1) of a head for rotation.
 
@@ -336,20 +292,11 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for key, neutral in NEUTRAL_VALUES.items():
         value = fields.get(key)
-        if key == "final_logit_softcapping" and arch == gguf_gemma4.ARCH:
-            continue
-        if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
+        if value is not None and key != READ.get(arch) and (isinstance(value, np.ndarray) or value not in neutral):
             raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
     for name in file.tensors:
         if name.startswith("rope_factors_"):
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
-
-
-# Without what their names end with.
-WHOLE_NAMES = {
-    "attn_sinks": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
-    "layer_output_scale": "layer_scalar",
-}  # fmt: skip
 
 
 def _windows(fields: Fields, layers: int, family: Family, positions: int) -> tuple[int, ...]:
@@ -393,6 +340,7 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
     if theta <= 1:
         raise fields.unlike("rope.freq_base", "more than 1")
     given = fields.number("rope.scaling.yarn_attn_factor", 0, 1e3, 1.0)
+    inferred = 1.0 if fields.number(gguf_latents.YARN_LOG, 0, 1e3, 0.0) else yarn_attention_factor(factor)
     return RopeConfig(
         theta,
         "yarn",
@@ -403,7 +351,7 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
         truncate=arch != OSS,  # as the model was trained; files do not say
-        attention_factor=given * yarn_attention_factor(factor),
+        attention_factor=given * inferred,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.config import Family
+from draftwing.models.expert_fields import DEEPSEEKS
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, max_experts
 from draftwing.ops.contracts import Routing
 from draftwing.requests.refusals import show
@@ -17,21 +19,25 @@ from draftwing.requests.refusals import show
 OSS_LIMIT = 7.0  # of the activation of gpt-oss, which files do not say
 # Values of `expert_gating_func`: none said, a softmax, sigmoids, and a softmax of those chosen, which is one of all,
 # renormalised.
-_UNSAID, _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 0, 1, 2, 3
-# Of models whose routers have a softmax: metadata that changes the arithmetic, with the values at which it does not.
+_UNSAID, _SOFTMAX, SIGMOID, _SOFTMAX_OF_CHOSEN = 0, 1, 2, 3
+# Metadata that changes the arithmetic, with the values at which it does not: of models whose routers have a softmax.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
     "expert_shared_count": (0,),
     "expert_weights_scale": (0, 1),
 }
+_NEUTRAL_IN_V2: dict[str, tuple[Any, ...]] = {"expert_weights_norm": (False,)}  # as `expert_fields` has it
 
 
 def experts(file: GGUFFile, fields: Fields, family: Family, dense_ffn: bool) -> ExpertConfig | None:
     """The experts of layers that have them; None where the file speaks of none. dense_ffn: whether they may be as wide
     as a file says of an MLP."""
     oss, by_sigmoids = family.experts == "gpt_oss", family.experts in ("deepseek", "minimax")
-    _check(file, fields, (_UNSAID, _SIGMOID) if by_sigmoids else (_UNSAID, _SOFTMAX, *[_SOFTMAX_OF_CHOSEN] * oss))
+    deepseek = family.experts in DEEPSEEKS
+    gating = (_UNSAID, SIGMOID) if by_sigmoids else (_UNSAID, _SOFTMAX, *[_SOFTMAX_OF_CHOSEN] * oss)
+    neutral = {} if by_sigmoids else _NEUTRAL_IN_V2 if deepseek else _NEUTRAL
+    _check(file, fields, {"expert_gating_func": gating, **neutral})
     count = fields.whole("expert_count", 0, max_experts(fields.whole("block_count", high=MAX_LAYERS)), 0)
     if not count:
         return None
@@ -39,38 +45,36 @@ def experts(file: GGUFFile, fields: Fields, family: Family, dense_ffn: bool) -> 
         raise CheckpointError(f"{file.path}: {fields.prefix}expert_count = {count} is not supported")
     top_k = fields.whole("expert_used_count", high=count)
     ffn = fields.whole("feed_forward_length", high=WIDEST, default=0) if dense_ffn else 0
-    shared = shared_width(file, fields) if family.shared or by_sigmoids else 0
+    shared = shared_width(file, fields) if family.shared or by_sigmoids or deepseek else 0
     return ExpertConfig(
         count,
-        _routing(fields, top_k, family.experts == "deepseek") if by_sigmoids else Routing(top_k),
+        _of_groups(fields, top_k, by_sigmoids) if deepseek else Routing(top_k, sigmoid=by_sigmoids),
         ffn=fields.whole("expert_feed_forward_length", high=WIDEST, default=ffn or None),
         router_bias=oss,
         bias=oss,
         limit=OSS_LIMIT if oss else 0.0,
         shared=shared,
         shared_gate=family.shared,
-        wide_router=by_sigmoids,
+        wide_router=by_sigmoids or deepseek,
         beside=family.experts == "gemma",
     )
 
 
-def _check(file: GGUFFile, fields: Fields, gating: tuple[int, ...]) -> None:
-    """Refuses what has no code here. gating: the values of `expert_gating_func` that are served."""
-    neutral = {"expert_gating_func": gating} | ({} if _SIGMOID in gating else _NEUTRAL)
-    for key, known in neutral.items():
+def _check(file: GGUFFile, fields: Fields, served: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses what has no code here. served: keys, with the values that have."""
+    for key, known in served.items():
         value = fields.get(key)
         if value is not None and (isinstance(value, np.ndarray) or value not in known):
             raise CheckpointError(f"{file.path}: {fields.prefix}{key} = {show(value)} is not supported")
 
 
-def _routing(fields: Fields, top_k: int, deepseek: bool) -> Routing:
-    if not deepseek:
-        return Routing(top_k, sigmoid=True)
+def _of_groups(fields: Fields, top_k: int, sigmoid: bool) -> Routing:
     groups = fields.whole("expert_group_count", 0, default=1) or 1
     return Routing(
         top_k,
-        renormalise=fields.flag("expert_weights_norm", True),
-        sigmoid=True,
+        # Converters of `deepseek2` say nothing where it is not so.
+        renormalise=fields.flag("expert_weights_norm", fields.prefix != "deepseek2."),
+        sigmoid=sigmoid,
         groups=groups,
         top_groups=fields.whole("expert_group_used_count", 0, groups, 1) or 1,
         scale=fields.number("expert_weights_scale", 0, 1e3, 1.0) or 1.0,

@@ -63,8 +63,9 @@ def own_layers(fields: Fields, blocks: int) -> int:
     return blocks - fields.whole("nextn_predict_layers", 0, blocks - 1, 0)
 
 
-def layers(file: GGUFFile, fields: Fields, arch: str, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """The layers of a hybrid; layer: one with attention."""
+    arch = fields.prefix.removesuffix(".")
     other = _conv(fields, layer) if arch == LFM2 else _net(fields, arch)
     made = [replace(layer, mixer=layer.mixer if attends else other) for attends in _attention(fields, arch, count)]
     if not any(one.mixer == layer.mixer for one in made):

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
+from draftwing.gguf_file import dequantized
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import yarn_attention_factor
 from draftwing.models.fields import WIDEST, Fields
-from draftwing.ops.types import MXRows, QuantizedRows
+from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.parallel.cut import Cut
 
-Value = Tensor | QuantizedRows | MXRows
+Value = TypeVar("Value", bound=Tensor | BlockRows | QuantizedRows | MXRows)
 JOINED, KEYS, VALUES = ".kv_b_proj.weight", ".k_b_proj.weight", ".v_b_proj.weight"
 
 
 def latent_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Returns the layers of DeepSeek-V3 and its like; layer: one with experts."""
+    """Returns the layers of DeepSeek's models and their like; layer: one with experts."""
 
     def size(key: str, low: int = 1, default: int | None = None) -> int:
         return fields.whole(key, low, WIDEST, default)
 
+    assert layer.experts is not None
     # Relatives differ in what they take for granted.
     fields.number("routed_scaling_factor", 1e-3, 1e3)
-    for key in ("n_group", "topk_group", *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
+    groups = ("n_group", "topk_group") if layer.experts.routing.sigmoid else ()
+    for key in (*groups, *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
         fields.whole(key, 0)
     scaling = fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
     factor, all_dim = 1.0, scaling.number("mscale_all_dim", 0, 1e3, 0.0)
@@ -59,20 +62,35 @@ LATENT: dict[str, Any] = {
 
 def apart(
     tensors: Iterable[tuple[str, Value]], mixer: LatentAttentionConfig, cuts: Mapping[str, Cut]
-) -> Iterator[tuple[str, Value]]:
-    """(name, value) of every tensor; in place of the matrix that makes keys and values of latents, those that make
-    latents' counterparts of queries [heads * latent, plain], and values of latents [heads * values, latent]. mixer: of
-    the whole model.  cuts: what this rank has of these, by their names."""
+) -> Iterator[tuple[str, Value | Tensor]]:
+    """(name, value) of every tensor, or of its `parts`. mixer: of the whole model.  cuts: what this rank has of parts,
+    by their names."""
     for name, value in tensors:
         if not name.endswith(JOINED):
             yield name, value
             continue
-        whole = value if isinstance(value, Tensor) else value.dense(torch.float32)
-        expected = mixer.heads * (mixer.plain + mixer.values), mixer.latent
-        if whole.shape != expected:
-            raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(whole.shape)}")
-        keys, values = whole.view(mixer.heads, -1, mixer.latent).split((mixer.plain, mixer.values), 1)
-        for suffix, part in ((KEYS, keys.transpose(1, 2)), (VALUES, values)):
-            own = name.removesuffix(JOINED) + suffix
-            made = part.reshape(-1, part.shape[2])
-            yield own, cuts[own].of_tensor(own, made) if own in cuts else made
+        for own, part in parts(name, value, mixer):
+            assert isinstance(part, Tensor)
+            yield own, cuts[own].of_tensor(own, part) if own in cuts else part
+
+
+def parts(name: str, value: Value, mixer: LatentAttentionConfig) -> Iterator[tuple[str, Value | Tensor]]:
+    """(name, value) of a tensor. In place of the matrix that makes keys and values of latents: of those that make
+    latents' counterparts of queries [heads * latent, plain], and values of latents [heads * values, latent]. mixer: of
+    the whole model."""
+    if not name.endswith(JOINED):
+        yield name, value
+        return
+    whole = _dense(value)
+    expected = mixer.heads * (mixer.plain + mixer.values), mixer.latent
+    if whole.shape != expected:
+        raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(whole.shape)}")
+    keys, values = whole.view(mixer.heads, -1, mixer.latent).split((mixer.plain, mixer.values), 1)
+    for suffix, part in ((KEYS, keys.transpose(1, 2)), (VALUES, values)):
+        yield name.removesuffix(JOINED) + suffix, part.reshape(-1, part.shape[2])
+
+
+def _dense(value: Tensor | BlockRows | QuantizedRows | MXRows) -> Tensor:
+    if isinstance(value, BlockRows):
+        return torch.from_numpy(dequantized(value.data.numpy(), value.kind))
+    return value if isinstance(value, Tensor) else value.dense(torch.float32)

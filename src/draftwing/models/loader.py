@@ -198,7 +198,7 @@ def open_checkpoint(
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
     latent = next((one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig)), None)
     if latent is not None:
-        matrices = apart(matrices, latent, cuts)  # type: ignore[arg-type,assignment]
+        matrices = apart(matrices, latent, cuts)  # type: ignore[assignment]
     if config.experts is None:
         return config, matrices
     halves = config.architecture != "GptOssForCausalLM"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_MLA = "latent attention (MLA)"
 # Relatives that people ask for: model_type, and what they have that has no code here.
 UNSERVED = {
-    "DeepseekV2ForCausalLM": ("deepseek_v2", _MLA),
     "DeepseekV32ForCausalLM": ("deepseek_v32", "sparse latent attention (DSA)"),
-    "KimiK25ForConditionalGeneration": ("kimi_k25", _MLA),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", "a model for images around DeepSeek-V3's"),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "sparse latent attention (DSA)"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "experts that all tokens share"),
     "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "attention of two kinds of heads and a sigmoid router"),

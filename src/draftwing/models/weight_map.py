@@ -174,7 +174,7 @@ OTHER_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames("mlp.router"),
     "Gemma4ForCausalLM": ExpertNames("router.proj", "experts"),
-    **dict.fromkeys(NEXTN_MODELS, ExpertNames(shared="mlp.shared_experts")),
+    **dict.fromkeys((*NEXTN_MODELS, "DeepseekV2ForCausalLM"), ExpertNames(shared="mlp.shared_experts")),
     "MiniMaxM2ForCausalLM": ExpertNames(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts",

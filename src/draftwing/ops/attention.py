@@ -45,11 +45,13 @@ class AttentionKind(NamedTuple):
     sinks [heads] float32: logits of a key without a value, which is in the denominator of every query's softmax; as
     they are, without the scale.
     scalar: scores are divided by its square root; 0: head_dim (`query_pre_attn_scalar` of Gemma's configs).
+    values: the first so many elements of a key are the value, and the pool has both once; 0: they are apart.
     """
 
     window: int = 0
     sinks: Tensor | None = None
     scalar: int = 0
+    values: int = 0
 
     def scale(self, head_dim: int) -> float:
         """What scores are multiplied with."""
@@ -58,7 +60,7 @@ class AttentionKind(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether it is as `FULL`."""
-        return not self.window and self.sinks is None and not self.scalar
+        return not self.window and self.sinks is None and not self.scalar and not self.values
 
 
 FULL = AttentionKind()  # to everything before, as in Llama
@@ -91,7 +93,8 @@ class Attend:
     norms_heads = False  # whether `fused` takes the norms of heads, too
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        """q [M, heads, head_dim], k, v [M, kv_heads, head_dim], q and k rotated -> [M, heads * head_dim]"""
+        """q [M, heads, head_dim], k [M, kv_heads, head_dim], v [M, kv_heads, values], q and k rotated -> [M, heads *
+        values]. values: head_dim, or as `kind` has it."""
         raise NotImplementedError
 
     def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
@@ -131,6 +134,19 @@ class Attend:
         qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin
         [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
         """
+        return None
+
+    def fused_read(
+        self,
+        layer: int,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
+        """What rotating q and `read` do, or None: then the caller does it. q [M, heads, head_dim], as qkv of `fused`;
+        norms: of queries, before."""
         return None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -364,11 +380,26 @@ class MixedAttend(Attend):
     def fused(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
-        made = [part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts]
-        if made[0] is None or made[1] is None:
-            assert made[0] is made[1], "one part has overwritten its queries, and both would be rotated again"
-            return None
-        return torch.cat([made[0], made[1]])
+        return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+
+    def fused_read(
+        self,
+        layer: int,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
+        return _both([part.fused_read(layer, q[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+
+
+def _both(made: list[Tensor | None]) -> Tensor | None:
+    """What two parts of a batch have made together, None where both leave it to the caller."""
+    if made[0] is None or made[1] is None:
+        assert made[0] is made[1], "one part has overwritten its queries, and both would be rotated again"
+        return None
+    return torch.cat([made[0], made[1]])
 
 
 class KernelAttend(BoundAttend):
@@ -381,12 +412,33 @@ class KernelAttend(BoundAttend):
             q = q.contiguous()
         return self._attend(layer, q, q.shape[1], kind)
 
+    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
+        self._turn(layer, qkv, self._pool.kv[self._first_layer + layer].shape[1], cos, sin, norms)
+        return True
+
     def fused(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor:
         """In place of q; takes no gradient."""
         self.fused_write(layer, qkv, cos, sin, norms)
         return self._attend(layer, qkv, qkv.shape[1] - 2 * self._pool.kv[self._first_layer + layer].shape[1], kind)
+
+    def fused_read(
+        self,
+        layer: int,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor:
+        """In place of q; takes no gradient."""
+        self._turn(layer, q, 0, cos, sin, norms)
+        return self._attend(layer, q, q.shape[1], kind)
+
+    def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
+        """What `fused_write` does of so many heads of keys, and as many of values."""
+        raise NotImplementedError
 
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim] -> [M, heads * head_dim]"""

@@ -156,7 +156,7 @@ class Routing:
     top_k: experts of a row.  renormalise: whether their weights are made to sum to 1, before `scale`.  sigmoid: whether
     scores are sigmoids of logits in place of their softmax; the choice is by scores and a correction of each expert
     then, weights are scores alone.  groups: of one size that experts lie in.  top_groups: those that a row chooses
-    among, which have the largest sums of their two best.  scale: of weights.
+    among, which have the largest sums of their two best sigmoids, or the largest best logits.  scale: of weights.
     """
 
     top_k: int

@@ -66,6 +66,11 @@ _DEEPSEEK_LLM = (
     "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
     r"\p{N}",
 )
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" rf"|{_SPACES}",
+)
 _GPT2: tuple[str, ...] = ()
 _WORDS: dict[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3,
@@ -79,7 +84,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
     "minimax-m2": _O200K,
-    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-llm": _DEEPSEEK_LLM,  # V2's, too
+    "deepseek-v3": _DEEPSEEK_V3,
     "smollm": _GPT2,
     "gpt-2": _GPT2,
     "default": _GPT2,

@@ -118,15 +118,15 @@ def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: P
     """Said before its tokenizer is looked for."""
     draft = tmp_path / "draft"
     draft.mkdir()
-    (draft / "config.json").write_text(json.dumps({"architectures": ["DeepseekV2ForCausalLM"]}))
+    (draft / "config.json").write_text(json.dumps({"architectures": ["DeepseekV32ForCausalLM"]}))
     error = refusal(target, speculative_algorithm="STANDALONE", **head_of(draft))
-    assert "latent attention (MLA)" in str(error)
+    assert "sparse latent attention (DSA)" in str(error)
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["DeepseekV2ForCausalLM"]}, "latent attention (MLA)"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "sparse latent attention (DSA)"),
         ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, "experts that all tokens share"),
         ({"architectures": ["SomethingForCausalLM"]}, "unknown architecture SomethingForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "hidden_size": 0}, "max_position_embeddings"),

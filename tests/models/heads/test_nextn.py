@@ -69,8 +69,9 @@ def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
     assert all(torch.equal(one, other) for one, other in zip(head.parameters(), again.parameters(), strict=True))
 
 
-def test_of_a_gguf_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = reference("glm4-moe-groups")
+@pytest.mark.parametrize("kind", ["glm4-moe-groups", "deepseek-v3"])
+def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = reference(kind)
     layer = predicting(theirs)
     tensors = {**theirs.state_dict(), **published(theirs, layer)}
     path = write_gguf(tmp_path / "m.gguf", theirs.config, tensors)

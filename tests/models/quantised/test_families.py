@@ -9,6 +9,7 @@ import tiny_quantised as tiny
 import torch
 from dense_cache import DenseCache
 from models.test_decoder import random_reference
+from moe_models import reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ FAMILIES = [
     "mixtral",
     "glm4-moe",
     "minimax-m2",
+    "deepseek-v2",
 ]
 
 
@@ -35,17 +37,19 @@ def logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.further(name="fp8 block", family=[family for family in FAMILIES if family != "qwen3-moe"])
+@pytest.mark.further(name="fp8 block", family=[one for one in FAMILIES if one not in ("qwen3-moe", "deepseek-v2")])
+@pytest.mark.further(name="awq", family="deepseek-v2")
 @pytest.mark.parametrize("name", ["fp8 block", "awq"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(tmp_path: Path, family: str, name: str) -> None:
     config, write = tiny.FORMATS[name]
     for part in ("quantised", "wide", "plain"):
-        random_reference(family).save_pretrained(tmp_path / part)
+        theirs = reference(family) if family == "deepseek-v2" else random_reference(family)
+        theirs.save_pretrained(tmp_path / part)
     save_file(tiny.quantise(tmp_path / "quantised", config, lambda _: write), tmp_path / "wide/model.safetensors")
     stored = {key.rpartition(".")[0] for key in load_file(tmp_path / "quantised/model.safetensors")}
     experts = [module for module in stored if ".experts." in module]
-    assert (len(experts) > 9) == (family in ("qwen3-moe", "mixtral", "glm4-moe", "minimax-m2"))
+    assert (len(experts) > 9) == (family in ("qwen3-moe", "mixtral", "glm4-moe", "minimax-m2", "deepseek-v2"))
     found, expected, plain = (logits(tmp_path / part) for part in ("quantised", "wide", "plain"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert (found - plain).norm() > 0.01 * plain.norm()

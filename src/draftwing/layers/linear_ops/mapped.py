@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # `Linear` imports the formats
     from draftwing.layers.linear import Linear
 
 logger = logging.getLogger(__name__)
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types of GGML that are no blocks
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,13 @@ class Mapped(InferenceDense):
         super().__init__(layer)
         self._dtype = dtype
         self._kept: Tensor | BlockRows | None = None
+        self._read: Callable[[Tensor], Tensor] | None = None  # ids [M] -> rows, as the device does it best
 
     def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:
         if not isinstance(value, Tensor | BlockRows):
             return False
+        if isinstance(value, BlockRows) and value.kind in _PLAIN:
+            value = value.data.view(_PLAIN[value.kind])
         self._kept = value
         del self.layer.weight
         size = (value if isinstance(value, Tensor) else value.data).nbytes
@@ -62,6 +68,8 @@ class Mapped(InferenceDense):
         kept, where = self._kept, ids.device
         if kept is None:
             return super().rows(ids)
+        if self._read is not None:
+            return self._read(ids.flatten()).view(*ids.shape, -1)
         source = kept if isinstance(kept, Tensor) else kept.data
         taken = source.index_select(0, ids.flatten().to(source.device))
         if isinstance(kept, BlockRows):
@@ -72,4 +80,8 @@ class Mapped(InferenceDense):
         held = None if self._kept is None else ops.held_rows(self.rows, self.layer.out_features)
         if held is not None:
             self.layer.weight, self._kept = nn.Parameter(held, False), None
+        elif isinstance(self._kept, BlockRows):
+            self._read = ops.row_reader(self._kept, self._dtype)
+        elif self._kept is not None and self._kept.dtype == self._dtype:
+            self._read = partial(ops.take_rows, self._kept)
         return self

@@ -116,10 +116,9 @@ class CpuAttend(KernelAttend):
         self._how: tuple[int, ...] = ()
         self._hows: dict[HeadShape, tuple[int, ...]] = {}
 
-    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
+    def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
         kv = self._kv[self._first_layer + layer]
         rows, all_heads, dim = qkv.shape
-        kv_heads = kv.shape[1]
         heads = all_heads - 2 * kv_heads
         assert qkv.dtype == cos.dtype and qkv.stride()[1:] == (dim, 1) and self._slots.shape[0] == rows
         heads_at, eps = ((0, 0), 0.0) if norms is None else ((norms.q.data_ptr(), norms.k.data_ptr()), norms.eps)
@@ -130,7 +129,6 @@ class CpuAttend(KernelAttend):
             kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_type, *heads_at,
             self._workers.address, wide, norms is not None and norms.values, eps,
         )  # fmt: skip
-        return True
 
     def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         """Takes no gradient."""
@@ -193,7 +191,7 @@ class CpuAttend(KernelAttend):
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
             self._kv_type, *self._how, *numbers_of_kind(kind), kv.shape[2],
         )  # fmt: skip
-        return out
+        return out.unflatten(1, (heads, dim))[..., : kind.values].flatten(1) if kind.values else out
 
     def _half(self, x: Tensor) -> bool:
         """Whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""

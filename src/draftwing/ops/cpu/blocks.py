@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -102,8 +102,36 @@ class BlockedGemm:
         self.raw.block_rows(out.data_ptr(), ids.data_ptr(), self.parts, self.inputs, ids.numel())
         return out if self.dtype == torch.float32 else out.to(self.dtype)
 
+    def pack(self, data: Tensor) -> None:
+        """Puts other rows [n, bytes] into the only panel, of as many as that has."""
+        ((panel, kind, _),) = self._panels
+        self.raw.block_pack(panel.data_ptr(), data.data_ptr(), kind, len(data), self.inputs, self.workers.address)
+
     def dense(self) -> Tensor:
         return self.rows(torch.arange(self.outputs))
+
+
+class BlockReader:
+    """Rows of blocks as a file has them, by their ids: some are taken and packed, and then read as a weight's."""
+
+    def __init__(
+        self, source: BlockRows, dtype: torch.dtype, workers: Workers, take_rows: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """take_rows: `LayerOps.take_rows`."""
+        self._source, self._take_rows = source, take_rows
+        nothing = torch.zeros(_PANEL, source.data.shape[1], dtype=torch.uint8)
+        self._panel = BlockedGemm([source._replace(data=nothing)], dtype, workers)
+        self._places = torch.arange(_PANEL)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [M] int64 -> [M, columns]"""
+        parts = [self._few(ids[first : first + _PANEL]) for first in range(0, len(ids), _PANEL)]
+        return parts[0] if len(parts) == 1 else torch.cat([self._few(ids[:0]), *parts])
+
+    def _few(self, ids: Tensor) -> Tensor:
+        data = self._take_rows(self._source.data, ids)
+        self._panel.pack(data)
+        return self._panel.rows(self._places[: len(ids)])
 
 
 def quantize(raw: Any, workers: Workers, weight: Tensor, kind: str) -> BlockRows:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.ops.contracts import FEW_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
 from draftwing.ops.cpu.arena import Arena
-from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, quantize
+from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, BlockReader, quantize
 from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
@@ -61,6 +61,25 @@ class CpuLayerOps(LayerOps):
         self.raw.rms_norm(
             out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // size, size,
             x.dtype == torch.bfloat16, self.workers.address, weight.dtype != x.dtype, eps,
+        )  # fmt: skip
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = self.add_scaled(x, delta)
+        return total, self.rms_norm(total, weight, eps)
+
+    def add_scaled(self, x: Tensor, y: Tensor | None, scale: Tensor | float = 1.0) -> Tensor:
+        if x.dtype not in DTYPES or type(x) is not Tensor:
+            return super().add_scaled(x, y, scale)
+        x, y = x.contiguous(), None if y is None else y.contiguous()
+        assert y is None or (y.shape == x.shape and y.dtype == x.dtype)
+        assert not isinstance(scale, Tensor) or (scale.dtype == x.dtype and scale.numel() == 1)
+        rows, size = x.shape
+        out = x.new_empty(rows, size)
+        at, factor = (scale.data_ptr(), 0.0) if isinstance(scale, Tensor) else (0, scale)
+        self.raw.add_scaled(
+            out.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), rows, size,
+            x.dtype == torch.bfloat16, self.workers.address, at, factor,
         )  # fmt: skip
         return out
 
@@ -214,6 +233,9 @@ class CpuLayerOps(LayerOps):
 
     def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> BlockedGemm:
         return BlockedGemm(parts, dtype, self.workers, self.arena)
+
+    def row_reader(self, source: BlockRows, dtype: torch.dtype) -> BlockReader | None:
+        return BlockReader(source, dtype, self.workers, self.take_rows) if source.kind in TYPES else None
 
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
         """kind: Q8_0, Q4_0 or Q4_K."""

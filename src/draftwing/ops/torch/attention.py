@@ -127,6 +127,7 @@ class TorchAttend(BoundAttend):
             _fetch(keys, kv)
             for queries in stretches:
                 _attend(queries, q, kind)
+        mean = mean[..., : kind.values or q.shape[2]]
         return mean.flatten(1).to(q.dtype, copy=True)  # a copy, for the next layer writes `mean` again
 
     def _prepare(self, kv: Tensor, q: Tensor, reach: int) -> tuple[Tensor, Work]:

@@ -24,8 +24,8 @@ _GROUPED = (torch.bfloat16, torch.float32)  # types that torch's GEMM of groups 
 def _without_other_groups(scores: Tensor, routing: Routing) -> Tensor:
     """scores [M, count] -> the same, -inf in groups that a row does not choose among."""
     by_group = scores.unflatten(-1, (routing.groups, -1))
-    pairs = by_group.topk(min(2, by_group.shape[-1]), -1).values
-    chosen = _sum_in_order(pairs).squeeze(-1).topk(routing.top_groups, -1).indices  # [M, top_groups]
+    best = by_group.topk(min(2 if routing.sigmoid else 1, by_group.shape[-1]), -1).values
+    chosen = _sum_in_order(best).squeeze(-1).topk(routing.top_groups, -1).indices  # [M, top_groups]
     kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, chosen, True)
     return by_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
 

@@ -30,6 +30,11 @@ from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.types import BlockRows, QuantizedRows
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [M, heads, head_dim]; cos, sin [M, 1, head_dim] from `rope_table`, the sine with its sign. Out of place."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
 class LayerOps(ExpertOps):
     """Norms, gated activation, rows of a table, and which GEMMs there are.
 
@@ -108,6 +113,18 @@ class LayerOps(ExpertOps):
         """parts [M, n_i] of one dtype, rows may be apart -> [M, sum of n_i]"""
         return torch.cat(parts, 1)
 
+    def add_scaled(self, x: Tensor, y: Tensor | None, scale: Tensor | float = 1.0) -> Tensor:
+        """x, y [M, n], scale a number, or [1] of their dtype -> (x + y) * scale, [M, n], the sum rounded before; y
+        None: x * scale."""
+        total = x if y is None else x + y
+        return total * scale if isinstance(scale, Tensor) or scale != 1 else total
+
+    def concat_rope(self, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0) -> Tensor:
+        """plain [M, heads, n], turned [M, heads, m], both perhaps apart, cos, sin [M, 1, m] -> [M, heads, n + m]: the
+        first as they are, the others turned by `rotate`, all times `factor` in float32 and rounded."""
+        out = torch.cat((plain, rotate(turned, cos, sin)), 2)
+        return out if factor == 1 else (out.float() * factor).to(out.dtype)
+
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
         """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
         return torch.sigmoid(gate) * x
@@ -144,6 +161,11 @@ class LayerOps(ExpertOps):
     def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
         """source [R, ...], index [M] int64 -> source[index], [M, ...]"""
         return source.index_select(0, index)
+
+    def row_reader(self, source: BlockRows, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """Returns what reads single rows of blocks, of which the others stay in their file: ids [M] int64 -> [M,
+        columns] in `dtype`, float32 or bfloat16. None: the device has nothing better than numpy."""
+        return None
 
     def held_rows(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
         """A matrix [count, n] of which `rows` gives the rows of ids [M], on the device, for `take_rows`; None where the

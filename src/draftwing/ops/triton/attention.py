@@ -16,7 +16,16 @@ import triton
 from torch import Tensor
 
 from draftwing.ops.attention import FULL, AttentionKind, Ragged
-from draftwing.ops.triton.attention_common import ROUNDING, Tiling, fits, padded, pick_tiling, scale_of, warps_of
+from draftwing.ops.triton.attention_common import (
+    ROUNDING,
+    Tiling,
+    fits,
+    key_parts,
+    padded,
+    pick_tiling,
+    scale_of,
+    warps_of,
+)
 from draftwing.ops.triton.attention_tree import ragged_tiles, tree_kernel
 from draftwing.ops.triton.common import keep_cache, launch_options
 
@@ -61,7 +70,8 @@ def plan(
     """queries: of a tree, of ragged ones on average. positions: of a page table. exact: its bits are wanted; what it
     gives is exact also where that is as fast, and where there is no room for a masked window. reach:
     `AttentionKind.window`."""
-    _, kv_heads, _, dim = kv.shape
+    _, kv_heads, parts, dim = kv.shape
+    row = padded(dim) if parts == 2 else dim // 2  # of keys, as of values, which may be a part of them
     rows_all = queries * heads // kv_heads  # of a key head
 
     def programs(rows: int) -> int:
@@ -71,7 +81,7 @@ def plan(
         exact
         or queries == depth == 1
         or depth > WINDOW_DEPTH
-        or padded(window) * padded(dim) * max(kv.itemsize, 2) > WINDOW_BYTES
+        or padded(window) * row * max(kv.itemsize, 2) > WINDOW_BYTES
     )
     two = exact and queries > 1 and rows_all > tiling.rows and tiling.context_rows > tiling.rows
     large = tiling.context_rows if two else tiling.window_rows
@@ -129,11 +139,11 @@ def tree_attention(
     """Decode, chains and trees; see `ops.attention.Batch` for what a query reads.
 
     q [B * Q, heads or more, head_dim], of which the first heads are read, its last two axes dense; kv [slots, kv_heads,
-    2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
-    head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
-    `ragged` Q is 1, and the trees are those that it names. scales: what keys and what values of the pool are to be
-    multiplied with; a pool may be float8_e4m3fn with queries of 16 bits. kind: of the layer. inputs_ready: as
-    `AttnBackend.bind` has it.
+    2, head_dim], or [slots, kv_heads, 1, head_dim] where values are a part of keys; table [rows, L], rows, prefix_len
+    [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads * values]. exact: its bits are wanted, else
+    whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With `ragged` Q is 1, and the trees are those that it
+    names. scales: what keys and what values of the pool are to be multiplied with; a pool may be float8_e4m3fn with
+    queries of 16 bits. kind: of the layer. inputs_ready: as `AttnBackend.bind` has it.
     """
     tiling = tiling or pick_tiling(kv)
     batch, queries, depth = path.shape
@@ -144,10 +154,10 @@ def tree_attention(
         assert queries == 1 and ragged.starts.is_contiguous()
         rows, prefix_len, starts, queries, mean = ragged
         batch = rows.shape[0]
-    _, kv_heads, _, dim = kv.shape
-    heads = out.shape[1] // dim
+    dim, more = key_parts(kv, kind)
+    kv_heads, heads = kv.shape[1], out.shape[1] // dim
     group = heads // kv_heads
-    assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
+    assert q.stride(2) == 1 and q.stride(1) == dim + more and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and fits(q, kv)
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
     how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling, kind.window)
@@ -169,8 +179,8 @@ def tree_attention(
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
         launched = tree_kernel[(lanes, kv_heads * tiles, times)](
             q, kv, table, rows, prefix_len, path, path_len, starts, batch, kind.sinks, out, parts, stats, tickets,
-            scale_of(dim, kind) * scales[0], scales[1], q.stride(0), table.stride(0), how.parts, window,
-            WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+            scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
+            WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
             DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
             LONG=tiling.long, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,

@@ -59,7 +59,8 @@ class PagedAttention:
     def _tile(self, shape: HeadShape) -> tuple[int, int]:
         """Heads per key head, and rows of a tile."""
         if shape not in self._tiles:
-            kv = next(kv for kv in self.pool.kv if kv.shape[1:] == (shape.kv_heads, 2, shape.head_dim))
+            of_shape = shape.kv_heads, shape.head_dim
+            kv = next(kv for kv in self.pool.kv if kv.dim() == 4 and kv.shape[1::2] == of_shape)
             self._tiles[shape] = shape.heads // shape.kv_heads, prefill_rows(kv, self.exact)
         return self._tiles[shape]
 
@@ -74,12 +75,11 @@ class TritonAttend(KernelAttend):
         self._walks: dict[int, Walks] = {}  # by the convolution's width
         self._sources: dict[int, Tensor] = {}  # the same of short convolutions
 
-    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
-        kv = self._backend.pool.kv[self._first_layer + layer]
+    def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
+        kv = self._backend.pool.kv[self._first_layer + layer][:, :kv_heads]
         scales = self._backend.pool.scales[self._first_layer + layer]
         q_norm, k_norm, eps, v_norm = norms or (None, None, 0.0, False)
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm)
-        return True
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         batch, kept, width = self._batch, self._backend.pool.kv[self._first_layer + layer], taps.shape[1]
@@ -101,7 +101,7 @@ class TritonAttend(KernelAttend):
         """q [M, heads or more, head_dim]"""
         batch, backend = self._batch, self._backend
         kv, scales = backend.pool.kv[self._first_layer + layer], backend.pool.scales[self._first_layer + layer]
-        out = q.new_empty(q.shape[0], heads * q.shape[2])
+        out = q.new_empty(q.shape[0], heads * (kind.values or q.shape[2]))
         if batch.chunks or batch.tiles is not None:
             shape = HeadShape(heads, kv.shape[1], kv.shape[3])
             tiles = self._chunk_tiles(shape) if batch.tiles is None else batch.tiles[shape]

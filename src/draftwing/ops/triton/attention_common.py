@@ -97,8 +97,17 @@ def warps_of(rows: int, tiling: Tiling) -> int:
     return max(tiling.warps, rows // 16)
 
 
+@triton.constexpr_function
 def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
+
+
+def key_parts(kv: Tensor, kind: AttentionKind) -> tuple[int, int]:
+    """Returns DIM and MORE of the kernels: elements of a value, and those that keys have behind the first so many where
+    these are the values, 0: values are apart."""
+    dim = kv.shape[3]
+    assert (kv.shape[2] == 1) == (0 < kind.values < dim), "a layer's values are apart, or a part of its keys"
+    return (kind.values, dim - kind.values) if kind.values else (dim, 0)
 
 
 def fits(q: Tensor, kv: Tensor) -> bool:
@@ -135,27 +144,50 @@ def begins_split(at, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr
 
 
 @triton.jit
-def load_kv(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """slot [K] int64, dim [DIM_PAD] -> keys, values [K, DIM_PAD] as DTYPE, 0 where not ok; a pool in 8 bits is widened,
-    which is exact"""
-    at = kv + (slot * (KV_HEADS * 2 * DIM) + head * (2 * DIM))[:, None] + dim[None, :]
+def load_kv(
+    kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
+):
+    """slot [K] int64, dim [DIM_PAD] -> keys, in two parts as queries are, and values [K, DIM_PAD] as DTYPE, 0 where not
+    ok; a pool in 8 bits is widened, which is exact. MORE: as `key_parts` has it."""
+    ROW: tl.constexpr = DIM + (MORE if MORE > 0 else DIM)
+    at = kv + (slot * (KV_HEADS * ROW) + head * ROW)[:, None]
     mask = ok[:, None] & (dim < DIM)[None, :]
-    k, v = tl.load(at, mask=mask, other=0.0), tl.load(at + DIM, mask=mask, other=0.0)
-    return _widened(k, DTYPE), _widened(v, DTYPE)
+    first = _widened(tl.load(at + dim[None, :], mask=mask, other=0.0), DTYPE)
+    if MORE > 0:
+        behind = tl.arange(0, padded(MORE))
+        more = tl.load(at + DIM + behind[None, :], mask=ok[:, None] & (behind < MORE)[None, :], other=0.0)
+        k, v = (first, _widened(more, DTYPE)), first
+    else:
+        k, v = (first,), _widened(tl.load(at + DIM + dim[None, :], mask=mask, other=0.0), DTYPE)  # type: ignore[assignment]
+    return k, v
+
+
+@triton.jit
+def load_q(q, at, valid, dim, DIM: tl.constexpr, MORE: tl.constexpr):
+    """at [ROWS]: where each query begins -> its parts: the first DIM elements [ROWS, DIM_PAD], and MORE behind them"""
+    at = q + at[:, None]
+    first = tl.load(at + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    if MORE > 0:
+        behind = tl.arange(0, padded(MORE))
+        more = tl.load(at + DIM + behind[None, :], mask=valid[:, None] & (behind < MORE)[None, :], other=0.0)
+        parts = first, more
+    else:
+        parts = (first,)  # type: ignore[assignment]
+    return parts
 
 
 @triton.jit
 def ask_for_kv(
-    kv, table_row, head, first, stop, KV_HEADS: tl.constexpr, DIM: tl.constexpr, COUNT: tl.constexpr, ON: tl.constexpr
+    kv, table_row, head, first, stop, KV_HEADS: tl.constexpr, ROW: tl.constexpr, COUNT: tl.constexpr, ON: tl.constexpr
 ):
     """Lets keys and values of positions [first, stop), of the first COUNT of them, come into the L2 cache; of the dummy
-    slot for those past `stop`."""
+    slot for those past `stop`. ROW: elements of both."""
     if ON:
         place = first + tl.arange(0, COUNT)
         slot = tl.load(table_row + place, mask=place < stop, other=0, cache_modifier=".cg")
         values: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
-        line = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(2 * DIM, values))) * values, 2 * DIM - 1)
-        at = kv + (slot * (KV_HEADS * 2 * DIM) + head * (2 * DIM))[:, None] + line[None, :]
+        line = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(ROW, values))) * values, ROW - 1)
+        at = kv + (slot * (KV_HEADS * ROW) + head * ROW)[:, None] + line[None, :]
         asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
@@ -174,7 +206,11 @@ def _widened(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def scores(q, k):
-    return tl.dot(q, tl.trans(k), input_precision="ieee")
+    """q, k: parts of queries [ROWS, ..] and keys [K, ..] -> [ROWS, K]"""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    if len(k) > 1:
+        s = tl.dot(q[1], tl.trans(k[1]), s, input_precision="ieee")
+    return s
 
 
 @triton.jit

@@ -15,7 +15,9 @@ from draftwing.ops.triton.attention_common import (
     begins_split,
     column,
     fits,
+    key_parts,
     load_kv,
+    load_q,
     merged,
     nothing,
     padded,
@@ -32,9 +34,9 @@ from draftwing.ops.triton.common import keep_cache, launch_options, start
 @triton.jit(do_not_specialize_on_alignment=["rows", "tiles"])
 def _prefill_kernel(
     q, kv, table, rows, tiles, sinks, out, scale, v_scale, q_stride, table_stride,
-    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr,
-    EXACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
+    DIM_PAD: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr,
+    LONG: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV_HEADS). tiles [T, 5] int32: batch row, first query of the chunk in q, its position, the chunk's
     length, first row of the tile; rows are (query of the chunk, head of the group). WINDOW, sinks: as `AttentionKind`
@@ -50,8 +52,7 @@ def _prefill_kernel(
     valid = query < length
     dim = tl.arange(0, DIM_PAD)
     row = (first + query).to(tl.int64)
-    at = row * q_stride + (head * GROUP + flat % GROUP) * DIM
-    q_tile = tl.load(q + at[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    q_tile = load_q(q, row * q_stride + (head * GROUP + flat % GROUP) * (DIM + MORE), valid, dim, DIM, MORE)
     last = position + query
     end = tl.max(tl.where(valid, last, 0), 0) + 1
     begin = 0
@@ -68,7 +69,7 @@ def _prefill_kernel(
         place = unit + tl.arange(0, UNIT)
         ok = place < end
         slot = tl.load(table_row + place, mask=ok, other=0)
-        k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, q_tile.dtype)
+        k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
         seen = place[None, :] <= last[:, None]
         if WINDOW > 0:
             seen = seen & (place[None, :] > last[:, None] - WINDOW)
@@ -109,19 +110,20 @@ def prefill_attention(
     scales: tuple[float, float] = (1.0, 1.0),
     kind: AttentionKind = FULL,
 ) -> None:
-    """Causal attention of chunks. q [M, heads or more, head_dim] and out [M, heads * head_dim] as for
+    """Causal attention of chunks. q [M, heads or more, head_dim] and out [M, heads * values] as for
     `attention.tree_attention`, as `scales` and `kind` are; rows [B] int64; tiles [T, 5] int32 from `prefill_tiles`, on
     the device, made for `prefill_rows`."""
     tiling = tiling or pick_tiling(kv)
-    _, kv_heads, _, dim = kv.shape
-    heads = out.shape[1] // dim
+    dim, more = key_parts(kv, kind)
+    kv_heads, heads = kv.shape[1], out.shape[1] // dim
     tile = prefill_rows(kv, exact, tiling)
-    assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
+    assert q.stride(2) == 1 and q.stride(1) == dim + more and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and tiles.is_contiguous() and fits(q, kv)
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
-        q, kv, table, rows, tiles, kind.sinks, out, scale_of(dim, kind) * scales[0], scales[1], q.stride(0),
-        table.stride(0), WINDOW=kind.window, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile,
-        UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long, EXACT=exact,
-        STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),
+        q, kv, table, rows, tiles, kind.sinks, out, scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1],
+        q.stride(0), table.stride(0), WINDOW=kind.window, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
+        DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long,
+        EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING,
+        **launch_options(q.device),
     )  # fmt: skip
     keep_cache(launched)

@@ -18,6 +18,7 @@ from draftwing.ops.triton.attention_common import (
     begins_split,
     column,
     load_kv,
+    load_q,
     merged,
     nothing,
     raised,
@@ -123,22 +124,24 @@ def _store_context(
 
 
 @triton.jit
-def _load_own(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
+def _load_own(
+    kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
+):
     """As load_kv. A weight of 0 times NaN would spoil the tile's other nodes, so NaN among values becomes 0. Whoever
     sees the node has NaN from its keys, which are NaN where its values are."""
-    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
     return k, tl.where(v == v, v, 0.0)
 
 
 @triton.jit
 def _own_keys(
     kv, table_row, path, path_len, prefix, head, node, low, dim, first, start_at, stop, queries,
-    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
-    STEP: tl.constexpr, DTYPE: tl.constexpr,
+    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
+    FRONT: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """STEP nodes from node `first` on, each one's keys at positions [start_at, start_at + FRONT) below `stop`, on its
-    own path -> keys, values [STEP * FRONT, DIM_PAD], whose they are [ROWS, STEP * FRONT]. path, path_len: of the batch
-    row. low [ROWS]: the first position that a row sees"""
+    own path -> keys, values [STEP * FRONT, ..], as load_kv has them, whose they are [ROWS, STEP * FRONT]. path,
+    path_len: of the batch row. low [ROWS]: the first position that a row sees"""
     lane = tl.arange(0, STEP * FRONT)
     own_node = first + lane // FRONT
     at = start_at + lane % FRONT
@@ -148,7 +151,7 @@ def _own_keys(
     step = at - prefix
     entry = tl.load(path + own_node * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
     slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
-    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
     mine = (node[:, None] == own_node[None, :]) & ok[None, :]
     if WINDOW > 0:
         mine = mine & (at[None, :] >= low[:, None])
@@ -158,10 +161,10 @@ def _own_keys(
 @triton.jit
 def _window_keys(
     kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window,
-    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
-    DTYPE: tl.constexpr,
+    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
+    FRONT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """-> keys, values [FRONT, DIM_PAD] of the window, which are on the path of a row's node [ROWS, FRONT]"""
+    """-> keys, values [FRONT, ..] of the window, which are on the path of a row's node [ROWS, FRONT]"""
     entry = tl.arange(0, FRONT)
     length = tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
     on = (node[:, None] < 0) & (entry[None, :] < 0)
@@ -174,7 +177,7 @@ def _window_keys(
     on = on & (entry < window)[None, :]
     ok = tl.max(on.to(tl.int32), 0) > 0
     slot = tl.load(table_row + prefix + entry, mask=ok, other=0)
-    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
+    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
     return k, v, on
 
 
@@ -183,8 +186,8 @@ def _with_mixed_unit(
     q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale, window,
     queries, top, den, acc,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
-    EXACT: tl.constexpr,
+    MORE: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr,
+    STEPS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
     place = at + tl.arange(0, UNIT)
@@ -193,18 +196,18 @@ def _with_mixed_unit(
     if WINDOW > 0:
         seen = seen & (place[None, :] >= low[:, None])
     slot = tl.load(table_row + place, mask=common, other=0)
-    k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, q_tile.dtype)
+    k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
     front, first, stop = tl.maximum(at, shared), tile * ROWS // GROUP, at + UNIT
     if STEPS == 1:
         if EXACT:
             own_k, own_v, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first, front, stop, queries, WINDOW, DEPTH,
-                KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
+                KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
             )  # fmt: skip
         else:
             own_k, own_v, mine = _window_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
-                DIM, FRONT, q_tile.dtype,
+                DIM, MORE, FRONT, q_tile[0].dtype,
             )  # fmt: skip
         s = tl.where(seen, scores(q_tile, k), float("-inf"))
         own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
@@ -217,7 +220,7 @@ def _with_mixed_unit(
         for step in range(STEPS):
             own_k, _, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
-                WINDOW, DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
+                WINDOW, DEPTH, KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
             )  # fmt: skip
             best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k), float("-inf")), 1))
         top, base, fade = raised(top, best, scale)
@@ -225,7 +228,7 @@ def _with_mixed_unit(
         for step in range(STEPS):
             own_k, own_v, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
-                WINDOW, DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
+                WINDOW, DEPTH, KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
             )  # fmt: skip
             own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
             den, acc = added(own_s, scale, base, own_v, den, acc)
@@ -268,10 +271,10 @@ def tree_kernel(
     q, kv, table, rows, prefix_len, path, path_len, starts, trees, sinks, out, parts, stats, tickets, scale, v_scale,
     q_stride, table_stride, splits_max, window,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
-    SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr,
-    STEPS: tl.constexpr, EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE: tl.constexpr, STAGES: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, MORE: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr,
+    STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
     programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
@@ -360,10 +363,10 @@ def tree_kernel(
     own_slot = tl.load(table_row + prefix + own_entry, cache_modifier=".cg") if SINGLE else 0
     if INPUTS_READY:
         if not KEEP:
-            ask_for_kv(kv, table_row, head, start_at, tl.minimum(high, prefix), KV_HEADS, DIM, SHORT, PDL)
+            ROW: tl.constexpr = DIM + (MORE if MORE > 0 else DIM)
+            ask_for_kv(kv, table_row, head, start_at, tl.minimum(high, prefix), KV_HEADS, ROW, SHORT, PDL)
         wait(PDL)
-    query = (first_query + node) * q_stride + own_head * DIM
-    q_tile = tl.load(q + query[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    q_tile = load_q(q, (first_query + node) * q_stride + own_head * (DIM + MORE), valid, dim, DIM, MORE)
     whole = high if SINGLE else tl.minimum(shared // UNIT * UNIT, high)
 
     if PHASE == 2:
@@ -391,11 +394,11 @@ def tree_kernel(
             if SINGLE:
                 slot = tl.load(table_row + place, mask=place < prefix, other=0)
                 slot = tl.where(place < prefix, slot, own_slot)
-                k, v = load_kv(kv, slot, head, place < end, dim, KV_HEADS, DIM, q_tile.dtype)
+                k, v = load_kv(kv, slot, head, place < end, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
                 s = tl.where((place < end)[None, :], scores(q_tile, k), float("-inf"))
             else:
                 slot = tl.load(table_row + place)
-                k, v = load_kv(kv, slot, head, place >= 0, dim, KV_HEADS, DIM, q_tile.dtype)
+                k, v = load_kv(kv, slot, head, place >= 0, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
                 s = scores(q_tile, k)
             if WINDOW > 0:
                 s = tl.where(place[None, :] >= low[:, None], s, float("-inf"))
@@ -411,8 +414,8 @@ def tree_kernel(
                 top, den, acc = nothing(ROWS, DIM_PAD)
             top, den, acc = _with_mixed_unit(
                 q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale,
-                window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM, ROWS, UNIT, FRONT, STEP, STEPS,
-                EXACT,
+                window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM, MORE, ROWS, UNIT, FRONT, STEP,
+                STEPS, EXACT,
             )  # fmt: skip
 
     if PHASE == 1:

@@ -25,16 +25,22 @@ _BLOCK, _CHUNK = 128, 32  # pairs that a program places, and those that they are
 
 @triton.jit
 def _in_best_groups(
-    value, lane, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LANES: tl.constexpr
+    value,
+    lane,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TWO: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """value [LANES], of which those of a group of SIZE lie beside each other -> whether each is in one of TOP_GROUPS
-    groups with the largest sums of their two best."""
+    groups with the largest sums of their TWO best, or with the largest best."""
     sums = tl.full([LANES], float("-inf"), tl.float32)  # of each lane's group
     for group in tl.static_range(GROUPS):
         of = lane // SIZE == group
         first = tl.max(tl.where(of, value, float("-inf")), 0)
         at = tl.min(tl.where(of & (value == first), lane, LANES), 0)
-        second = tl.max(tl.where(of & (lane != at), value, float("-inf")), 0) if SIZE > 1 else 0.0
+        second = tl.max(tl.where(of & (lane != at), value, float("-inf")), 0) if TWO and SIZE > 1 else 0.0
         sums = tl.where(of, first + second, sums)
     other = lane < SIZE * GROUPS
     for _ in tl.static_range(TOP_GROUPS):
@@ -88,7 +94,7 @@ def _route_kernel(
     found = tl.full([TOP_LANES], float("-inf"), tl.float32)
     free = lane < COUNT
     if GROUPS > 1:
-        free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, LANES)
+        free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, correction is not None, LANES)
     for choice in tl.static_range(TOP):
         best = tl.max(tl.where(free, value, float("-inf")), 0)
         expert = tl.min(tl.where(free & (value == best), lane, LANES), 0)
@@ -160,6 +166,25 @@ def _tile_kernel(
         total = tl.sum(own_tiles, 0)
         for first in range(0, tile_count, LANES):
             tl.store(tiles + first + lane, lane * 0 - 1, mask=(first + lane >= total) & (first + lane < tile_count))
+
+
+@triton.jit(do_not_specialize=["rows", "tile_count"])
+def _every_expert_kernel(
+    experts, weights, order, tiles, rows, tile_count, COUNT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):
+    """A tile: of each expert there are as many, which have its rows in their order."""
+    start(PDL)
+    tile = tl.program_id(0)
+    each = tile_count // COUNT
+    expert, first = tile // each, tile % each * ROWS
+    row = first + tl.arange(0, ROWS)
+    pair, there = row * COUNT + expert, row < rows
+    tl.store(experts + pair, pair * 0 + expert, mask=there)
+    tl.store(weights + pair, pair * 0.0 + 1.0, mask=there)
+    tl.store(order + expert * rows + row, pair, mask=there)
+    tl.store(tiles + tile, expert)
+    tl.store(tiles + tile_count + tile, expert * rows + first)
+    tl.store(tiles + 2 * tile_count + tile, tl.minimum(rows - first, ROWS))
 
 
 @triton.jit
@@ -259,9 +284,17 @@ def route(
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:
     """See `ExpertOps.every_expert`; in small tiles, whose bits do not depend on the number of rows."""
-    experts = torch.arange(count, device=device).expand(rows, -1).contiguous()
-    weights = torch.ones(rows, count, dtype=torch.float32, device=device)
-    return Routed(experts, weights, count, tiles_of(experts, count, SMALL_TILE))
+    tile_count = count * triton.cdiv(rows, SMALL_TILE)
+    experts = torch.empty(rows, count, dtype=torch.int64, device=device)
+    weights = torch.empty(rows, count, dtype=torch.float32, device=device)
+    order = torch.empty(rows * count, dtype=torch.int32, device=device)
+    tiles = torch.empty(3, tile_count, dtype=torch.int32, device=device)
+    if tile_count:
+        _every_expert_kernel[(tile_count,)](
+            experts, weights, order, tiles, rows, tile_count, COUNT=count, ROWS=SMALL_TILE, num_warps=1,
+            **launch_options(device),
+        )  # fmt: skip
+    return Routed(experts, weights, count, ExpertTiles(order, tiles, SMALL_TILE))
 
 
 def tile_rows(tokens: int, exact: bool) -> int:

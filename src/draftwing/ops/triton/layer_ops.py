@@ -12,7 +12,7 @@ from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums
+from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums, rope
 from draftwing.ops.types import MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
 
@@ -30,6 +30,7 @@ class TritonLayerOps(LayerOps):
     silu_mul = staticmethod(layers.silu_mul)
     soft_cap = staticmethod(layers.soft_cap)
     gelu_mul = staticmethod(layers.gelu_mul)
+    concat_rope = staticmethod(rope.concat_rope)
     fuse_inputs = staticmethod(layers.fuse_inputs)
     sum_parts = staticmethod(layers.sum_parts)
     share_rows = staticmethod(layers.share_rows)

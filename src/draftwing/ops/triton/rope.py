@@ -1,6 +1,7 @@
-"""Rotary embedding of q and k, with their norm where a model has one, and the write to the pool, in one launch.
+"""Rotary embedding of q and k, with their norm where a model has one, and the write to the pool, in one launch; and of
+queries and keys of latents.
 
-The reference is `layers.rope.rotate` and `KVPool.write`.
+The reference is `rotate` and `concat_rope` of `ops.torch.layer_ops`, and `KVPool.write`.
 """
 
 # mypy: allow-untyped-defs
@@ -23,6 +24,18 @@ def _normed(a, b, weight, half, ok, eps, DIM: tl.constexpr):
     low = tl.load(weight + half, mask=ok, other=0.0).to(tl.float32)
     high = tl.load(weight + DIM // 2 + half, mask=ok, other=0.0).to(tl.float32)
     return a * by * low[None, :], b * by * high[None, :]
+
+
+@triton.jit
+def _turned(a, b, cos, sin, half, ok, dtype: tl.constexpr, HALF: tl.constexpr):
+    """a, b [HEADS, HALF_PAD] float32: halves of heads -> the same, turned; cos, sin: of the row. The first product is
+    rounded, as in `rotate`."""
+    cos_low, cos_high = tl.load(cos + half, mask=ok, other=0.0), tl.load(cos + HALF + half, mask=ok, other=0.0)
+    sin_low, sin_high = tl.load(sin + half, mask=ok, other=0.0), tl.load(sin + HALF + half, mask=ok, other=0.0)
+    one = (a * cos_low.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    two = (b * cos_high.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    one = tl.fma(b, tl.broadcast_to(sin_low.to(tl.float32)[None, :], b.shape), one).to(dtype)
+    return one, tl.fma(a, tl.broadcast_to(sin_high.to(tl.float32)[None, :], a.shape), two).to(dtype)
 
 
 @triton.jit
@@ -60,10 +73,6 @@ def _rope_kernel(
     low = tl.load(at, mask=here, other=0.0)
     high = tl.load(at + HALF, mask=here, other=0.0)
 
-    cos += m * turn_stride + half
-    sin += m * turn_stride + half
-    cos_low, cos_high = tl.load(cos, mask=ok, other=0.0), tl.load(cos + HALF, mask=ok, other=0.0)
-    sin_low, sin_high = tl.load(sin, mask=ok, other=0.0), tl.load(sin + HALF, mask=ok, other=0.0)
     dtype = low.dtype
     a, b = low.to(tl.float32), high.to(tl.float32)
     if V_NORM:
@@ -75,11 +84,7 @@ def _rope_kernel(
         is_q = (head < HEADS)[:, None]
         a = tl.where(is_q, qa, ka).to(dtype).to(tl.float32)
         b = tl.where(is_q, qb, kb).to(dtype).to(tl.float32)
-    # The first product is rounded, as in `layers.rope.rotate`.
-    one = (a * cos_low.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
-    two = (b * cos_high.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
-    one = tl.fma(b, tl.broadcast_to(sin_low.to(tl.float32)[None, :], b.shape), one).to(dtype)
-    two = tl.fma(a, tl.broadcast_to(sin_high.to(tl.float32)[None, :], a.shape), two).to(dtype)
+    one, two = _turned(a, b, cos + m * turn_stride, sin + m * turn_stride, half, ok, dtype, HALF)
     is_v = head >= HEADS + KV_HEADS
     one = tl.where(is_v[:, None], low, one)
     two = tl.where(is_v[:, None], high, two)
@@ -97,6 +102,47 @@ def _rope_kernel(
     tl.store(into + HALF, two, mask=to_kv)
 
 
+@triton.jit
+def _concat_rope_kernel(
+    out, plain, turned, cos, sin, factor, plain_row, plain_head, turned_row, turned_head, turn_stride,
+    HEADS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, PLAIN_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (M, HEADS)."""
+    start(PDL)
+    m, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim, half = tl.arange(0, PLAIN_PAD), tl.arange(0, HALF_PAD)
+    HALF: tl.constexpr = TURNED // 2
+    ok = half < HALF
+    out += (m * HEADS + head) * (PLAIN + TURNED)
+    x = tl.load(plain + m * plain_row + head * plain_head + dim, mask=dim < PLAIN, other=0.0)
+    turned += m * turned_row + head * turned_head + half
+    a = tl.load(turned, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(turned + HALF, mask=ok, other=0.0).to(tl.float32)
+    one, two = _turned(
+        a[None, :], b[None, :], cos + m * turn_stride, sin + m * turn_stride, half, ok, x.dtype, HALF
+    )  # fmt: skip
+    tl.store(out + dim, (x.to(tl.float32) * factor).to(x.dtype), mask=dim < PLAIN)
+    at = out + PLAIN + half[None, :]
+    tl.store(at, (one.to(tl.float32) * factor).to(x.dtype), mask=ok[None, :])
+    tl.store(at + HALF, (two.to(tl.float32) * factor).to(x.dtype), mask=ok[None, :])
+
+
+def concat_rope(plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0) -> Tensor:
+    """See `LayerOps.concat_rope`."""
+    (count, heads, size), width = plain.shape, turned.shape[2]
+    assert plain.stride(2) == turned.stride(2) == cos.stride(-1) == sin.stride(-1) == 1
+    assert cos.stride(0) == sin.stride(0) and plain.dtype == turned.dtype == cos.dtype
+    out = torch.empty(count, heads, size + width, dtype=plain.dtype, device=plain.device)
+    if count:
+        _concat_rope_kernel[(count, heads)](
+            out, plain, turned, cos, sin, factor, *plain.stride()[:2], *turned.stride()[:2], cos.stride(0),
+            HEADS=heads, PLAIN=size, TURNED=width, PLAIN_PAD=triton.next_power_of_2(size),
+            HALF_PAD=triton.next_power_of_2(width // 2), num_warps=2, **launch_options(plain.device),
+        )  # fmt: skip
+    return out
+
+
 def rope_and_write(
     qkv: Tensor,
     cos: Tensor,
@@ -109,7 +155,7 @@ def rope_and_write(
     scales: tuple[float, float] = (1.0, 1.0),
     v_norm: bool = False,
 ) -> None:
-    """`layers.rope.rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
+    """`rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
 
     qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, heads perhaps 0; cos, sin [M, ..., head_dim]:
     the halves of rows of a `rope_table`. write_slots [M] int64; kv [slots, kv_heads, 2, head_dim], in float8_e4m3fn

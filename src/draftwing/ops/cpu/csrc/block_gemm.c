@@ -13,6 +13,7 @@
 
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
+#define TAKES 16           /* times that a thread takes units of few rows, whose weights it reads on end */
 #define AHEAD (4 << 10)    /* bytes that are fetched before they are needed; hardware does not see past a page's end */
 
 /* -- one panel ------------------------------------------------------------------------------------------------------ */
@@ -372,9 +373,8 @@ static void some_blocks(void *data) {
         round_part(&p->rounded, p->x, i, 0, p->inputs, p->half);
     meet(&me, &nothing);
     const int64_t units = (p->outputs + j->unit - 1) / j->unit;
-    if (p->rows <= TILE) multiply_blocks(p, share(&me, units, 0) * j->unit, share(&me, units, 1) * j->unit);
-    else
-        for (int64_t i; (i = take(&p->next, 1)) < units;) multiply_blocks(p, i * j->unit, (i + 1) * j->unit);
+    const int64_t some = p->rows <= TILE ? units / (me.size * TAKES) + 1 : 1;
+    for (int64_t i; (i = take(&p->next, some)) < units;) multiply_blocks(p, i * j->unit, (i + some) * j->unit);
 }
 
 /* out [rows, outputs], x [rows, inputs], residual [rows, outputs] or 0, rows; of the GEMM: 0, bias [outputs] or 0,

@@ -50,6 +50,19 @@ INLINE void cap_row(const Rows *r, int64_t i, const int half) {
 static void cap_float(const Rows *r, int64_t i) { cap_row(r, i, 0); }
 static void cap_half(const Rows *r, int64_t i) { cap_row(r, i, 1); }
 
+/* (x + y) * scale, the sum rounded before; x * scale where there is no y. */
+INLINE void scaled_row(const Rows *r, int64_t i, const int half) {
+    const vf scale = splat((float)r->scale);
+    for (int64_t c = 0, at = i * r->size; c < r->size; c += LANES) {
+        const int64_t left = r->size - c;
+        vf x = load(r->x, at + c, left, half);
+        if (r->y) x = rounded(x + load(r->y, at + c, left, half), half);
+        store(r->out, at + c, left, half, x * scale);
+    }
+}
+static void scaled_float(const Rows *r, int64_t i) { scaled_row(r, i, 0); }
+static void scaled_half(const Rows *r, int64_t i) { scaled_row(r, i, 1); }
+
 /* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
    multiplied, as in torch. Or gelu(gate), by tanh: x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)),
    y = sqrt(2 / pi) * (x + 0.044715 x^3). */
@@ -169,6 +182,20 @@ static PyObject *py_soft_cap(PyObject *self, PyObject *const *args, Py_ssize_t g
     return PyErr_Occurred() ? NULL : go(&r, POINTER(n[5]), 2 * n[2] * n[3]);
 }
 
+/* out, x, y or 0, rows, size, half, workers, scale of their type or 0; scale where it is 0 */
+static PyObject *py_add_scaled(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[8];
+    if (!numbers(args, given - 1, 8, n)) return NULL;
+    Rows r = {.row = n[5] ? scaled_half : scaled_float,
+              .out = POINTER(n[0]),
+              .x = POINTER(n[1]),
+              .y = POINTER(n[2]),
+              .rows = n[3],
+              .size = n[4],
+              .scale = n[7] ? load(POINTER(n[7]), 0, 1, (int)n[5])[0] : PyFloat_AsDouble(args[8])};
+    return PyErr_Occurred() ? NULL : go(&r, POINTER(n[6]), n[3] * n[4]);
+}
+
 /* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, type of kv, norms
    of the heads of q and k or zeros, workers, whether these norms are wide, whether heads of v are normed; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
@@ -200,6 +227,7 @@ static PyMethodDef methods[] = {
     {"rms_norm", (PyCFunction)(void (*)(void))py_rms_norm, METH_FASTCALL, NULL},
     {"silu_mul", (PyCFunction)(void (*)(void))py_silu_mul, METH_FASTCALL, NULL},
     {"soft_cap", (PyCFunction)(void (*)(void))py_soft_cap, METH_FASTCALL, NULL},
+    {"add_scaled", (PyCFunction)(void (*)(void))py_add_scaled, METH_FASTCALL, NULL},
     {"rope_write", (PyCFunction)(void (*)(void))py_rope_write, METH_FASTCALL, NULL},
     {"layers_spare", (PyCFunction)(void (*)(void))py_layers_spare, METH_FASTCALL, NULL},
     {"layers", (PyCFunction)(void (*)(void))py_layers, METH_FASTCALL, NULL},

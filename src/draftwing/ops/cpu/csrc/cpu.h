@@ -312,6 +312,33 @@ HIDDEN Member join(Team *team);
 HIDDEN void meet(const Member *me, Ahead *next);
 INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
 
+/* Units of work of which each thread has a share of its own and, when that is done, takes from the others' shares: some
+   threads are slower for a while, by what else uses their processor or its memory. Of its own it takes half of what is
+   left at a time, since what lies together is read faster. */
+typedef struct {
+    const Member *me;
+    int64_t *taken;          /* of each thread's share, TAKEN apart: zeros before anyone begins */
+    int64_t units, of, left; /* of: whose share; left: shares that were not looked at */
+    int64_t from, to;        /* units that were taken */
+} Shares;
+#define TAKEN 8 /* a cache line */
+INLINE Shares shares_of(const Member *me, int64_t units, int64_t *taken) {
+    return (Shares){me, taken, units, me->number, me->size, 0, 0};
+}
+/* Takes the next units; 0: there are none. */
+INLINE int take_units(Shares *s) {
+    for (; s->left; s->left--, s->of = (s->of + 1) % s->me->size) {
+        const Member owner = {.number = s->of, .size = s->me->size};
+        int64_t *taken = s->taken + s->of * TAKEN, some = 1;
+        const int64_t first = share(&owner, s->units, 0), end = share(&owner, s->units, 1);
+        if (s->of == s->me->number) some = (end - first - __atomic_load_n(taken, __ATOMIC_RELAXED) + 1) / 2;
+        s->from = first + take(taken, some > 1 ? some : 1);
+        s->to = s->from + some < end ? s->from + some : end;
+        if (s->from < end) return 1;
+    }
+    return 0;
+}
+
 /* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ------------------ */
 
 INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {
@@ -355,9 +382,9 @@ typedef struct Rows {
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
     int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
     int64_t v_norm;     /* whether heads of values are normed, too, without weights */
-    double eps, cap;
+    double eps, cap, scale;
     void *out, *kv;
-    const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* weight, q_norm, k_norm: of heads: NULL where there is none */
+    const void *x, *y, *weight, *cos, *sin, *q_norm, *k_norm; /* y, weight, q_norm, k_norm: NULL where there is none */
     const int64_t *slots;
 } Rows;
 /* Of row i: all of it, elements, or heads [from, to). */

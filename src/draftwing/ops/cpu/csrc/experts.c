@@ -92,14 +92,15 @@ static void make_sigmoids(float *logits, float *sigmoids, const float *correctio
     for (int64_t e = 0; e < n; e++) logits[e] = sigmoids[e] + (correction ? correction[e] : 0);
 }
 
-/* Takes out the experts of all groups but those with the largest sums of their two best. sums: of each group. */
+/* Takes out the experts of all groups but those with the largest sums of their two best, or of logits with the largest
+   best. sums: of each group. */
 static void leave_groups(const Mixture *j, const float *scores, float *sums, char *taken) {
     const int64_t size = j->count / j->expert_groups;
     for (int64_t g = 0; g < j->expert_groups; g++) {
         char *const of = taken + g * size;
         const int64_t first = best_of(scores + g * size, of, size);
         of[first] = 1;
-        const int64_t second = best_of(scores + g * size, of, size);
+        const int64_t second = j->correction ? best_of(scores + g * size, of, size) : -1;
         sums[g] = scores[g * size + first] + (second < 0 ? 0 : scores[g * size + second]);
     }
     memset(taken, 1, (size_t)j->count);

@@ -14,6 +14,8 @@
 #define MOST_AHEAD (384 << 10) /* bytes of a weight that wait in a thread's cache */
 #define ROW_LINES 32           /* that are fetched while a row is normed */
 #define OWN_ROWS 8             /* up to so many each thread norms for itself */
+#define UNIT 32                /* outputs of a GEMM that threads take at a time */
+enum { QKV, O, GATE_UP, DOWN, GEMMS };
 
 typedef struct {
     const void *attn_norm, *mlp_norm, *q_norm, *k_norm; /* attn_norm: NULL where the input comes normed */
@@ -39,13 +41,15 @@ static Layer layer_of(const int64_t *n, int64_t half) {
                    .down = product_of(n + 9 + 3 * GEMM, half)};
 }
 
-/* The share of a GEMM's outputs that a thread has, in units of `size` outputs each. */
+/* Outputs of a GEMM. */
 typedef struct {
     int64_t from, to;
 } Range;
+/* A thread's share of them, in units of `size`. */
 static Range range_of(const Member *me, int64_t units, int64_t size) {
     return (Range){share(me, units, 0) * size, share(me, units, 1) * size};
 }
+static Range taken_of(const Shares *s, int64_t size) { return (Range){s->from * size, s->to * size}; }
 static Ahead weight_of(const Product *p, Range outputs) {
     const char *at = NULL, *end = NULL;
     for (int64_t i = 0; p->blocks && i < p->blocks[0]; i++) {
@@ -75,7 +79,7 @@ static void product(Product p, Range outputs, void *out, const void *x, const Ro
 
 typedef struct {
     Team team;
-    int64_t count, rows, half;              /* count: of layers */
+    int64_t count, rows, half, threads;     /* count: of layers; threads: at most */
     const int64_t *layers, *pools, *places; /* addresses of their numbers and of their keys and values; see py_layers */
     const char *x, *normed;
     char *outs, *spare;
@@ -90,13 +94,15 @@ typedef struct {
     char *qkv, *attended, *middle, *gate_up, *gated, *normed;
     Rounded attended_8, gated_8, normed_8; /* normed_8: of `hidden` or `width` inputs */
     char *normed_bytes;
-    int64_t end; /* bytes */
+    int64_t *taken; /* of each GEMM's units: see `Shares` */
+    int64_t end;    /* bytes */
 } Spare;
+static int64_t taken_bytes(const Layers *j) { return (int64_t)sizeof(int64_t) * GEMMS * TAKEN * j->threads; }
 static Spare spare_of(const Layers *j, const Layer *l, int64_t member) {
     const int64_t rows = j->rows, bytes = rows * (j->half ? 2 : 4), blocks = l->o.blocks ? 1 : 0;
     const int64_t own = bytes * l->hidden + blocks * rounded_size(rows, j->width);
     if (rows > OWN_ROWS) member = 0;
-    Spare s = {.qkv = j->spare};
+    Spare s = {.taken = (int64_t *)j->spare, .qkv = j->spare + taken_bytes(j)};
     s.attended = s.qkv + bytes * l->qkv.outputs;
     s.middle = s.attended + bytes * l->o.inputs;
     s.gate_up = s.middle + bytes * l->hidden;
@@ -130,6 +136,12 @@ static const char *norm(const Layers *j, const Member *me, Spare *s, const Produ
     return weight ? s->normed : x;
 }
 
+/* The units of a layer's GEMM. Those of the GEMM before begin anew: all have met since, and will before it comes. */
+static Shares units_of(const Layers *j, const Member *me, const Spare *s, int gemm, int64_t units) {
+    const int64_t before = (gemm + GEMMS - 1) % GEMMS;
+    s->taken[(before * j->threads + me->number) * TAKEN] = 0;
+    return shares_of(me, units, s->taken + gemm * j->threads * TAKEN);
+}
 static void some_of_layers(void *data) {
     Layers *j = data;
     const Member me = join(&j->team);
@@ -139,7 +151,7 @@ static void some_of_layers(void *data) {
     Ahead next = {0};
     for (int64_t l = 0; l < j->count; l++) {
         const Layer layer = layer_of(POINTER(j->layers[l]), j->half);
-        const int64_t hidden = layer.hidden, ffn = layer.ffn;
+        const int64_t hidden = layer.hidden, ffn = layer.ffn, all_heads = a.heads + 2 * a.kv_heads;
         Spare s = spare_of(j, &layer, me.number);
         char *out = j->outs + j->places[l] * rows * hidden * width;
         Rows rope = j->rope;
@@ -149,15 +161,16 @@ static void some_of_layers(void *data) {
         rope.q_norm = layer.q_norm;
         rope.k_norm = layer.k_norm;
         const Rows silu = {.out = s.gated, .x = s.gate_up, .size = ffn, .half = j->half};
-        const Range heads = range_of(&me, a.heads + 2 * a.kv_heads, 1), blocks = range_of(&me, ffn / 32, 32);
-        const Range turned = {heads.from * a.dim, heads.to * a.dim}, halves = range_of(&me, hidden / 32, 32);
+        const Range halves = range_of(&me, hidden / UNIT, UNIT);
 
         const void *weight = j->normed ? NULL : layer.attn_norm;
         const char *input = norm(j, &me, &s, &layer.qkv, j->normed ? j->normed : x, weight, &next);
         if (l && !me.number) j->attention.next = 0; /* nobody attends now, nor reads it as above */
-        product(layer.qkv, turned, s.qkv, input, &s.normed_8, NULL, rows);
-        for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
-        next = both(weight_of(&layer.o, halves), weight_of(&layer.gate_up, blocks));
+        for (Shares heads = units_of(j, &me, &s, QKV, all_heads); take_units(&heads);) {
+            product(layer.qkv, taken_of(&heads, a.dim), s.qkv, input, &s.normed_8, NULL, rows);
+            for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
+        }
+        next = both(weight_of(&layer.o, halves), weight_of(&layer.gate_up, range_of(&me, ffn / UNIT, UNIT)));
         meet(&me, &next);
 
         a.q = s.qkv;
@@ -171,23 +184,29 @@ static void some_of_layers(void *data) {
         attend_units(&a, &j->attention.next, me.number, &next);
         meet(&me, &next);
 
-        product(layer.o, halves, s.middle, s.attended, &s.attended_8, x, rows);
+        for (Shares units = units_of(j, &me, &s, O, hidden / UNIT); take_units(&units);)
+            product(layer.o, taken_of(&units, UNIT), s.middle, s.attended, &s.attended_8, x, rows);
         meet(&me, &next);
 
         input = norm(j, &me, &s, &layer.gate_up, s.middle, layer.mlp_norm, &next);
-        product(layer.gate_up, blocks, s.gate_up, input, &s.normed_8, NULL, rows);
-        product(layer.gate_up, (Range){ffn + blocks.from, ffn + blocks.to}, s.gate_up, input, &s.normed_8, NULL, rows);
-        for (int64_t i = 0; i < rows; i++) {
-            silu_part(&silu, i, blocks.from, blocks.to);
-            if (layer.down.blocks) round_part(&s.gated_8, s.gated, i, blocks.from, blocks.to, j->half);
+        for (Shares units = units_of(j, &me, &s, GATE_UP, ffn / UNIT); take_units(&units);) {
+            const Range gate = taken_of(&units, UNIT), up = {ffn + gate.from, ffn + gate.to};
+            product(layer.gate_up, gate, s.gate_up, input, &s.normed_8, NULL, rows);
+            product(layer.gate_up, up, s.gate_up, input, &s.normed_8, NULL, rows);
+            for (int64_t i = 0; i < rows; i++) {
+                silu_part(&silu, i, gate.from, gate.to);
+                if (layer.down.blocks) round_part(&s.gated_8, s.gated, i, gate.from, gate.to, j->half);
+            }
         }
         next = weight_of(&layer.down, halves);
         meet(&me, &next);
 
-        product(layer.down, halves, out, s.gated, &s.gated_8, s.middle, rows);
+        for (Shares units = units_of(j, &me, &s, DOWN, hidden / UNIT); take_units(&units);)
+            product(layer.down, taken_of(&units, UNIT), out, s.gated, &s.gated_8, s.middle, rows);
         x = out;
         if (l + 1 == j->count) break;
         const Layer following = layer_of(POINTER(j->layers[l + 1]), j->half);
+        const Range turned = range_of(&me, all_heads, a.dim);
         next = weight_of(&following.qkv, turned);
         meet(&me, &next);
     }
@@ -206,6 +225,7 @@ static Layers layers_of(const int64_t *n) {
                     .width = n[8],
                     .rows = n[13],
                     .half = n[14],
+                    .threads = a.workers->most,
                     .attention = a,
                     .rope = {.slots = POINTER(n[9]),
                              .cos = POINTER(n[10]),
@@ -222,7 +242,7 @@ static Layers layers_of(const int64_t *n) {
 PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[5];
     if (!numbers(args, given, 5, n)) return NULL;
-    const Layers j = {.rows = n[0], .half = n[1], .width = n[3]};
+    const Layers j = {.rows = n[0], .half = n[1], .width = n[3], .threads = n[4]};
     const Layer layer = layer_of(POINTER(n[2]), n[1]);
     return PyLong_FromLongLong(spare_of(&j, &layer, n[4] - 1).end);
 }
@@ -237,6 +257,7 @@ PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     Layers job = layers_of(n);
     job.eps = job.rope.eps = PyFloat_AsDouble(args[15 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
+    memset(job.spare, 0, (size_t)taken_bytes(&job));
     Py_BEGIN_ALLOW_THREADS
     run_team(some_of_layers, &job, &job.team, job.attention.workers);
     Py_END_ALLOW_THREADS

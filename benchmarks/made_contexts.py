@@ -1,0 +1,198 @@
+"""Decoding behind contexts whose prompts take many minutes on a CPU: keys and values are made up.
+
+    python benchmarks/made_contexts.py --isa avx512 --context 16000 --who none,off --out made.json
+
+The model is `--model` of `cpu_contexts.py`, a GGUF file with random weights, so nobody could tell. This engine goes
+through the prompt without its layers, and its pool is filled with random numbers; llama.cpp, with flash attention and
+without, gets the state of a short prompt over and over. Then both answer questions behind that, whose 48 tokens they do
+compute. All run after each other, for memory: `none` is this engine, `off` and `on` are llama.cpp's flash attention.
+`--out` keeps what it has of other runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import statistics
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from chat_servers import Contender, Server, run_with
+from cpu_contexts import LLAMAS, SHAPES, SPARE, Shape, ask_llama, write_random
+from gguf_files import MIXTURES
+from llama_cpp_build import CACHE, ISAS, build
+from load_runs import let_go, listed
+from turns import Ask, ask_engine, cpu_engine, kv_bytes_per_token, read_bandwidth
+
+from draftwing.engine.engine import Engine
+from draftwing.ops.cpu.extension import load_extension
+
+ENDING = 48  # tokens of a question
+SHORT = 64  # of llama.cpp's prompt
+NOISE = 1 << 20  # random numbers that a pool has again and again
+MOST_READ = 1 << 30  # bytes of a plain read
+
+
+# ---- this engine -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_layers(hidden: int) -> Iterator[None]:
+    """Meanwhile layers give what they get."""
+    raw: Any = load_extension()
+    real = raw.layers
+
+    def skip(*numbers: int) -> None:
+        x, outs, rows, half = numbers[0], numbers[2], numbers[13], numbers[14]
+        ctypes.memmove(outs, x, rows * hidden * (2 if half else 4))
+
+    raw.layers = skip
+    try:
+        yield
+    finally:
+        raw.layers = real
+
+
+def fill(engine: Engine, text: list[int], hidden: int) -> None:
+    with without_layers(hidden):
+        ask_engine(engine, text, 1)
+    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(0))
+    for kv in engine.parts.executor.attn.pool.kv:
+        flat = kv.view(-1)
+        for part in flat.split(NOISE):
+            part.copy_(noise[: len(part)])
+
+
+# ---- llama.cpp -------------------------------------------------------------------------------------------------------
+
+
+def repeated(file: BinaryIO, rows: int, size: int, wanted: int) -> bytes:
+    """`rows` rows of `size` bytes, read and repeated up to `wanted`."""
+    part = file.read(rows * size)
+    return (part * -(-wanted // rows))[: wanted * size]
+
+
+def grow(small: Path, large: Path, text: list[int]) -> None:
+    """small: the state of a slot with a few tokens; large: where that of `text` goes, which has its keys and values
+    again and again."""
+    with small.open("rb") as file, large.open("wb") as to:
+        magic, version, count = struct.unpack("3I", file.read(12))
+        file.seek(4 * count, os.SEEK_CUR)
+        streams, cells = struct.unpack("2I", file.read(8))
+        file.seek(12 * cells, os.SEEK_CUR)  # of each its position, and the one sequence that has it
+        turned, layers = struct.unpack("2I", file.read(8))
+        assert streams == 1, "expected one slot"
+        wanted = len(text)
+        to.write(struct.pack(f"3I{wanted}i2I", magic, version, wanted, *text, streams, wanted))
+        for position in range(wanted):
+            to.write(struct.pack("iIi", position, 1, 0))
+        to.write(struct.pack("2I", turned, layers))
+        for part in range(2 * layers):  # keys of all layers, then values
+            if part < layers or not turned:
+                head = file.read(12)
+                to.write(head + repeated(file, cells, struct.unpack("=iQ", head)[1], wanted))
+                continue
+            head = file.read(12)
+            _, size, width = struct.unpack("=iII", head)
+            to.write(head)
+            for _ in range(width):
+                to.write(repeated(file, cells, size, wanted))
+
+
+@contextmanager
+def llama(args: Any, file: Path, flash: str, text: list[int], folder: Path) -> Iterator[Ask]:
+    command = [
+        build(args.isa, args.cache) / "llama-server",
+        "-m",
+        file,
+        "-fa",
+        flash,
+        "-np",
+        1,
+        "-c",
+        args.context + SPARE,
+    ]
+    command += ["-t", args.threads, "-tb", args.threads, "--cache-ram", 0, "--no-warmup", "--slot-save-path", folder]
+    with Server(Contender("llama.cpp", tuple(map(str, command))), folder / "log") as server:
+
+        def ask(prompt: list[int], tokens: int) -> Any:
+            return ask_llama(server, prompt, tokens)
+
+        server.ready(lambda: ask(text[:SHORT], 1))
+        server.post("/slots/0?action=save", {"filename": "small"})
+        grow(folder / "small", folder / "large", text)
+        server.post("/slots/0?action=restore", {"filename": "large"})
+        (folder / "large").unlink()
+        yield ask
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+
+def rates(ask: Ask, text: list[int], args: Any) -> list[float]:
+    """Of rounds, after one that is not counted. Each is behind the same text, which has to be cached."""
+    found = []
+    for number in range(args.rounds + 1):
+        rng = random.Random(number)
+        answer = ask([*text, *(rng.randrange(3, 1000) for _ in range(ENDING))], args.tokens)
+        assert answer.computed <= 2 * ENDING, f"{answer.computed} tokens were computed: the context is not cached"
+        found.append(answer.decode)
+    return found[1:]
+
+
+def measure(args: Any, file: Path, shape: Shape, who: str) -> dict[str, Any]:
+    rng = random.Random(0)
+    text = [rng.randrange(3, shape.vocab) for _ in range(args.context)]
+    if who == "none":
+        engine = cpu_engine(str(file), args.threads, args.context + SPARE, speculative_algorithm="none")
+        try:
+            fill(engine, text, shape.hidden)
+            found = rates(partial(ask_engine, engine), text, args)
+        finally:
+            let_go(engine)
+    else:
+        with tempfile.TemporaryDirectory() as folder, llama(args, file, who, text, Path(folder)) as ask:
+            found = rates(ask, text, args)
+    rate, size = statistics.median(found), file.stat().st_size + kv_bytes_per_token(file) * args.context
+    read = read_bandwidth(min(size, MOST_READ), args.threads, 5)
+    return {"decode": rate, "floor_share": rate * size / read, "read_bytes_per_s": read, "rounds": found}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="Qwen3-0.6B")
+    parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0", help="of random weights")
+    parser.add_argument("--file", type=Path, help="of the model, where it is kept for the next run")
+    parser.add_argument("--context", type=int, default=16_000)
+    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--who", type=listed(str), default=["none", *LLAMAS.values()])
+    parser.add_argument("--isa", choices=ISAS, default="avx512")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="of builds of llama.cpp")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    run_with(args.isa)
+    with tempfile.TemporaryDirectory() as folder:
+        file, shape = args.file or Path(folder) / "made.gguf", SHAPES[args.model]
+        if not file.exists():
+            write_random(file, shape, 1 << 16, MIXTURES[args.quantised])
+        for who in args.who:
+            name, found = f"{args.isa}, {args.context}, {who}", measure(args, file, shape, who)
+            print(json.dumps({name: found}), flush=True)
+            if args.out is not None:
+                kept = json.loads(args.out.read_text(encoding="utf8")) if args.out.exists() else {}
+                args.out.write_text(json.dumps({**kept, name: found}, indent=1) + "\n", encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
