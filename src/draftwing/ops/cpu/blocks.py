@@ -115,12 +115,17 @@ class BlockReader:
     """Rows of blocks as a file has them, by their ids: some are taken and packed, and then read as a weight's."""
 
     def __init__(
-        self, source: BlockRows, dtype: torch.dtype, workers: Workers, take_rows: Callable[[Tensor, Tensor], Tensor]
+        self,
+        source: BlockRows,
+        dtype: torch.dtype,
+        workers: Workers,
+        arena: Arena,
+        take_rows: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """take_rows: `LayerOps.take_rows`."""
         self._source, self._take_rows = source, take_rows
         nothing = torch.zeros(_PANEL, source.data.shape[1], dtype=torch.uint8)
-        self._panel = BlockedGemm([source._replace(data=nothing)], dtype, workers)
+        self._panel = BlockedGemm([source._replace(data=nothing)], dtype, workers, arena)
         self._places = torch.arange(_PANEL)
 
     def __call__(self, ids: Tensor) -> Tensor:

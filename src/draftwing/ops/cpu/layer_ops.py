@@ -235,7 +235,9 @@ class CpuLayerOps(LayerOps):
         return BlockedGemm(parts, dtype, self.workers, self.arena)
 
     def row_reader(self, source: BlockRows, dtype: torch.dtype) -> BlockReader | None:
-        return BlockReader(source, dtype, self.workers, self.take_rows) if source.kind in TYPES else None
+        if source.kind not in TYPES:
+            return None
+        return BlockReader(source, dtype, self.workers, self.arena, self.take_rows)
 
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
         """kind: Q8_0, Q4_0 or Q4_K."""
