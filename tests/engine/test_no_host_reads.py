@@ -181,14 +181,21 @@ class Watch(TorchDispatchMode):
         assert name != "aten::lift_fresh" or self.uploading, "data came from the host by themselves"
         if name in ("aten::index", "aten::index_put", "aten::index_put_"):
             assert all(at is None or at.dtype != torch.bool for at in args[1]), "a shape depends on data"
-        return func(*args, **(kwargs or {}))
+        with self:  # in inference mode `item`, say, comes here whole
+            found = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
     def around(self, stage):
         def run(*args):
-            with self:
+            with self, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "tolist", self.not_dispatched)
                 return stage(*args)
 
         return run
+
+    def not_dispatched(self, *args):
+        """What torch does on a CPU without an operation."""
+        raise AssertionError("data were read on the host")
 
     def around_upload(self, upload):
         def run(host):

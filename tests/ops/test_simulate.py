@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.errors import ConfigError
 from draftwing.ops.reference.tree import Accepted, accept, derive, fraction_bits
@@ -97,6 +98,15 @@ def test_lengths_of_the_deepest_trees_and_of_others(ops: TorchOps, mean: float) 
 def test_a_length_that_no_tree_has_is_refused(mean: float) -> None:
     with pytest.raises(ConfigError, match=rf"from 1 to 4, found {mean}"):
         Simulation(mean, 3, VOCAB)
+
+
+def test_it_reads_no_data() -> None:
+    """The steps of `tests/engine/test_no_host_reads.py` simulate nothing."""
+    with FakeTensorMode():
+        draft, rows = chain(3, 4), torch.arange(3)
+        tree = derive(draft.parent, draft.alive, 3)
+        found = Simulation(2.5, 3, VOCAB)(TorchOps(torch.device("cpu")), draft, tree, draft.tokens, rows, rows)
+        assert found.shape == (3, 4)
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.4, 9.0])

@@ -12,6 +12,7 @@ from reference.checkpoints import llama_target
 
 from draftwing.models.config import from_hf
 from draftwing.models.loader import load_config, load_model
+from draftwing.train import forecast as forecasting
 from draftwing.train.capture import FeatureModel, bytes_per_token, capture
 from draftwing.train.data import Prompt
 from draftwing.train.forecast import FASTEST, SLOWEST, Text, count_text, forecast, head_size, longest_text
@@ -94,3 +95,10 @@ def test_the_report() -> None:
     clock = Settings(minutes=7)
     timed = forecast(clock, from_hf(SMOLLM2), 3, TEXT, 1).report(clock, rate, 1, 10**12, at_most=True)
     assert "training 7 min" in timed[2] and "seen" not in timed[0] and all("at most" in line for line in timed)
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e13])
+def test_the_rate_of_products_is_what_they_take(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On slow and on fast devices, whose products are larger."""
+    monkeypatch.setattr(forecasting, "_products", lambda size, times, device, dtype: 2 * size**3 * times / rate)
+    assert forecasting.product_rate(torch.device("cpu"), torch.float32) == pytest.approx(rate)

@@ -39,6 +39,8 @@ class Finish(Protocol):
 
 
 class Results:
+    """Takes results of steps in, and leaves what they mean for their requests in `news`."""
+
     def __init__(
         self,
         kv: KVManager,

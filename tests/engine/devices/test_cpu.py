@@ -36,3 +36,9 @@ def test_nothing_is_copied_up_and_what_goes_down_is_a_copy() -> None:
     download = cpu.download(tensor)
     tensor.zero_()
     assert download.wait().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_it_computes_in_bfloat16_where_it_multiplies_these(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.engine.devices.cpu.has_native_bfloat16", lambda: native)
+    assert CpuDevice().default_dtype(torch.float16) == (torch.bfloat16 if native else torch.float32)

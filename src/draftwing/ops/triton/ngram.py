@@ -1,8 +1,8 @@
 """The n-gram drafter on the GPU, three launches a step: insert, confidence, build.
 
-The kernels work on the tensors of `ops.reference.ngram`, `ngram_memory` and `ngram_tree` and use their terms. Lengths
-are read on the device: a launch covers the longest context, and programs past the end of a row's text exit at once. The
-dummy row is left alone; it has nothing to propose.
+The kernels work on the tensors of `ops.reference.ngram` and `ngram_memory` and use their terms. Lengths are read on the
+device: a launch covers the longest context, and programs past the end of a row's text exit at once. The dummy row is
+left alone; it has nothing to propose.
 """
 
 # mypy: allow-untyped-defs
