@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 from gguf_files import MIXTURES, add_random, add_tokens, finish
-from hybrid_cpu import LLAMA, compare, table
+from hybrid_cpu import LLAMA, compare
 from llama_cpp_build import CACHE, ISAS, build
 from load_runs import let_go, listed, machine
 from turns import cpu_engine
@@ -135,7 +135,8 @@ def main() -> None:
     if args.out:
         about = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "kind": args.quantised, "memory": memory}
         args.out.write_text(json.dumps(about | {"contexts": results}, indent=1), encoding="utf8")
-    print(table(results))
+    for context, found in results.items():
+        print(context, *(f"{name} {rate:.1f} ({found['ratio'][name]:.2f}x)" for name, rate in found["decode"].items()))
     for name, held in memory.items():
         print(name, *(f"{kind} {size / 1e9:.2f} GB" for kind, size in held.items()))
 

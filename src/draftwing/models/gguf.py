@@ -212,7 +212,7 @@ def tensors(
             continue
         as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
-        if len(info.shape) == 3:  # a matrix for each head
+        if isinstance(latent, LatentAttentionConfig) and len(info.shape) == 3:  # a matrix for each head
             rows = rows.flatten(0, 1)
         attention = config.attention
         heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(

@@ -130,8 +130,9 @@ class BlockReader:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [M] int64 -> [M, columns]"""
-        parts = [self._few(ids[first : first + _PANEL]) for first in range(0, len(ids), _PANEL)]
-        return parts[0] if len(parts) == 1 else torch.cat([self._few(ids[:0]), *parts])
+        if len(ids) <= _PANEL:
+            return self._few(ids)
+        return torch.cat([self._few(some) for some in ids.split(_PANEL)])
 
     def _few(self, ids: Tensor) -> Tensor:
         data = self._take_rows(self._source.data, ids)
