@@ -35,7 +35,8 @@ def architecture(file: GGUFFile, fields: Fields) -> str:
 
 def is_copy(name: str, names: Container[str]) -> bool:
     """Returns whether a tensor is the matrix of keys and values, of which the file has both parts, too."""
-    return name.endswith(".attn_kv_b.weight") and name.replace("attn_kv_b", "attn_k_b") in names
+    parts = (name.replace("attn_kv_b", part) for part in ("attn_k_b", "attn_v_b"))
+    return name.endswith(".attn_kv_b.weight") and all(part in names for part in parts)
 
 
 def of_turned(fields: Fields) -> Fields:
