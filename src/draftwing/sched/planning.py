@@ -72,10 +72,10 @@ def make_plan(
 
 
 def divided(
-    most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req], mixed: bool = False
+    most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req], spared: float = 0.0
 ) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
-    ready: those who decode, and wait for it.  mixed: whether they do in the same forward.
+    ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
@@ -86,7 +86,7 @@ def divided(
     if prefills.token_seconds(0):
         costs = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
         alike = len({(req.request.client, req.request.priority) for req in (*ready, *todo)}) == 1
-        longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike, mixed)
+        longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike, spared)
         # Rounded as all costs are, or there would be more than `most`.
         cheapest = max(round(prefills.token_seconds(0) / TICK), 1)
         budget = min(round(longest / TICK), most * cheapest)

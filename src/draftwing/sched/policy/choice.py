@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftDeferral, Plan, StepResult, TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, PLAIN, Chunk, DraftDeferral, Plan, StepResult, TreeShape
 from draftwing.sched.policy.cost import OUTDATED, RECENT
 from draftwing.sched.policy.draft_prefill import DraftPrefill
 from draftwing.sched.policy.prefill_budget import PrefillBudget
-from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
+from draftwing.sched.policy.shape_policy import Beside, ShapePolicy, StepContext
 from draftwing.sched.req import Req
 
 
@@ -73,14 +73,26 @@ class ShapeChoice:
             self._draft_prefill.ended(req.completion_tokens, req.max_total - req.prompt_len)
 
     def choose(
-        self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, backlog: tuple[int, int] = (1, 0)
-    ) -> TreeShape:
+        self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, backlog: tuple[int, int] = (1, 0),
+        mixes: Callable[[TreeShape, int], bool] | None = None,
+    ) -> TreeShape:  # fmt: skip
         """Decides on the shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts
-        of prompts wait for the step. backlog: passes and positions, as of `StepContext`."""
-        self._prefills.plan_step(prefilled, waiting)
+        of prompts wait for the step. backlog: passes and positions, as of `StepContext`. mixes: as of
+        `SchedulerConfig`, where parts of prompts will be in its forward."""
+        self._prefills.plan_step(prefilled, waiting and mixes is None)
         if self._is_given(ready):
             return self.policy.menu[0]
-        return self.policy.choose(self.context(ready, prefilled, backlog))
+        context = self.context(ready, prefilled, backlog)
+        if mixes is not None:
+            context = context._replace(beside=Beside(self._prefills.token_seconds(0), mixes))
+        return self.policy.choose(context)
+
+    def spared(self, shape: TreeShape, reqs: Sequence[Req]) -> float:
+        """Returns the seconds that parts of prompts beside a step have more than between two plain ones, for gaps as
+        long as there. The weights are read once; drafts take time, and so does each node."""
+        kv_tokens, nodes = _kv_tokens(reqs), len(reqs) * shape.queries
+        plain, step = (self.policy.seconds(len(reqs), kv_tokens, one) or 0.0 for one in (PLAIN, shape))
+        return self._prefills.start - max(step - plain, 0.0) - nodes * self._prefills.token_seconds(0)
 
     def explain(self, ready: Sequence[Req], context: StepContext) -> list[dict[str, Any]]:
         """Returns for each option what `choose` would decide by, now, as `ShapePolicy.explain`; nothing where nobody is

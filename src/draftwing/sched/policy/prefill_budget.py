@@ -114,6 +114,11 @@ class PrefillBudget:
         tokens, keys = _size(chunks)
         return self._start + tokens * self._token + keys * self._key if tokens and self._token else 0.0
 
+    @property
+    def start(self) -> float:
+        """Seconds of a prefill without tokens: about what it takes to read all weights."""
+        return self._start
+
     def token_seconds(self, kv_tokens: int) -> float:
         """Returns the seconds of a prompt's token that attends to so many others; 0 as long as nothing is known."""
         return self._token + self._key * kv_tokens
@@ -126,11 +131,11 @@ class PrefillBudget:
         """Returns seconds of a part."""
         return max(PART * max(self._shortest, self._start), UNNOTICED_GAP)
 
-    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True, mixed: bool = False) -> float:
+    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True, spared: float = 0.0) -> float:
         """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
         decoding: how many decode meanwhile. alike: whether all are one client's, with one priority; others do not wait
-        for a crowd. mixed: whether they decode in the same forward: what it takes to read the weights a second time is
-        time for tokens then, and gaps stay as they are. All of it as long as nothing is known."""
+        for a crowd. spared: as many more, or fewer; half of what it would be is left. All of it as long as nothing is
+        known."""
         if not self._steps or not self._token:
             return sum(waiting)
         if not decoding:
@@ -140,7 +145,8 @@ class PrefillBudget:
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
         usual = max(self._usual - self._start, self._start)
-        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD) + mixed * self._start
+        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
+        longest = max(longest + spared, longest / 2)
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 
