@@ -235,7 +235,8 @@ class Executor:
     @property
     def replays(self) -> int:
         """How often one of them, or on a CPU a recorded stage, was replayed."""
-        return self.graphs.replays + (self.prefills.replays if self.prefills is not None else 0)
+        prefills = self.prefills
+        return self.graphs.replays + (prefills.replays + prefills.mixed_replays if prefills is not None else 0)
 
     def _capture(self, key: Key) -> float:
         """-> seconds of a step"""

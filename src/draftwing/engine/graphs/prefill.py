@@ -68,7 +68,7 @@ class PrefillGraphs:
         self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
         self._pool = "prompts" if rows else "steps"  # of these graphs' memory
         self.sizes = [size for size in prefill_sizes(max_queries) if size <= table.length]
-        self.replays = 0
+        self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
@@ -138,7 +138,7 @@ class PrefillGraphs:
         size = self._mixed_sizes[at]
         self._fill(size, chunks)
         self._mixed[size, key]()
-        self.replays += 1
+        self.mixed_replays += 1
         assert self._mixed_states is not None
         return cut(self._mixed_states, 0, tokens)[1]
 
