@@ -388,12 +388,13 @@ class Executor:
         """Whether all layers of the target that keep anything keep keys and values."""
         return all(isinstance(spec, KVSpec) for spec in self.model.kv_layers)
 
-    def mixes(self, shape: TreeShape, rows: int) -> bool:
-        """Whether so many such trees run in one forward with parts of prompts. Where steps are replayed from graphs, to
-        launch one that is not takes longer than two that are."""
-        if self.prefills is not None:
-            return self.prefills.mixed_key(shape, rows) is not None
-        return self.keeps_kv_alone
+    def mixes(self, shape: TreeShape, rows: int) -> int:
+        """Returns the queries of so many such trees in one forward with parts of prompts; 0 where they do not run in
+        one. Where steps are replayed from graphs, to launch one that is not takes longer than two that are."""
+        if self.prefills is None:
+            return rows * shape.queries if self.keeps_kv_alone else 0
+        key = self.prefills.mixed_key(shape, rows)
+        return 0 if key is None else key.size * shape.queries
 
     def _launch_mixed(
         self, plan: Plan, beside: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None

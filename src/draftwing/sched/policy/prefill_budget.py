@@ -41,6 +41,7 @@ class PrefillBudget:
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)
         self._prefills = 0.0  # how many these are
         self._start = self._token = self._key = 0.0  # seconds
+        self._read = 0.0  # the start of prefills by themselves: those beside trees are too much alike to tell it
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -51,19 +52,23 @@ class PrefillBudget:
             self._usual = sorted(self._steps)[len(self._steps) // 2]
             self._shortest = min((1 + 1 / (4 * OUTDATED)) * self._shortest, seconds)
 
-    def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Learns from a prefill of these chunks; what takes it far longer than expected is something else."""
+    def record(self, chunks: Sequence[Chunk], seconds: float, nodes: int = 0) -> None:
+        """Learns from a prefill of these chunks; what takes it far longer than expected is something else. nodes: of
+        trees in the same forward; each is a token."""
         assert chunks
         if seconds <= 0:
             return
         if self._token:
-            seconds = min(seconds, DOUBT * self.seconds(chunks))
-        size = np.asarray((1.0, *_size(chunks))) / seconds
+            seconds = min(seconds, DOUBT * (self.seconds(chunks) + nodes * self._token))
+        tokens, keys = _size(chunks)
+        size = np.asarray((1.0, tokens + nodes, keys)) / seconds
         keep = 1 - 1 / RECENT
         self._products = keep * self._products + np.outer(size, size)
         self._sums = keep * self._sums + size
         self._prefills = keep * self._prefills + 1
         self._fit()
+        if not nodes:
+            self._read = self._start
 
     def _fit(self) -> None:
         """Least squares of relative errors, with `PRIOR` prefills more that take as long as the shortest step and in
@@ -129,7 +134,7 @@ class PrefillBudget:
 
     def _part(self) -> float:
         """Returns seconds of a part."""
-        return max(PART * max(self._shortest, self._start), UNNOTICED_GAP)
+        return max(PART * max(self._shortest, self._read), UNNOTICED_GAP)
 
     def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True, spared: float = 0.0) -> float:
         """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
@@ -140,7 +145,7 @@ class PrefillBudget:
             return sum(waiting)
         if not decoding:
             return max(UNNOTICED_WAIT, CROWD * self._part()) - self._start
-        whole, part = max(self._shortest, self._start), self._part() - self._start
+        whole, part = max(self._shortest, self._read), self._part() - self._start
         few = min(sum(one for one in waiting if one <= LONG * whole), part)
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)

@@ -15,7 +15,7 @@ class Beside(NamedTuple):
     takes time of its own."""
 
     node_seconds: float  # of each query, a row's newest token or a draft
-    mixes: Callable[[TreeShape, int], bool]  # whether so many such trees can be in it
+    nodes: Callable[[TreeShape, int], int]  # queries that so many such trees have in it; 0: they cannot be in it
 
 
 class StepContext(NamedTuple):

@@ -150,11 +150,12 @@ class TreePolicy(ShapePolicy):
             if shape.depth:
                 if batch * shape.queries > MAX_QUERIES or (shape.verified and context.full_trees_only):
                     continue
-                if beside is not None and not beside.mixes(shape, batch):
+                nodes = 0 if beside is None else beside.nodes(shape, batch)
+                if beside is not None and not nodes:
                     continue
                 seconds = self.cost.seconds(shape, batch, context.kv_tokens) or math.inf
                 if beside is not None:  # what plain steps take is what the prompts' time is worth
-                    seconds += beside.node_seconds * batch * (shape.queries - 1)
+                    seconds += beside.node_seconds * max(nodes - batch, 0)
                 begin = entry if self._uses_model(i) else 0.0
                 if seconds + begin > plain + context.latency_slack:
                     continue
