@@ -179,7 +179,7 @@ class Scheduler:
         tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, 0.0
         nodes = 0 if tree is None else mixes(tree.shape, len(tree.rows))
         if tree is not None:
-            room = min(room - tree.nodes, *self.config.prefill_sizes[-1:])  # what is launched holds up results
+            room = min((room - tree.nodes, *self.config.prefill_sizes[-1:]))  # what is launched holds up results
             spared = self.choice.spared(tree.shape, [self.kv.by_row[row] for row in tree.rows.tolist()], nodes)
         if room > 0 and (tree is None or nodes):
             prompts = self._plan_prefill(ready, room, tree is None, spared)

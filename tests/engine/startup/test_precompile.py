@@ -180,9 +180,11 @@ def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(
 MIXED = """
 import json, pickle, random, sys
 from triton import knobs
+from draftwing.engine.graphs import prefill
 from draftwing.engine.startup import precompile
 from draftwing.engine.startup.warm_up import GREEDY, _mixed, _prompt, _step
 from draftwing.requests.sampling_params import SamplingParams
+prefill.MIXED_QUERIES = 128  # the context is short
 run, late = precompile._run_without_data, []
 def serve(job):
     parts = run(job)
