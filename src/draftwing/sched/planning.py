@@ -114,15 +114,17 @@ def divided(
 
 
 def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[int]) -> None:
-    """Takes from prompts that go on later what a prefill would be padded for, where that makes more tokens a second."""
+    """Takes from prompts that go on later what a prefill would be padded for, where that makes more tokens a second and
+    no less is left than for another one."""
     total, token = sum(given.values()), prefills.token_seconds(0)
     at = bisect_left(sizes, total)
     if not at or not token or total > LAUNCHED * sizes[-1]:
         return
     below, above = sizes[at - 1], sizes[at] if at < len(sizes) else math.inf
     parts, excess = {req: length for req, length in given.items() if length < req.unsent}, total - below
+    left = sum(req.unsent for req in given) - total
     worse = below * (prefills.start + above * token) <= total * (prefills.start + below * token)
-    if worse or sum(parts.values()) < excess:
+    if worse or left < below or sum(parts.values()) < excess:
         return
     for req in sorted(parts, key=lambda req: -parts[req]):
         given[req] -= (less := min(excess, given[req]))

@@ -159,8 +159,8 @@ class Scheduler:
         plan = None
         self._await_masks()
         ready = self._ready()
-        mixes, alone, self._alone = self.config.mixes, self._alone, False
-        if mixes is not None and ready and not alone and mixes(PLAIN, len(ready)):
+        mixes, alone, self._alone = self._mixes(ready), self._alone, False
+        if mixes is not None and not alone:
             return self._plan_both(ready, mixes)
         prefill_first = alone or not (self._prefilled and ready)  # prefill chunks and decode steps alternate
         if prefill_first:
@@ -176,17 +176,16 @@ class Scheduler:
         """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
         in the step. What they get no room for is planned alone, next, as all is if the step has come out as one that is
         not mixed."""
-        waiting = any(req.state is ReqState.PREFILL for req in self.running)
-        tree, prompts, room, spared = self._plan_tree(mixes if waiting else None), None, self.config.chunk_tokens, 0.0
+        tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, 0.0
         nodes = 0 if tree is None else mixes(tree.shape, len(tree.rows))
         if tree is not None:
-            room -= tree.nodes
+            room = min((room - tree.nodes, *self.config.prefill_sizes[-1:]))  # what is launched holds up results
             spared = self.choice.spared(tree.shape, [self.kv.by_row[row] for row in tree.rows.tolist()], nodes)
         if room > 0 and (tree is None or nodes):
             prompts = self._plan_prefill(ready, room, tree is None, spared)
         self._prefilled = prompts.chunks if prompts is not None and tree is None else ()
         if prompts is None:
-            self._alone |= any(req.state is ReqState.PREFILL for req in self.running)
+            self._alone |= self._prompts_wait
         if tree is None or prompts is None:
             return tree or prompts
         return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
@@ -203,6 +202,15 @@ class Scheduler:
                         self._held.add(req)
                 except RequestError as error:
                     self.abort(req.uid, str(error))
+
+    def _mixes(self, ready: Sequence[Req]) -> Mixes | None:
+        """`SchedulerConfig.mixes`, if a step of these requests can have parts of prompts in its forward."""
+        mixes = self.config.mixes
+        return mixes if mixes is not None and ready and mixes(PLAIN, len(ready)) else None
+
+    @property
+    def _prompts_wait(self) -> bool:
+        return any(req.state is ReqState.PREFILL for req in self.running)
 
     def _ready(self) -> list[Req]:
         return [req for req in self.running if req.state is ReqState.DECODE and req.may_grow and req not in self._held]
@@ -292,7 +300,8 @@ class Scheduler:
         ready = fair_decode_batch(self._ready(), self.running, self.choice.policy.seconds)
         if not ready:
             return None
-        waiting = any(req.state is ReqState.PREFILL for req in self.running)
+        waiting = self._prompts_wait
+        mixes = mixes if waiting else None
         shape = self.choice.choose(ready, self._prefilled, waiting, self._catch_ups.passes(ready), mixes)
         span = self.spans[shape]
         ahead = self.kv.ahead(ready, span, self.config.ahead)
@@ -316,7 +325,8 @@ class Scheduler:
         """Returns what the policy would be given of a step of all who decode that was planned now, and each option as
         `ShapePolicy.explain` does."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        context = self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready))
+        mixes = self._mixes(ready) if self._prompts_wait else None
+        context = self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready), mixes)
         return context, self.choice.explain(ready, context)
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:

@@ -132,7 +132,8 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
     monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2, 3))
     monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
     monkeypatch.setattr(prefill_graphs, "MIXED_NODES", 9)
-    prompts = harness.prompts_for(6, longest=28)
+    prompts = harness.prompts_for(6, longest=12)
+    prompts[2] = [*prompts[2], *prompts[3], *prompts[4]]
     params = [harness.greedy(5 + i % 3) for i in range(len(prompts))]
     expected = harness.plain_answers(model, prompts, params)
     more = {}

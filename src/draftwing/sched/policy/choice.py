@@ -84,10 +84,7 @@ class ShapeChoice:
         self._prefills.plan_step(prefilled, waiting and mixes is None)
         if self._is_given(ready):
             return self.policy.menu[0]
-        context = self.context(ready, prefilled, backlog)
-        if mixes is not None:
-            context = context._replace(beside=Beside(self._prefills.token_seconds(0), mixes))
-        return self.policy.choose(context)
+        return self.policy.choose(self.context(ready, prefilled, backlog, mixes))
 
     def spared(self, shape: TreeShape, reqs: Sequence[Req], nodes: int) -> float:
         """Returns the seconds that parts of prompts beside a step have more than where they take turns with plain ones,
@@ -119,9 +116,10 @@ class ShapeChoice:
         return not self.policy.sees_predictions and all(req.request.prediction for req in ready)
 
     def context(
-        self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0)
-    ) -> StepContext:
-        """Returns what the policy gets for a step. prefilled, backlog: as of `choose`."""
+        self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0),
+        mixes: Mixes | None = None,
+    ) -> StepContext:  # fmt: skip
+        """Returns what the policy gets for a step. prefilled, backlog, mixes: as of `choose`."""
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
@@ -130,7 +128,8 @@ class ShapeChoice:
             left = sum(req.max_total - len(req.tokens) for req in ready)
             remaining = max(min(left / len(ready), OUTDATED), remaining)
         slack = self._prefills.latency_slack(prefilled)
-        return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining)
+        beside = None if mixes is None else Beside(self._prefills.token_seconds(0), mixes)
+        return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining, beside)
 
     def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
         """The tree step of this number is planned for these requests, right behind a prefill or not."""

@@ -26,6 +26,7 @@ CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
 PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
+BESIDE = 8.0  # the same of those beside trees, which have about the same length, and of what the shortest took alone
 
 
 class PrefillBudget:
@@ -39,9 +40,9 @@ class PrefillBudget:
         self._usual, self._shortest = 0.0, math.inf  # seconds of such a step
         # Sums over prefills, the newer the heavier: of products of (1, tokens, keys) / seconds, and of these alone.
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)
-        self._prefills = 0.0  # how many these are
+        self._prefills = self._beside = 0.0  # how many these are, and were beside trees
         self._start = self._token = self._key = 0.0  # seconds
-        self._read = 0.0  # the start of prefills by themselves: those beside trees are too much alike to tell it
+        self._read = 0.0  # the start of prefills by themselves
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -66,15 +67,18 @@ class PrefillBudget:
         self._products = keep * self._products + np.outer(size, size)
         self._sums = keep * self._sums + size
         self._prefills = keep * self._prefills + 1
-        self._fit()
-        if not nodes:
+        self._beside = keep * self._beside + (nodes > 0)
+        if self._beside > PRIOR * self._prefills:
+            self._fit(max(self._read, self._shortest), BESIDE)
+        else:
+            self._fit(self._shortest, PRIOR)
             self._read = self._start
 
-    def _fit(self) -> None:
-        """Least squares of relative errors, with `PRIOR` prefills more that take as long as the shortest step and in
-        which keys are free."""
-        shortest = self._shortest if self._steps else 0.0
-        doubt = PRIOR * self._products.diagonal() / self._prefills * (1.0, 0.0, 1.0)
+    def _fit(self, shortest: float, prior: float) -> None:
+        """Least squares of relative errors, with `prior` prefills more that take as long as the shortest, and `PRIOR`
+        in which keys are free."""
+        shortest = shortest if self._steps else 0.0
+        doubt = self._products.diagonal() / self._prefills * (prior, 0.0, PRIOR)
         doubt[2] += CONTEXT**2 * self._products[1, 1]
         start, _, key = np.linalg.solve(
             self._products + np.diag(doubt), self._sums + doubt * (shortest, 0.0, 0.0)
