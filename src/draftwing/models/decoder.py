@@ -330,7 +330,7 @@ class DecoderModel(nn.Module):
                 continue
             values = part.out_features * part.in_features
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
-            if isinstance(part, ExpertLinear) and self.config.experts is not None:
+            if isinstance(part, ExpertLinear) and not part.takes_all and self.config.experts is not None:
                 found = Counter(
                     {k: size * self.config.experts.routing.top_k // part.count for k, size in found.items()}
                 )
