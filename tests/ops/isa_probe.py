@@ -98,7 +98,7 @@ def memories(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 def latents(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """What latent attention multiplies heads with and turns, and a step over what it keeps."""
     for heads, inputs, outputs in ((3, 24, 56), (2, 130, 128)):
-        products = ops.head_products(made.floats(dtype, heads * outputs, inputs), heads)
+        products = ops.head_products(made.floats(dtype, heads * outputs, inputs), heads, dtype)
         assert products is not None
         for rows in (1, 2, 3, 5, 13):
             yield products(made.floats(dtype, rows, heads, inputs + 8)[..., :inputs])

@@ -26,7 +26,7 @@ def made(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def test_products_of_heads(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     heads, rows = 3, 20
     weight = made(heads * outputs, inputs, dtype=dtype)
-    products = OPS.head_products(weight, heads)
+    products = OPS.head_products(weight, heads, dtype)
     assert products is not None and torch.equal(products.weight, weight)
     x = made(rows, heads, inputs + 5, dtype=dtype, seed=1)[..., 3 : 3 + inputs]  # rows and heads are apart
     found = products(x)
@@ -36,6 +36,29 @@ def test_products_of_heads(inputs: int, outputs: int, dtype: torch.dtype) -> Non
     for count in range(1, 8):  # a row has the same bits among any others
         assert torch.equal(products(x[5 : 5 + count]), found[5 : 5 + count])
     assert products(x[:0]).shape == (0, heads, outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_products_of_heads_with_weights_in_blocks(kind: str, dtype: torch.dtype) -> None:
+    """The bits are those of a GEMM for each head. Rows come in slices of 512."""
+    heads, outputs, inputs = 3, 48, 256
+    each = [OPS.quantize(made(outputs, inputs, dtype=torch.float32, seed=head), kind) for head in range(heads)]
+    whole = each[0]._replace(data=torch.cat([one.data for one in each]))
+    products = OPS.head_products([whole], heads, dtype)
+    assert products is not None
+    gemms = [OPS.block_gemm([one], dtype) for one in each]
+    x = made(515, heads, inputs + 7, dtype=dtype, seed=9)[..., 5 : 5 + inputs]  # rows and heads are apart
+    for rows in (0, 1, 7, 40, 515):
+        found = products(x[:rows])
+        expected = [gemm(x[:rows, head].contiguous(), None, None) for head, gemm in enumerate(gemms)]
+        assert torch.equal(found, torch.stack(expected, 1))
+    assert torch.equal(products.weight.float(), torch.cat([gemm.dense() for gemm in gemms]).float())
+
+
+def test_heads_that_share_panels_of_blocks_are_left_to_others() -> None:
+    odd = OPS.quantize(made(3 * 24, 64, dtype=torch.float32), "Q8_0")
+    assert OPS.head_products([odd], 3, torch.float32) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear, row_parallel
-from draftwing.layers.linear_ops.base import LinearOp, PackMode
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
+from draftwing.layers.linear_ops.formats import head_format
+from draftwing.layers.linear_ops.packed_blocks import sizes_of
 from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.attention import Attend, AttentionKind, HeadShape
@@ -121,8 +124,8 @@ class LatentAttentionConfig(MixerConfig):
             *parts,
             StoredVector("self_attn.kv_a_layernorm.weight", "norm.weight", self.latent, None, True),
             # Two parts of `kv_b_proj` (`models.latents`).
-            StoredVector("self_attn.k_b_proj.weight", "key_up.weight", up.size, Cut(0, up)),
-            StoredVector("self_attn.v_b_proj.weight", "value_up.weight", values.size, Cut(0, values)),
+            StoredMatrix("self_attn.k_b_proj", "key_up", 0, up.size, False, Cut(0, up), of_heads=True),
+            StoredMatrix("self_attn.v_b_proj", "value_up", 0, values.size, False, Cut(0, values), of_heads=True),
         ]
 
     def _order(self, starts: Sequence[int], plain: int, whole: int) -> Order | None:
@@ -150,18 +153,27 @@ class HeadLinear(ExpertLinear):
     takes_all = True
 
     def __init__(
-        self, in_features: int, out_features: int, heads: int, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: WeightFormat,
     ) -> None:
         """out_features: of one head."""
-        super().__init__(in_features, out_features, heads, False, dtype, device)
+        super().__init__(in_features, out_features, heads, False, dtype, device, weight_format)
 
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
-        products = None if self._packed else ops.head_products(self.weight, self.count)
+        blocks = None if self._packed else self.op.stored_rows(0, self.out_features)
+        rows = None if blocks is None else [part for _, part in blocks]
+        products = None if self._packed else ops.head_products(rows or self.weight, self.count, self._dtype)
         if products is None:
             super().pack(ops, mode)
             return
-        self._ops, self._packed, self.op = ops, True, HeadsOp(self, products)
-        del self.weight
+        self._ops, self._packed, self.op = ops, True, HeadsOp(self, products, sizes_of(rows or ()))
+        if rows is None:
+            del self.weight
 
     def routed(self, x: Tensor) -> Routed | None:
         """What `forward` is given of x [M, ..]."""
@@ -169,9 +181,9 @@ class HeadLinear(ExpertLinear):
 
     def forward(self, x: Tensor, routed: Routed | None) -> Tensor:  # type: ignore[override]
         """x [M, heads, in_features] -> [M, heads, out_features of a head]"""
-        if routed is None:
-            assert isinstance(self.op, HeadsOp)
+        if isinstance(self.op, HeadsOp):
             return self.op.products(x)
+        assert routed is not None
         return super().forward(x.flatten(0, 1), routed).view(*x.shape[:2], -1)
 
     __call__ = forward  # type: ignore[assignment]
@@ -180,9 +192,14 @@ class HeadLinear(ExpertLinear):
 class HeadsOp(LinearOp):
     """The device's products of heads."""
 
-    def __init__(self, layer: Linear, products: HeadProducts) -> None:
+    def __init__(self, layer: Linear, products: HeadProducts, sizes: Counter[str]) -> None:
+        """sizes: of blocks, by their kind."""
         super().__init__(layer)
-        self.products = products
+        self.products, self._sizes = products, sizes
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return self._sizes
 
     def dense_weight(self) -> Tensor:
         return self.products.weight
@@ -215,8 +232,8 @@ class LatentAttention(Mixer):
         self.query = Linear(wide or in_size, heads * (config.plain + config.turned), False, dtype, device, form)
         self.query_norm = RMSNorm(wide, _EPS, layer.norm.dtype(dtype), device) if wide else None
         self.norm = RMSNorm(config.latent, _EPS, layer.norm.dtype(dtype), device)
-        self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device)
-        self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device)
+        self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device, head_format(form))
+        self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device, head_format(form))
         self.o = row_parallel(Linear(heads * config.values, hidden, config.bias, dtype, device, form), layer.ranks)
         self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
 

@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops.cpu.blocks import BlockedGemm
+from draftwing.ops.cpu.experts import Spare
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.workers import Workers
 
 _PANEL = 64  # outputs that lie together, as in latent.c
+_UNIT = 16  # outputs of blocks that lie together
+_SLICE = 512  # rows at a time that are rounded to 8 bits for each head
 
 
 class HeadGemm:
@@ -39,4 +43,34 @@ class HeadGemm:
             out.data_ptr(), x.data_ptr(), self.packed.data_ptr(), rows, heads, inputs, self.outputs, x.stride(0),
             x.stride(1), x.dtype == torch.bfloat16, self.workers.address,
         )  # fmt: skip
+        return out
+
+
+class HeadBlocks:
+    """`HeadProducts` of weights in blocks: a GEMM whose outputs are those of all heads. Rows are rounded as there."""
+
+    def __init__(self, gemm: BlockedGemm, heads: int, spare: Spare) -> None:
+        """gemm: that `takes` them. spare: of all layers."""
+        assert self.takes(gemm.outputs, heads) and gemm.shared
+        self._gemm, self._heads, self._spare, self._outputs = gemm, heads, spare, gemm.outputs // heads
+
+    @staticmethod
+    def takes(outputs: int, heads: int) -> bool:
+        """outputs: of all heads."""
+        return outputs % (heads * _UNIT) == 0
+
+    @property
+    def weight(self) -> Tensor:
+        return self._gemm.dense()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (rows, heads, inputs), gemm = x.shape, self._gemm
+        assert (heads, inputs) == (self._heads, gemm.inputs) and x.dtype == gemm.dtype and x.stride(2) == 1
+        out = x.new_empty(rows, heads, self._outputs)
+        with self._spare.of(heads * min(rows, _SLICE) * gemm.rounded) as spare:
+            for to, some in zip(out.split(_SLICE), x.split(_SLICE), strict=True):
+                gemm.raw.head_blocks(
+                    to.data_ptr(), some.data_ptr(), gemm.parts, len(some), heads, inputs, self._outputs, x.stride(0),
+                    x.stride(1), x.dtype == torch.bfloat16, spare.data_ptr(), gemm.workers.address,
+                )  # fmt: skip
         return out

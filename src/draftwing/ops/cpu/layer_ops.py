@@ -19,7 +19,7 @@ from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, BlockReader, quantize
 from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
-from draftwing.ops.cpu.latent import HeadGemm
+from draftwing.ops.cpu.latent import HeadBlocks, HeadGemm
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.cpu.tree import with_rows
 from draftwing.ops.cpu.workers import Workers
@@ -259,8 +259,16 @@ class CpuLayerOps(LayerOps):
         """kind: Q8_0, Q4_0 or Q4_K."""
         return quantize(self.raw, self.workers, weight, kind)
 
-    def head_products(self, weight: Tensor, heads: int) -> HeadGemm | None:
-        return HeadGemm(weight, heads, self.workers) if weight.dtype in DTYPES else None
+    def head_products(
+        self, weight: Tensor | Sequence[BlockRows], heads: int, dtype: torch.dtype
+    ) -> HeadGemm | HeadBlocks | None:
+        if isinstance(weight, Tensor):
+            return HeadGemm(weight, heads, self.workers) if weight.dtype == dtype and dtype in DTYPES else None
+        outputs = sum(len(part.data) for part in weight)
+        alike = all(part.kind in TYPES and len(part.data) % heads == 0 for part in weight)
+        if not alike or not HeadBlocks.takes(outputs, heads) or dtype not in DTYPES:
+            return None
+        return HeadBlocks(self.block_gemm(weight, dtype), heads, self.spare)
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
         """Takes layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""

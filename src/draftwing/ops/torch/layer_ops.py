@@ -259,8 +259,11 @@ class LayerOps(ExpertOps):
         """A GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or None."""
         return None
 
-    def head_products(self, weight: Tensor, heads: int) -> HeadProducts | None:
-        """weight [heads * out, in], which is copied; None where the device multiplies them as those of experts."""
+    def head_products(
+        self, weight: Tensor | Sequence[BlockRows], heads: int, dtype: torch.dtype
+    ) -> HeadProducts | None:
+        """weight [heads * out, in], or the parts of one in blocks, which are copied; None where the device multiplies
+        them as those of experts. dtype: of x and of the result."""
         return None
 
     def whole_mixture(self, weights: MixtureWeights) -> WholeMixture | None:

@@ -7,8 +7,8 @@
 
 #include "cpu.h"
 
-#define PANEL 64  /* outputs */
-#define TALL 6    /* rows whose sums registers have room for */
+#define PANEL 64 /* outputs */
+#define TALL 6   /* rows whose sums registers have room for */
 #if PART == 16
 #define PARTS(rows) 4 /* registers of outputs: of 32, or 16, one part is not for sums */
 #elif PART == 8
@@ -123,6 +123,73 @@ static PyObject *py_head_products(PyObject *self, PyObject *const *args, Py_ssiz
     Py_RETURN_NONE;
 }
 
+/* -- the same with weights in blocks ------------------------------------------------------------------------------- */
+
+#define UNIT 16 /* outputs that are not shared, as in block_gemm.c */
+#define TAKES 8 /* times that a thread takes units of few rows, whose weights it reads on end */
+
+typedef struct {
+    Team team;
+    Product product; /* its outputs are those of all heads */
+    const char *x;
+    char *spare;
+    int64_t heads, outputs, row_stride, head_stride; /* outputs: of a head; strides: elements of x */
+} HeadBlocks;
+
+static Rounded of_head(const HeadBlocks *j, int64_t head) {
+    const int64_t rows = j->product.rows, inputs = j->product.inputs;
+    return rounded_at(j->spare + head * rounded_size(rows, inputs), rows, inputs);
+}
+static void some_head_blocks(void *data) {
+    HeadBlocks *j = data;
+    const Member me = join(&j->team);
+    const int64_t rows = j->product.rows, inputs = j->product.inputs, width = j->product.half ? 2 : 4;
+    for (int64_t i = share(&me, rows * j->heads, 0); i < share(&me, rows * j->heads, 1); i++) {
+        const int64_t row = i / j->heads, head = i % j->heads;
+        const Rounded to = of_head(j, head);
+        /* It takes rows to lie next to each other. */
+        const char *x = j->x + (row * j->row_stride + head * j->head_stride - row * inputs) * width;
+        round_part(&to, x, row, 0, inputs, j->product.half);
+    }
+    Ahead nothing = {0};
+    meet(&me, &nothing);
+    const int64_t of_one = j->outputs / UNIT, units = j->heads * of_one;
+    const int64_t some = rows < UNIT ? units / (me.size * TAKES) + 1 : 1;
+    for (int64_t first; (first = take(&j->product.next, some)) < units;) {
+        const int64_t last = first + some < units ? first + some : units;
+        for (int64_t from = first, to; from < last; from = to) { /* of one head */
+            to = (from / of_one + 1) * of_one;
+            if (to > last) to = last;
+            Product p = j->product;
+            p.rounded = of_head(j, from / of_one);
+            multiply_blocks(&p, from * UNIT, to * UNIT);
+        }
+    }
+}
+
+/* out [rows, heads, outputs], x [rows, heads, inputs], blocks of all heads' outputs, rows, heads, inputs, outputs, a
+   multiple of 16, strides of x's rows and heads, half, spare [heads, rounded_size], workers */
+static PyObject *py_head_blocks(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[12];
+    if (!numbers(args, given, 12, n)) return NULL;
+    HeadBlocks j = {.product = {.out = POINTER(n[0]),
+                                .blocks = POINTER(n[2]),
+                                .rows = n[3],
+                                .inputs = n[5],
+                                .outputs = n[4] * n[6],
+                                .half = n[9]},
+                    .x = POINTER(n[1]),
+                    .spare = POINTER(n[10]),
+                    .heads = n[4],
+                    .outputs = n[6],
+                    .row_stride = n[7],
+                    .head_stride = n[8]};
+    Py_BEGIN_ALLOW_THREADS
+    run_team(some_head_blocks, &j, &j.team, POINTER(n[11]));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 /* -- vectors of which the end is turned ---------------------------------------------------------------------------- */
 
 typedef struct {
@@ -207,5 +274,5 @@ static PyObject *py_keep_rows(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 PyMethodDef latent_methods[] = {
-    METHOD(head_products), METHOD(concat_rope), METHOD(keep_rows), {NULL, NULL, 0, NULL},
+    METHOD(head_products), METHOD(head_blocks), METHOD(concat_rope), METHOD(keep_rows), {NULL, NULL, 0, NULL},
 };
