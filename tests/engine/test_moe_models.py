@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine.test_hybrid_models import texts
 from moe_models import predicting, published, reference, with_layer
+from reference.checkpoints import Checkpoint, eagle3_head
 from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 
@@ -46,6 +47,21 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     )
     for algorithm in drafters:
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+
+
+@pytest.mark.further(kind=["glm4-moe-groups", "deepseek-v2-groups", "glm4-moe-lite"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_eagle3_heads_draft_for_them(tmp_path: Path, kind: str) -> None:
+    """Heads are dense layers with keys and values, whatever the target's layers are."""
+    written(tmp_path / "model", kind)
+    sizes = {"hidden_size": 64, "vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 512}
+    target = Checkpoint({}, {"hidden_size": 64})
+    eagle3_head(target, rows=None, num_attention_heads=4, num_key_value_heads=2, **sizes).write(tmp_path / "head")
+    plain = texts(tmp_path / "model", "none", "float32")
+    own = {"speculative_draft_model_path": str(tmp_path / "head"), "speculative_fixed_shape": True}
+    for topk, nodes in ((1, 4), (2, 6)):
+        tree = {"speculative_num_steps": 3, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes}
+        assert texts(tmp_path / "model", "EAGLE3", "float32", **own, **tree) == plain
 
 
 # Rows of matrices fill blocks.
