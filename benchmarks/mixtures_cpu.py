@@ -1,6 +1,6 @@
 """Mixtures of experts on a CPU vs llama.cpp, on the same GGUF file of random weights with the shapes of a real one.
 
-    python benchmarks/mixtures_cpu.py [--families gpt-oss-20b Qwen3-30B-A3B] [--layers 6] [--rounds 3]
+    python benchmarks/mixtures_cpu.py [--families gpt-oss-20b Qwen3-30B-A3B GLM-4.7-Flash] [--layers 6] [--rounds 3]
 
 Layers have the real sizes and there are fewer of them, so that a file fits in memory; the vocabulary is the default
 model's. Both decode 32 tokens of one request and prefill 512, in turn; it prints tokens per second, best of the rounds.

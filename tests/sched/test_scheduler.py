@@ -27,7 +27,6 @@ from draftwing.sched.policy.shape_policy import FixedShape, StepContext
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
-
 TREE = TreeShape(2, 2, 4)
 
 

@@ -19,7 +19,7 @@ _SLICE = 512  # rows at a time that are rounded to 8 bits for each head
 
 
 class HeadGemm:
-    """`HeadProducts` of weights in float32 or bfloat16, which are copied: [heads, panels, inputs, outputs of a panel]."""
+    """`HeadProducts` of weights in float32 or bfloat16, copied to [heads, panels, inputs, outputs of a panel]."""
 
     def __init__(self, weight: Tensor, heads: int, workers: Workers) -> None:
         """weight [heads * outputs, inputs]"""
