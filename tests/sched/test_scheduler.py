@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import FORBIDDEN, MARK_SOURCE, NOT_FINITE, PLAIN, Chunk, StepResult, TreeShape
+from draftwing.core import (
+    FORBIDDEN,
+    MARK_SOURCE,
+    NOT_FINITE,
+    PLAIN,
+    Chunk,
+    DraftChunk,
+    DraftDeferral,
+    StepResult,
+    TreeShape,
+)
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.planning import divided, fair_decode_batch
@@ -16,6 +26,8 @@ from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape, StepContext
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+
+TREE = TreeShape(2, 2, 4)
 
 
 def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0, credited=()):
@@ -357,6 +369,26 @@ def test_prompts_with_a_common_beginning_prefilled_at_once_end_up_sharing_one_co
     b = next(r for r in sched.running if r.uid == "b")
     assert any(row == b.row and start == 0 and len(slots) == 29 for row, start, slots in plan.new_slots)
     assert np.array_equal(sched.running[0].slots[:29], sched.running[1].slots[:29])
+
+
+def test_of_a_copy_that_is_shared_the_drafter_sees_what_it_has_not_seen():
+    """It made its keys of b's prompt in slots that are given away for those of a, of which it saw nothing."""
+    config = SchedulerConfig(
+        200, 4, TREE.nodes, 30, lagging=frozenset([PLAIN]), deferral=DraftDeferral(0, 100, from_tokens=True)
+    )
+    sched = Scheduler(config, FixedShape(TREE), {shape: shape.nodes for shape in FixedShape(TREE).menu})
+    for uid, last in (("a", 100), ("b", 101)):
+        one = req(uid, length=30)
+        one.tokens[-1], one.skipped = last, uid == "a"
+        sched.submit(one)
+    plans = [sched.plan() for _ in range(3)]  # no result is known before the last
+    assert [plan.kind for plan in plans] == ["prefill", "tree", "prefill"]
+    for plan in plans:
+        assert plan.shown == ()
+        sched.commit(plan, result(plan))
+    (row,) = [one.row for one in sched.running if one.uid == "b"]
+    plan = sched.plan()
+    assert plan.kind == "tree" and plan.shown == (DraftChunk(row, 0, 30, 0),)
 
 
 def test_equal_prompts_are_prefilled_once():
