@@ -39,31 +39,32 @@ class Run(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Of cells. cached: they begin alike, there are as many as run at once, and all are computed before the rounds."""
+    """Of cells. cached: they begin alike, and are computed before a run."""
 
     texts: Texts
     cached: bool
 
     def of(self, cell: Cell, length: int, count: int, start: int) -> list[list[int]]:
-        """`count` of about `length` tokens; others for another `start`, or the same ones in another order."""
+        """`count` of about `length` tokens, others for another `start`."""
         if not self.cached:
             return self.texts.prompts(cell.text, length, count, start)
-        different = max(cell.requests, WAVES)
-        prompts = self.texts.prompts(cell.text, min(length, OWN), different, 5000)
+        prompts = self.texts.prompts(cell.text, min(length, OWN), count, start)
         if length > OWN:
             (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
             prompts = [begin[: length - len(end)] + end for end in prompts]
-        return [prompts[(start + index) % different] for index in range(count)]
+        return prompts
+
+    def compute(self, engine: Engine, prompts: Sequence[list[int]]) -> None:
+        """Leaves them in the cache. Who comes with the first does not find what they have in common."""
+        for some in (prompts[:1], prompts[1:]):
+            drive(engine, jobs_of(some, 0.0, 1), max(len(some), 1))
 
     def settle(self, cell: Cell, each: Engine, tokens: int) -> float:
         """A run that is not timed for the cell, of prompts like its own; tokens per second all the same."""
-        if not self.cached:
-            length = min(cell.prompt, max(100, SETTLING // cell.requests))
-            prompts = self.of(cell, length, cell.requests, 5000)
-            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
-        prompts = self.of(cell, cell.prompt, max(cell.requests, WAVES), 0)
-        for some in (prompts[:1], prompts):  # who comes with the first does not find its prompt cached
-            drive(each, jobs_of(some, 0.0, 1), len(some))
+        length = cell.prompt if self.cached else min(cell.prompt, max(100, SETTLING // cell.requests))
+        prompts = self.of(cell, length, cell.requests, 5000)
+        if self.cached:
+            self.compute(each, prompts)
         return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
 
     def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> Run:

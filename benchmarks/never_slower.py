@@ -11,11 +11,10 @@ for hundredths in a short run, so there are half as many rounds, twice as long. 
 tenth of the time is asked again, but no more rounds than `--repeats`. `error` is the standard error of the
 mean of their ratios.
 
-`--cached` leaves prompts out: those of a cell begin alike, and are computed once, before its runs, which ask them again
-and again. Then a CPU reaches contexts of thousands of tokens in seconds. Engines take turns of some steps, and a step
-counts with the median time of its kind, which a busy machine says little of; `resting` is the speed of its plain
-steps, and `of_plain` the speed beside them alone: two engines without drafts differ by 3%, by where their memory lies.
-It is for drafters that do not remember what was answered. `--isa` holds a CPU to an instruction set.
+`--cached` leaves prompts out: those of a cell begin alike, and are computed before its runs. So a CPU reaches contexts
+of thousands of tokens in seconds. Engines take turns of some steps, and a step counts with the median time of its kind,
+which a busy machine says little of; `resting` is the speed of its plain steps, and `of_plain` the speed beside them
+alone: two engines without drafts differ by 3%, by where their memory lies. `--isa` holds a CPU to an instruction set.
 
 Cells that `--out` has are not run again, so a grid can be run in pieces of `--most-seconds`.
 
@@ -213,6 +212,8 @@ def run_cached(cell: Cell, none: Any, engine: Any, prompts: Prompts, args: argpa
     equal, ratios, start, before = 0, [], time.monotonic(), delays()
     for turn in range(args.repeats):
         asked = prompts.of(cell, cell.prompt, cell.requests, turn * cell.requests)
+        for each in (none, engine):
+            prompts.compute(each, asked)
         order = ((none, engine), (engine, none))[turn % 2]
         runs = in_turn(order, jobs_of(asked, cell.temperature, tokens, 0.0, turn), cell.requests)
         mine = [runs[order.index(each)] for each in (none, engine)]
