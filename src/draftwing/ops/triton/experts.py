@@ -298,7 +298,7 @@ def every_expert(rows: int, count: int, device: torch.device) -> Routed:
 
 
 def tile_rows(pairs: int, count: int, exact: bool) -> int:
-    """Pairs of a tile, with `count` experts. exact: bits do not depend on the number of tokens, as those of another tile
+    """Pairs of a tile, with `count` experts. exact: bits do not depend on the number of tokens; with large tiles they
     may."""
     return SMALL_TILE if exact or pairs <= FEW_OF_AN_EXPERT * count else LARGE_TILE
 
