@@ -28,8 +28,8 @@ TARGET = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddi
 
 def written(folder: Path, kind: str, sizes: dict[str, Any] = TARGET) -> tuple[Any, Any]:
     """A target and its assistant."""
-    theirs = reference(kind, **sizes)
-    helper = assistant_for(theirs)
+    theirs = reference("dense" if kind == "clusters" else kind, **sizes)
+    helper = assistant_for(theirs, theirs.config.vocab_size // 6 if kind == "clusters" else 0)
     theirs.save_pretrained(folder / "target")
     write_tokenizer(folder / "target")
     helper.save_pretrained(folder / "assistant")
@@ -38,8 +38,9 @@ def written(folder: Path, kind: str, sizes: dict[str, Any] = TARGET) -> tuple[An
 
 @pytest.mark.further(kind="dense")
 @pytest.mark.further(kind="per-layer", dtype="float32")
+@pytest.mark.further(kind="clusters", dtype=["float32", "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-@pytest.mark.parametrize("kind", ["dense", "per-layer"])
+@pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     written(tmp_path, kind)
     plain = texts(tmp_path / "target", "none", dtype)
@@ -50,7 +51,7 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
             assert texts(tmp_path / "target", algorithm, dtype, **own, **shape) == plain, (algorithm, shape)
 
 
-@pytest.mark.parametrize("kind", ["dense", "per-layer"])
+@pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
 def test_drafts_are_those_of_transformers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, helper = written(tmp_path, kind)
     found: list[tuple[Tensor, Tensor]] = []
