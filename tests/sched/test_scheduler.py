@@ -268,6 +268,32 @@ def test_shares_of_time_are_no_more_tokens_than_a_prefill_may_have():
         assert sum(length for _, length in divided(8192, todo, budget, [])) == 8192
 
 
+@pytest.mark.parametrize(
+    ("prompts", "given"),
+    [
+        ([2000, 2000], 512),  # what is over is left for later, as there will be more prefills
+        ([900, 60], 560),  # nothing would be left that is worth another one
+        ([280, 280, 280, 280], 560),  # none is cut off
+        ([60, 30], 90),  # all of it
+    ],
+)
+def test_a_prefill_that_is_cut_off_is_as_long_as_what_it_is_padded_to(prompts, given):
+    """Of 560 tokens the device would make 768."""
+    prefills = PrefillBudget()
+    prefills._start, prefills._token = 0.004, 2e-5
+    todo = [req(str(i), length=length) for i, length in enumerate(prompts)]
+    parts = dict(divided(560, todo, prefills, [], 0.0, (64, 256, 512, 768)))
+    assert sum(parts.values()) == given and all(0 < length <= len(one.tokens) for one, length in parts.items())
+
+
+def test_a_prefill_is_padded_where_that_makes_more_tokens_a_second():
+    prefills = PrefillBudget()
+    prefills._start, prefills._token = 0.004, 2e-5
+    parts = divided(700, [req("long", length=4000)], prefills, [], 0.0, (64, 512, 768))
+    assert parts[0][1] == 700
+    assert divided(5000, [req("long", length=9000)], prefills, [], 0.0, (64, 512, 768))[0][1] == 5000, "it is launched"
+
+
 def test_prefill_and_decode_alternate():
     sched = make(chunk=4)
     sched.submit(req("a", length=4))

@@ -20,6 +20,7 @@ from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import NoiseKey
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
+RECORDED_ROWS = 16  # steps of up to so many are recorded on a CPU
 
 
 # -- GEMMs -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.contracts import FEW_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
+from draftwing.ops.contracts import RECORDED_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
 from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, BlockReader, quantize
 from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
@@ -40,7 +40,7 @@ def _counted(rows: int) -> Tensor:
 @functools.cache
 def _of_few(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns, for `put_rows`, queries of each row, and a place for what nobody reads. Kept for the same reason."""
-    return torch.ones(FEW_ROWS, dtype=torch.int64), torch.empty(FEW_ROWS, width, dtype=dtype)
+    return torch.ones(RECORDED_ROWS, dtype=torch.int64), torch.empty(RECORDED_ROWS, width, dtype=dtype)
 
 
 class CpuLayerOps(LayerOps):
@@ -215,7 +215,8 @@ class CpuLayerOps(LayerOps):
     def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
         """Few, which steps that are recorded have, by the call that keeps the newest query of each row, of one."""
         count, width = source.shape
-        if count > FEW_ROWS or type(target) is not Tensor or type(source) is not Tensor or not target.is_contiguous():
+        plain = type(target) is Tensor and type(source) is Tensor
+        if count > RECORDED_ROWS or not plain or not target.is_contiguous():
             super().put_rows(target, index, source)
             return
         source, index = with_rows(source), index.contiguous()
