@@ -164,9 +164,11 @@ def _metadata(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
-def assistant_for(theirs: Any, **overrides: Any) -> Any:
-    """An assistant of transformers for such a model, with random weights."""
+def assistant_for(theirs: Any, clusters: int = 0) -> Any:
+    """An assistant of transformers for such a model, with random weights. clusters: of tokens, of which it looks at
+    three."""
     config = theirs.config
+    more = {"use_ordered_embeddings": True, "num_centroids": clusters, "centroid_intermediate_top_k": 3}
     each = [config.per_layer_config[i] for i in range(2)]
     text = {
         **SIZES, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": config.vocab_size,
@@ -177,10 +179,14 @@ def assistant_for(theirs: Any, **overrides: Any) -> Any:
         "sliding_window": config.sliding_window, "max_position_embeddings": config.max_position_embeddings,
     }  # fmt: skip
     torch.manual_seed(3)
+    text_config = transformers.Gemma4TextConfig(**text)
     own = transformers.Gemma4AssistantConfig(
-        text_config=transformers.Gemma4TextConfig(**text), backbone_hidden_size=config.hidden_size, **overrides
+        text_config=text_config, backbone_hidden_size=config.hidden_size, **(more if clusters else {})
     )
-    return filled(transformers.Gemma4AssistantForCausalLM(own).float().eval())
+    made = filled(transformers.Gemma4AssistantForCausalLM(own).float().eval())
+    if clusters:
+        made.masked_embedding.token_ordering.copy_(torch.randperm(config.vocab_size))
+    return made
 
 
 @torch.inference_mode()

@@ -28,8 +28,9 @@ TARGET = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddi
 
 def written(folder: Path, kind: str, sizes: dict[str, Any] = TARGET) -> tuple[Any, Any]:
     """A target and its assistant."""
-    theirs = reference(kind, **sizes)
-    helper = assistant_for(theirs)
+    theirs = reference("dense" if kind == "clusters" else kind, **sizes)
+    divisor = next(count for count in (43, 40) if theirs.config.vocab_size % count == 0)
+    helper = assistant_for(theirs, divisor if kind == "clusters" else 0)
     theirs.save_pretrained(folder / "target")
     write_tokenizer(folder / "target")
     helper.save_pretrained(folder / "assistant")
@@ -38,8 +39,9 @@ def written(folder: Path, kind: str, sizes: dict[str, Any] = TARGET) -> tuple[An
 
 @pytest.mark.further(kind="dense")
 @pytest.mark.further(kind="per-layer", dtype="float32")
+@pytest.mark.further(kind="clusters", dtype=["float32", "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-@pytest.mark.parametrize("kind", ["dense", "per-layer"])
+@pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
 def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     written(tmp_path, kind)
     plain = texts(tmp_path / "target", "none", dtype)
@@ -50,7 +52,7 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
             assert texts(tmp_path / "target", algorithm, dtype, **own, **shape) == plain, (algorithm, shape)
 
 
-@pytest.mark.parametrize("kind", ["dense", "per-layer"])
+@pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
 def test_drafts_are_those_of_transformers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, helper = written(tmp_path, kind)
     found: list[tuple[Tensor, Tensor]] = []
@@ -97,7 +99,7 @@ def test_a_step_needs_no_data(on_cpu: Any, tmp_path: Path, shape: TreeShape) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["dense", "per-layer"])
+@pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
     written(tmp_path, kind, ON_GPU)
     gpu = {"device": "cuda", "enable_deterministic_inference": True}

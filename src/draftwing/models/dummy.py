@@ -69,6 +69,8 @@ def _values(like: Tensor, leaf: str, scale: float, device: torch.device | str, g
         values.fill_(-1.0)
     elif leaf == "dt_bias":
         values.zero_()
+    elif leaf == "token_ordering":  # of an assistant's clusters
+        torch.arange(len(like), out=values)
     elif like.dim() == 1:  # of a norm
         values.fill_(1.0)
     elif not like.is_floating_point():  # a quantised weight

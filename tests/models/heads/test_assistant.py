@@ -22,10 +22,11 @@ from draftwing.ops.attention import Batch
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["dense", "per-layer"])
+@pytest.fixture(scope="module", params=["dense", "per-layer", "clusters"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    folder, theirs = tmp_path_factory.mktemp("models"), reference(request.param)
-    helper = assistant_for(theirs)
+    folder, clusters = tmp_path_factory.mktemp("models"), 13 * (request.param == "clusters")
+    theirs = reference("dense", vocab_size=104) if clusters else reference(request.param)
+    helper = assistant_for(theirs, clusters)
     theirs.save_pretrained(folder / "target")
     helper.save_pretrained(folder / "assistant")
     return theirs, helper, folder
@@ -102,6 +103,8 @@ def test_layers_read_the_last_of_their_kind(both: tuple[Any, Any, Path]) -> None
         ({"backbone_hidden_size": 32}, "backbone_hidden_size: expected 64, found 32"),
         ({"model_type": "gemma4"}, "expected model_type gemma4_assistant"),
         ({"text_config.vocab_size": 99}, "vocab_size: expected 101, found 99"),
+        ({"use_ordered_embeddings": True, "num_centroids": 7}, "divides 101 tokens, found 7"),
+        ({"use_ordered_embeddings": True, "num_centroids": 1}, "centroid_intermediate_top_k: expected 1, found 32"),
         ({"text_config.sliding_window": 9}, r"window of the target, \(2, 32, 20\), found \(2, 32, 9\)"),
     ],
 )
@@ -117,6 +120,16 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str)
     target: DecoderModel = load_model(tmp_path / "target", torch.float32, "cpu")
     with pytest.raises(CheckpointError, match=expected):
         load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+
+
+def test_clusters_from_the_config_alone(tmp_path: Path) -> None:
+    theirs = reference("dense", vocab_size=104)
+    theirs.save_pretrained(tmp_path / "target")
+    assistant_for(theirs, 13).save_pretrained(tmp_path / "assistant")
+    target = load_model(tmp_path / "target", torch.float32, "cpu")
+    head = load_assistant(tmp_path / "assistant", target, torch.float32, "cpu", dummy=True)
+    logits = head.logits(torch.randn(2, head.width))
+    assert ((logits > logits.amin(1, keepdim=True)).sum(1) == 3 * 8).all()
 
 
 def test_other_drafters_say_what_it_is(both: tuple[Any, Any, Path]) -> None:

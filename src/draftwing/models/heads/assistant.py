@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,8 +40,35 @@ from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-# Of clusters of tokens, by which others leave most of the vocabulary out: all of it is looked at here.
-_CLUSTERS = ("masked_embedding.centroids.weight", "masked_embedding.token_ordering")
+_MOST_CLUSTERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Clusters of one size that the vocabulary is divided into, and of how many a hidden state looks at the tokens."""
+
+    count: int
+    chosen: int
+
+
+class Clusters(nn.Module):
+    """Which tokens have a logit: those of the clusters whose centroids have the largest products with a hidden state.
+    Few rows of the head are read then."""
+
+    def __init__(self, config: ClusterConfig, hidden: int, vocab: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        device = torch.device("meta")
+        self.config = config
+        self.centroids = Linear(hidden, config.count, False, dtype, device)
+        self.token_ordering = nn.Parameter(torch.empty(vocab, dtype=torch.int64, device=device), False)
+
+    def logits(self, x: Tensor, head: Linear) -> Tensor:
+        """x [M, hidden] -> [M, vocab]: 1 below a row's smallest logit for all tokens that have none."""
+        best = self.centroids(x).topk(self.config.chosen, -1).indices  # [M, chosen]
+        ids = self.token_ordering.view(self.config.count, -1)[best].flatten(1)
+        found = head.exact_logits(x, ids).to(x.dtype)
+        below = (found.amin(1, keepdim=True) - 1).expand(-1, len(self.token_ordering))
+        return below.scatter(1, ids, found)
 
 
 class AssistantHead(DraftHead, nn.Module):
@@ -51,10 +78,16 @@ class AssistantHead(DraftHead, nn.Module):
     lookahead = 1
 
     def __init__(
-        self, config: ModelConfig, target: DecoderModel, dtype: torch.dtype, weight_format: WeightFormat = DENSE
+        self,
+        config: ModelConfig,
+        target: DecoderModel,
+        dtype: torch.dtype,
+        weight_format: WeightFormat = DENSE,
+        clusters: ClusterConfig | None = None,
     ) -> None:
-        """config: of its layers, as if they had keys and values.  Raises CheckpointError for layers that cannot read
-        those of the target."""
+        """config: of its layers, as if they had keys and values.  clusters: None: all tokens have logits.
+
+        Raises CheckpointError for layers that cannot read those of the target."""
         super().__init__()
         device, hidden, theirs = torch.device("meta"), config.hidden_size, target.config.hidden_size
         self.config = replace(config, weight_format=weight_format, vocab_format=weight_format)
@@ -71,7 +104,10 @@ class AssistantHead(DraftHead, nn.Module):
         )  # fmt: skip
         self.norm = RMSNorm(hidden, config.norm.eps, config.norm.dtype(dtype), device)
         self.post = Linear(hidden, theirs, False, dtype, device, weight_format)
-        self.lm_head = Linear(hidden, self.vocab, False, dtype, device, weight_format)
+        # Rows of the head are read as they are stored.
+        self._head_format = weight_format if clusters is None else DENSE
+        self.lm_head = Linear(hidden, self.vocab, False, dtype, device, self._head_format)
+        self.clusters = None if clusters is None else Clusters(clusters, hidden, self.vocab, dtype)
         rotates = [layer.mixer.rotates for layer in config.layers]
         kinds = list(dict.fromkeys(kind for kind in rotates if kind is not None))
         self.ropes = nn.ModuleList(Rope(config.ropes[rope], size, dtype) for rope, size in kinds)
@@ -103,20 +139,26 @@ class AssistantHead(DraftHead, nn.Module):
         """Leaves nothing."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.ops.concat_columns(hidden[:, self._theirs :]))
+        x = self.ops.concat_columns(hidden[:, self._theirs :])
+        return self.lm_head(x) if self.clusters is None else self.clusters.logits(x, self.lm_head)
 
     def pack(self, ops: LayerOps) -> None:
         """Lets every layer prepare for inference."""
         self.ops = ops
+        if self.clusters is not None:
+            self.lm_head.pack(ops, PackMode(rows_only=True))
         pack_layers(self, ops, PackMode(draft_8bit=True))  # the target decides, whatever is drafted
 
     def names(self) -> dict[str, ParamSlice]:
         """Name in a published checkpoint -> slice."""
         form, hidden = self.config.weight_format, self.config.hidden_size
-        table = named(form, "model.embed_tokens", "lm_head", 0, self.vocab)
+        table = named(self._head_format, "model.embed_tokens", "lm_head", 0, self.vocab)
         table |= named(form, "pre_projection", "pre", 0, hidden)
         table |= named(form, "post_projection", "post", 0, self._theirs)
         table["model.norm.weight"] = ParamSlice("norm.weight", 0, hidden)
+        if self.clusters is not None:
+            table |= named(DENSE, "masked_embedding.centroids", "clusters.centroids", 0, self.clusters.config.count)
+            table["masked_embedding.token_ordering"] = ParamSlice("clusters.token_ordering", 0, self.vocab)
         for i in range(self.config.num_layers):
             own = layer_names(self.config, f"model.layers.{i}", f"layers.{i}", index=i)
             table |= {name: part for name, part in own.items() if not _of_keys(name)}
@@ -138,11 +180,12 @@ def load_assistant(
     if not path.is_dir():
         raise CheckpointError(f"draft model: expected a folder, found none at {path}")
     try:
-        head = AssistantHead(_config(read_json(path / "config.json"), target), target, dtype, weight_format)
+        raw = read_json(path / "config.json")
+        head = AssistantHead(_config(raw, target), target, dtype, weight_format, _clusters(raw, target))
         if dummy:
             fill_random(head, device)
         else:
-            unread = {"lm_head.weight", *_CLUSTERS, *filter(_of_keys, layer_tensors(head.config))}
+            unread = {"lm_head.weight", *filter(_of_keys, layer_tensors(head.config))}
             fill_parameters(head, head.names(), folder_tensors(path), device, unread)
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
@@ -182,6 +225,16 @@ def _config(raw: Mapping[str, Any], target: DecoderModel) -> ModelConfig:
     if config.experts is not None or config.quantization is not None:
         raise CheckpointError("expected an assistant without experts, and not quantised")
     return config
+
+
+def _clusters(raw: Mapping[str, Any], target: DecoderModel) -> ClusterConfig | None:
+    fields, vocab = Fields(raw, "config"), target.config.vocab_size
+    if not fields.flag("use_ordered_embeddings"):
+        return None
+    count = fields.whole("num_centroids", 1, min(vocab, _MOST_CLUSTERS), 2048)
+    if vocab % count:
+        raise CheckpointError(f"config: num_centroids: expected a number that divides {vocab} tokens, found {count}")
+    return ClusterConfig(count, fields.whole("centroid_intermediate_top_k", 1, count, 32))
 
 
 def _attention(mixer: object) -> AttentionConfig:
