@@ -268,6 +268,19 @@ class ExpertGemm(Protocol):
         ...
 
 
+class HeadProducts(Protocol):
+    """Products of each head with a matrix of its own; a row has the same bits in any batch."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[heads * out, in], a copy"""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, heads, in], whose rows and heads may be apart -> [M, heads, out]"""
+        ...
+
+
 class DeviceExpertGemm(ExpertGemm, Protocol):
     """The device's kernels."""
 
