@@ -90,6 +90,18 @@ def test_a_first_long_step_that_stalls_makes_plain_steps_not_dear() -> None:
     assert cost.seconds(PLAIN, 4, 9000) == pytest.approx(true, rel=0.001)
 
 
+def test_short_contexts_do_not_tell_what_a_key_costs_where_long_ones_are_known() -> None:
+    """A step in operation takes twice what the start measured, behind 300 tokens: that was not these tokens' doing."""
+    cost = measured(stepwise=False, sizes=(1, 4))
+    cost.measured(SHORT, 8, 0, true_seconds(SHORT, 8, 0))
+    cost.measured(SHORT, 8, 300, 2 * true_seconds(SHORT, 8, 300))
+    assert cost.seconds(SHORT, 8, 8000) == pytest.approx(true_seconds(SHORT, 8, 8000))
+    alone = StepCost(MENU, stepwise=False)
+    for context in (0, 300):
+        alone.measured(SHORT, 8, context, true_seconds(SHORT, 8, context))
+    assert alone.seconds(SHORT, 8, 8000) == pytest.approx(true_seconds(SHORT, 8, 8000))  # else they are all there is
+
+
 def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> None:
     cost = measured(False, menu=(PLAIN,))
     for batch in (1, 16, 64):

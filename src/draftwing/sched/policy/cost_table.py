@@ -7,6 +7,7 @@ and rather too high than too low.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from draftwing.core import PLAIN, TreeShape
 
 ROW_COST = 0.2  # of a plain step, for each row more that the target runs: a guess for shapes that never ran
 CONTEXT = 250.0  # tokens: contexts have to differ by more before they show what a key costs
+# Tokens: contexts that differ by less tell it only where no others are known, as steps of one context differ by as much
+# as so few keys cost. Just below what a start on a CPU measures; not swept.
+FAR = 1000
 
 
 class Line(NamedTuple):
@@ -132,9 +136,9 @@ class CostTable:
     def _slope(self, shape: TreeShape, batch: int) -> float:
         """Returns seconds for each token of the context: the shape's own, else that of plain steps and more for more
         queries, else another's. Plain steps get the least that it says: then they run, and are measured."""
-        for one in (shape, PLAIN, *self._measured):
+        for far, one in itertools.product((FAR, 0), (shape, PLAIN, *self._measured)):
             slopes = [(size, _steepness(found)) for size, found in sorted(self._measured.get(one, {}).items())
-                      if len(found) > 1]  # fmt: skip
+                      if max(found) - min(found) > far]  # fmt: skip
             if slopes:
                 break
         else:
