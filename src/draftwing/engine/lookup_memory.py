@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -41,6 +42,8 @@ class PastAnswer(NamedTuple):
 class LookupMemory:
     """The answers of a file, and those that come. Any thread may call it.
 
+    before: what a policy had learnt of their drafts (`ShapePolicy.learnt`).  learnt: gives it when the file is written.
+
     Where they are more than `TOKENS` tokens, the oldest of the client that has most go. Written every few minutes where
     anything is new, and at the end; what is found is whole, whenever the process is killed.
     """
@@ -55,6 +58,8 @@ class LookupMemory:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._new = False
+        self.before: dict[str, Any] = {}
+        self.learnt: Callable[[], dict[str, Any]] = lambda: self.before
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = lock_file(self._path.with_name(f"{self._path.name}.lock"))
@@ -149,8 +154,8 @@ class LookupMemory:
             "firsts": np.asarray([answer.first for answer in answers], np.int64),
             "owners": np.asarray([owners[answer.client, answer.salt] for answer in answers], np.int64),
         }
-        about = {"version": _VERSION, "vocabulary": self._vocabulary, "owners": json.dumps([*owners])}
-        return save(tensors, about)
+        words = {"owners": json.dumps([*owners]), "learnt": json.dumps(self.learnt())}
+        return save(tensors, {"version": _VERSION, "vocabulary": self._vocabulary, **words})
 
     def _read(self) -> list[PastAnswer]:
         self._partial.unlink(missing_ok=True)  # of a process that was killed
@@ -162,7 +167,7 @@ class LookupMemory:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if about["version"] != _VERSION:
                 raise ValueError(f"expected version {_VERSION}, found {about['version']}")
-            owners = json.loads(about["owners"])
+            owners, self.before = json.loads(about["owners"]), dict(json.loads(about["learnt"]))
             parts = np.split(found["tokens"], np.cumsum(found["lengths"])[:-1]) if len(found["lengths"]) else []
             by_owner = [owners[number] for number in found["owners"]]
             answers = [
