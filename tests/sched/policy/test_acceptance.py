@@ -90,5 +90,5 @@ def test_the_next_engine_begins_with_what_was_learnt() -> None:
             assert second.expected(index, counts) == first.expected(index, counts)
     assert second.known and not other.known
     assert [other.expected(0, {confidence: 1}) for confidence in (3, MAX_CONFIDENCE)] == untouched
-    second.observe(0, [MAX_CONFIDENCE], world.step(menu[0], [0.1]), 1, False)
+    second.observe(0, [MAX_CONFIDENCE], world.step(menu[0], [0.1]), 5, False)
     assert second.expected(0, {MAX_CONFIDENCE: 1}) < first.expected(0, {MAX_CONFIDENCE: 1})
