@@ -24,7 +24,7 @@ from draftwing.errors import ConfigError
 from draftwing.files import lock_file, replace_file
 
 log = logging.getLogger("draftwing")
-TOKENS = 1_000_000  # of all answers, as many as SUFFIX remembers by default: 4 MB, learnt again in about a second
+TOKENS = 1_000_000  # of all answers, as many as SUFFIX remembers by default: 4 MB, learnt again in half a second
 BEFORE = 32  # tokens before an answer: the longest context that a lookup looks at
 WRITE_SECONDS = 180.0  # between two times that it is written
 _VERSION = "1"
@@ -60,11 +60,13 @@ class LookupMemory:
         self._new = False
         self.before: dict[str, Any] = {}
         self.learnt: Callable[[], dict[str, Any]] = lambda: self.before
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_file(self._path.with_name(f"{self._path.name}.lock"))
         except BlockingIOError:
             raise ConfigError(f"speculative_memory: another process has {self._path}; name another file") from None
+        except OSError as error:
+            raise ConfigError(f"speculative_memory: {self._path} cannot be written: {error.strerror}") from None
         try:
             for answer in self._read():
                 self._add(answer)
@@ -92,11 +94,17 @@ class LookupMemory:
             self._new = True
 
     def delete(self, client: str) -> int:
-        """Removes a client's answers, here and in the file. Returns how many there were."""
+        """Removes a client's answers, here and in the file, which goes where it cannot be written. Returns how many
+        there were. Raises OSError where it cannot be removed either."""
         with self._changing:
             gone = len(self._clients.pop(client, ()))
             self._sizes.pop(client, None)
-        self.write()
+        try:
+            self.write()
+        except OSError:
+            self._new = True
+            for path in (self._partial, self._path):
+                path.unlink(missing_ok=True)
         return gone
 
     def clear(self) -> None:
@@ -168,11 +176,14 @@ class LookupMemory:
             if about["version"] != _VERSION:
                 raise ValueError(f"expected version {_VERSION}, found {about['version']}")
             owners, self.before = json.loads(about["owners"]), dict(json.loads(about["learnt"]))
-            parts = np.split(found["tokens"], np.cumsum(found["lengths"])[:-1]) if len(found["lengths"]) else []
+            tokens, lengths, firsts = (found[name] for name in ("tokens", "lengths", "firsts"))
+            if lengths.sum() != len(tokens) or (firsts < 0).any() or (lengths < firsts + 2).any() or (tokens < 0).any():
+                raise ValueError("its parts do not fit together")
+            parts = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
             by_owner = [owners[number] for number in found["owners"]]
             answers = [
                 PastAnswer(client, salt, part, int(first))
-                for (client, salt), part, first in zip(by_owner, parts, found["firsts"], strict=True)
+                for (client, salt), part, first in zip(by_owner, parts, firsts, strict=True)
             ]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
             raise ConfigError(f"speculative_memory: {self._path} cannot be read ({error}): remove it") from None

@@ -135,7 +135,11 @@ class Worker:
             if self._compiling.drop(message.number):
                 self.post(Reply(message.number, None))  # it is compiled no more
         elif isinstance(message, Forget):
-            self.post(Reply(message.number, engine.forget_client(message.client)))
+            try:
+                forgotten: int | str = engine.forget_client(message.client)
+            except OSError as error:
+                forgotten = f"what is kept for lookups could not be removed: {error}"
+            self.post(Reply(message.number, forgotten))
         else:
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
