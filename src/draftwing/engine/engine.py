@@ -10,7 +10,6 @@ import logging
 import random
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,7 +60,7 @@ class CacheNamespaces:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._forgotten: Counter[str] = Counter()  # how often each client was
+        self._forgotten: dict[str, int] = {}  # how often each client was that has ever asked
 
     def of(self, request: GenerationRequest) -> int:
         """63 bits; 0 where there is neither a client's name nor a `cache_salt`."""
@@ -69,14 +68,15 @@ class CacheNamespaces:
 
     def named(self, client: str, cache_salt: str | None) -> int:
         """Returns `of` a request of this client with this `cache_salt`."""
-        forgotten = self._forgotten[client]
+        forgotten = self._forgotten.setdefault(client, 0)
         if not client and cache_salt is None and not forgotten:
             return 0
         return self._hash([client, cache_salt, forgotten])
 
     def forget(self, client: str) -> None:
         """From now on the client's requests share nothing with those before."""
-        self._forgotten[client] += 1
+        if client in self._forgotten:
+            self._forgotten[client] += 1
 
     def of_drafts(self, request: GenerationRequest, show_texts: bool) -> int:
         """Returns a namespace of drafters' memories. A request that gets drafts would see whatever they come from, so

@@ -23,6 +23,7 @@ from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 logger = logging.getLogger(__name__)
 COMPLETE = ("stop", "length")  # reasons of answers that are kept
 QUEUED = 1024  # exchanges that wait for the disk; further ones are left out
+DELETED = 1024  # clients of whom answers that were asked for before are still looked out for
 SYNC_SECONDS = 5.0  # what a crash of the machine loses at most
 SWEEP_SECONDS = 3600.0  # between looks for what is too old, or a hundredth of the age where that is less
 _COMPLAINT_SECONDS = 60.0  # between lines of the log about a disk that does not take it
@@ -81,7 +82,10 @@ class Collector(Watcher):
     async def delete(self, client: str) -> Deleted:
         """Removes all that is kept of a client, what is on its way to the disk included, and of answers that are not
         finished yet. client: the name of a key, or "anonymous"."""
+        self._deleted.pop(client, None)
         self._deleted[client] = time.monotonic()
+        if len(self._deleted) > DELETED:
+            del self._deleted[next(iter(self._deleted))]
         done: Future[Deleted] = Future()
 
         def work() -> None:
