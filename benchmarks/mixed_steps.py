@@ -3,10 +3,11 @@
     python benchmarks/mixed_steps.py --model FOLDER --draft EAGLE3=HEAD [--drafters none,EAGLE3] --out mixed.json
     python benchmarks/mixed_steps.py --cells 600x4 --rate 0 --drafters none,EAGLE3      # two CPU cores
 
-A cell is a length of prompts (chat) and how many requests run at once, three times as many in all. With `--rate`
-requests of mixed length come at random times, too (`open_loop.py`). Each round has other prompts, and both ways have
-the same. `mixed` is the number of steps that were; `ratio` is of tokens per second, mixed over in turn. With
-`enable_deterministic_inference=true` all answers must be the same.
+A cell is a length of prompts (chat), or `mix` for those of `open_loop.py`, and how many requests run at once, three
+times as many in all. With `--rate` requests come at random times, too. Each round has other prompts, and both ways have
+the same. `steps` tells of the mixed ones: how many, with drafts, from graphs, mean tokens of prompts, milliseconds;
+`ratio` is of tokens per second, mixed over in turn. With `enable_deterministic_inference=true` all answers must be the
+same.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ WAYS = ("in turn", "mixed")
 REQUESTS = 3  # of a cell, times those that run at once
 
 
-def cell(text: str) -> tuple[int, int]:
+def cell(text: str) -> tuple[str, int]:
     """4000x8: prompts of 4,000 tokens, 8 at once"""
-    length, _, at_once = text.partition("x")
-    return int(length), int(at_once)
+    length, _, at_once = text.rpartition("x")
+    return length, int(at_once)
 
 
 def runs_of(texts: Texts, args: argparse.Namespace) -> dict[str, Callable[[Any, int], Driven]]:
     """By name: a run of an engine, of this round; round 0 is short, and makes what is made once."""
 
-    def closed(length: int, at_once: int) -> Callable[[Any, int], Driven]:
+    def closed(length: str, at_once: int) -> Callable[[Any, int], Driven]:
         def run(engine: Any, turn: int) -> Driven:
             count = REQUESTS * at_once if turn else at_once
-            prompts = texts.prompts("chat", length, count, turn * count)
             tokens = args.tokens if turn else args.tokens // 8
+            if length == "mix":
+                return drive(engine, arrivals(texts, 1.0, count, tokens, turn + 1), at_once)
+            prompts = texts.prompts("chat", int(length), count, turn * count)
             return drive(engine, jobs_of(prompts, args.temperature, tokens, 0.3, turn), at_once)
 
         return run
@@ -59,11 +62,13 @@ def both_ways(engine: Any, run: Callable[[Any, int], Driven], rounds: int) -> di
     sched = engine.parts.sched
     mixing, rates = sched.config, {way: list[float]() for way in WAYS}
     answers: dict[str, list[Answered]] = {way: [] for way in WAYS}
-    steps = dict.fromkeys(WAYS, 0)
+    steps: list[tuple[bool, int, float]] = []  # mixed ones: with drafts, tokens of prompts, seconds
+    prefills, graphs = engine.parts.executor.prefills, 0
     watch = engine._loop._watch
 
     def counted(plan: Any, result: Any) -> None:
-        steps[way] += turn > 0 and plan.beside is not None
+        if turn and plan.beside is not None:
+            steps.append((plan.shape.depth > 0, sum(one.length for one in plan.beside.chunks), result.seconds))
         watch(plan, result)
 
     engine._loop._watch = counted
@@ -71,14 +76,19 @@ def both_ways(engine: Any, run: Callable[[Any, int], Driven], rounds: int) -> di
         for way in WAYS if turn % 2 else reversed(WAYS):
             sched.config = mixing if way == "mixed" else replace(mixing, mixes=None)
             assert engine.flush_cache()
+            before = 0 if prefills is None else prefills.mixed_replays
             done = run(engine, turn)
             if not turn:
                 continue
+            graphs += 0 if prefills is None else prefills.mixed_replays - before
             rates[way].append(sum(len(one.tokens) for one in done.answers) / done.seconds)
             answers[way] += done.answers
     engine._loop._watch, sched.config = watch, mixing
     found: dict[str, Any] = {way: times(answers[way], 1.0) | {"tokens_per_s": rates[way]} for way in WAYS}
-    found["mixed"]["mixed"] = steps["mixed"]
+    count = max(len(steps), 1)
+    drafted, tokens, seconds = map(sum, zip(*steps, strict=True)) if steps else (0, 0, 0.0)
+    found["steps"] = {"mixed": len(steps), "with drafts": drafted, "from graphs": graphs,
+                      "prompt tokens": tokens / count, "ms": 1e3 * seconds / count}  # fmt: skip
     found["ratio"] = statistics.median(b / a for a, b in zip(rates["in turn"], rates["mixed"], strict=True))
     same = [a.tokens == b.tokens for a, b in zip(answers["in turn"], answers["mixed"], strict=True)]
     found["same"] = f"{sum(same)} of {len(same)}"
@@ -93,7 +103,8 @@ def shown(name: str, drafter: str, found: dict[str, Any]) -> str:
         rate = statistics.mean(run["tokens_per_s"])
         values = " | ".join(f"{run[each]:.1f}" for each in names)
         lines.append(f"| {drafter} | {name} | {way} | {rate:.1f} | {values} |")
-    told = f"ratio {found['ratio']:.3f}, mixed steps {found['mixed']['mixed']}, the same answers {found['same']}"
+    steps = ", ".join(f"{value:.1f} {name}" for name, value in found["steps"].items())
+    told = f"ratio {found['ratio']:.3f}, steps: {steps}, the same answers {found['same']}"
     return "\n".join([*lines, told])
 
 
@@ -101,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--drafters", type=listed(str), default=("none", "EAGLE3"))
-    parser.add_argument("--cells", type=listed(cell), default=((4000, 8), (2300, 32)))
+    parser.add_argument("--cells", type=listed(cell), default=(("4000", 8), ("2300", 32)))
     parser.add_argument("--rate", type=float, default=30.0, help="requests per second of the last cell; 0: without")
     parser.add_argument("--seconds", type=float, default=8.0, help="in which these come")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")

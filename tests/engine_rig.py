@@ -350,7 +350,7 @@ class Rig:
         return answers
 
 
-def record_by_calling(fn):
+def record_by_calling(fn, pool=""):
     """`Device.record` without graphs: a replay calls the function and puts what it gives where the first call's
     results are. As with graphs, nobody sees the tensors of a call but through them."""
 

@@ -198,7 +198,7 @@ class Pooled:
 
     def _advance(self, length: int) -> None:
         """As commit does. Before the first step the state is that of an empty text, which is never written."""
-        self.states.advance(self._rows, torch.tensor([length]))
+        self.states.advance(self._rows.to(self.device), torch.tensor([length], device=self.device))
         if not self.states.write[0]:
             self.states.write[0] = self._spare
 

@@ -86,11 +86,11 @@ def build(
 
 
 def stages(graphs: Any, sizes: list[int]) -> list[tuple[Any, str, Any]]:
-    """(key, stage, replay), greedy and without filters."""
+    """(key, stage, replay), greedy, without filters and edits."""
     found = []
     for (stage, key), (replay, _) in graphs._graphs.items():
-        key, filtered = key if stage == "commit" else (key, False)
-        if key.size in sizes and not filtered:
+        key, *kinds = key if stage == "commit" else (key,)
+        if key.size in sizes and not any(kinds):
             found.append((key, stage, replay))
     return found
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from served import MIX, TIMES, ClosedLoop, DraftModel, LongPrompts, OpenLoop, gap_with_a_crowd, wave
@@ -316,6 +317,26 @@ for rate, mix in ((12, MIX), (30, MIX), (45, MIX), (60, (100,))):
     CELLS[f"open loop / {rate} a second of {max(mix)}"] = partial(open_loop, rate, mix)
 CELLS["prompts wait at every step / 16 x 4000"] = partial(closed_loop, 16, 4000)
 CELLS["closed loop / 16 x 300"] = partial(closed_loop, 16, 300)
+
+
+def beside(load: Callable[..., ClosedLoop | OpenLoop], **more: Any) -> Figures:
+    """Parts of prompts in one forward with rows that decode, over plans that take turns."""
+    turns, mixed = load(**more), load(**more, mixed=True)
+    turns.run()
+    mixed.run()
+    if isinstance(turns, ClosedLoop) and isinstance(mixed, ClosedLoop):
+        return {"gap": mixed.late() / turns.late(), "share": mixed.served / turns.served}
+    paces = [statistics.median(one.paces) for one in (turns, mixed) if isinstance(one, OpenLoop)]
+    return {"gap": mixed.late() / turns.late(), "share": paces[0] / paces[1]}
+
+
+for drafts in (False, True):
+    name = "with drafts" if drafts else "plain"
+    for clients, size in ((8, 4000), (32, 2300), (64, 330)):
+        CELLS[f"beside prompts / {name} {clients} x {size}"] = partial(
+            beside, ClosedLoop, drafts=drafts, clients=clients, size=size, seconds=8.0
+        )
+    CELLS[f"beside prompts / {name} 30 a second"] = partial(beside, OpenLoop, drafts=drafts, rate=30, seconds=8.0)
 
 
 def draft_model(clients: int, size: int, hit: float) -> Figures:

@@ -58,7 +58,7 @@ def plot(stored: Mapping[str, Mapping[str, Figures]], lines: Mapping[str, Mappin
         for machine in lines["now"]
     ]  # fmt: skip
     for figure, title in (("none", "tokens/s vs no speculation, loads in order"), ("gap", "p99 gap vs no speculation")):
-        cells = sorted((one for one in stored["now"] if figure in stored["now"][one]),
+        cells = sorted((one for one in stored["before"] if figure in stored["now"][one]),
                        key=lambda one: stored["before"][one][figure])  # fmt: skip
         places = [end * (i + 0.5) / len(cells) for i in range(len(cells))]
         dots = [Line(key, [(at, stored[key][one][figure]) for at, one in zip(places, cells, strict=True)], True)

@@ -26,6 +26,8 @@ from draftwing.core import (
     StepResult,
     TreeShape,
 )
+from draftwing.engine.graphs.cuda import Key
+from draftwing.engine.graphs.prefill import MIXED_NODES, MIXED_ROWS, SIZES, takes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.menus import tree_menu
@@ -55,7 +57,8 @@ class Served:
         self.began: dict[str, float] = {}
 
     def step(self, plan: Plan) -> tuple[StepResult, float]:
-        """Returns a step's result, and the seconds in which the host launches it."""
+        """Returns a step's result, and the seconds in which the host launches it. Of one with parts of prompts in its
+        forward: the seconds of both; those of the other count for nothing."""
         raise NotImplementedError
 
     def output(self, output: Any) -> None:
@@ -63,7 +66,7 @@ class Served:
 
     def run(self, until: float = float("inf")) -> None:
         """Runs until nothing is left to do, or until then."""
-        flying: tuple[Plan, StepResult, float] | None = None
+        flying: tuple[list[tuple[Plan, StepResult]], float] | None = None
         free = self.now  # when the device will have nothing to do
         self.todo.sort(key=lambda one: -one[0])
         while (self.todo or not self.sched.idle or flying) and self.now < until:
@@ -72,13 +75,15 @@ class Served:
             plan, before = self.sched.plan(), flying
             flying = None
             if plan is not None:
-                result, launch = self.step(plan)
+                (result, launch), *others = map(self.step, plan.parts)
                 begin, self.now = max(free, self.now), self.now + launch
                 free = max(begin + result.seconds, self.now)
-                flying = plan, replace(result, seconds=free - begin), free
+                results = replace(result, seconds=free - begin), *(replace(one, seconds=0.0) for one, _ in others)
+                flying = list(zip(plan.parts, results, strict=True)), free
             if before is not None:
-                self.now = max(self.now, before[2])
-                self.sched.commit(*before[:2])
+                self.now = max(self.now, before[1])
+                for done in before[0]:
+                    self.sched.commit(*done)
                 for output in self.sched.take_outputs():
                     if output.uid in self.last:
                         self.gaps.append(self.now - self.last[output.uid])
@@ -101,13 +106,17 @@ class OnH200(Served):
 
     TREE, HIT = TreeShape(4, 4, 16), 0.8
 
-    def __init__(self, drafts: bool, world: Callable[[Any], H200] = H200) -> None:
+    def __init__(self, drafts: bool, world: Callable[[Any], H200] = H200, mixed: bool = False) -> None:
+        """mixed: whether parts of prompts and rows that decode share a forward."""
         super().__init__()
         menu = tree_menu(self.TREE) if drafts else (PLAIN,)
         self.world = world(menu)
         policy = TreePolicy(menu, self.world.cost((1, 4, 16, 64, 128))) if drafts else FixedShape(PLAIN)
         spans = {shape: shape.nodes for shape in menu}
-        config = SchedulerConfig(200_000, 128, max(spans.values()), 8192, initial_confidence=MAX_CONFIDENCE)
+        config = SchedulerConfig(
+            200_000, 128, max(spans.values()), 8192, initial_confidence=MAX_CONFIDENCE,
+            mixes=mixed_nodes if mixed else None, prefill_sizes=SIZES,
+        )  # fmt: skip
         self.sched = Scheduler(config, policy, spans)
 
     def step(self, plan: Plan) -> tuple[StepResult, float]:
@@ -116,11 +125,20 @@ class OnH200(Served):
         if plan.kind == "tree":
             found = self.world.step(shape, [self.HIT] * rows)
             done = replace(found, tokens=np.ones((rows, shape.max_commit), np.int64), order=order)
+            if plan.beside is not None:
+                tokens = sum(chunk.length for chunk in plan.beside.chunks)
+                seconds, launch = self.world.prefill(tokens, mixed_nodes(shape, rows))
+                return replace(done, seconds=seconds + self.world.drafting(shape, rows)), launch
             return done, 1e-3 * self.world.REPLAY
         final = np.asarray([int(chunk.final) for chunk in plan.chunks])
         took, launch = self.world.prefill(sum(chunk.length for chunk in plan.chunks))
         confidence = np.full(rows, MAX_CONFIDENCE)
         return StepResult(np.ones((rows, 1), np.int64), final, order, marks(rows, shape), confidence, took), launch
+
+
+def mixed_nodes(shape: TreeShape, rows: int) -> int:
+    size = next((size for size in MIXED_ROWS if size >= rows), MIXED_NODES + 1)
+    return size * shape.queries if takes(Key(shape, size)) else 0
 
 
 def marks(rows: int, shape: TreeShape) -> np.ndarray:
@@ -130,8 +148,11 @@ def marks(rows: int, shape: TreeShape) -> np.ndarray:
 class OpenLoop(OnH200):
     """Requests that come at random, `rate` a second, for `seconds`; answers of so many `tokens`."""
 
-    def __init__(self, drafts: bool, rate: float, mix: Sequence[int] = MIX, tokens: int = 128, seconds: float = 4.0):
-        super().__init__(drafts)
+    def __init__(
+        self, drafts: bool, rate: float, mix: Sequence[int] = MIX, tokens: int = 128, seconds: float = 4.0,
+        mixed: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(drafts, mixed=mixed)
         rng, at = random.Random(1), 0.0
         for number in range(round(rate * seconds)):
             prompt = [10_000 * (number + 1) + i for i in range(mix[number % len(mix)])]
@@ -149,8 +170,10 @@ class ClosedLoop(OnH200):
     """So many clients, each with a request at a time: a prompt of `size` tokens, an answer of half as many as `tokens`
     to half as many again. They begin one after the other. Prompts are seen in few passes."""
 
-    def __init__(self, drafts: bool, clients: int, size: int, tokens: int = 112, seconds: float = 4.0) -> None:
-        super().__init__(drafts, FewPasses)
+    def __init__(
+        self, drafts: bool, clients: int, size: int, tokens: int = 112, seconds: float = 4.0, mixed: bool = False
+    ) -> None:
+        super().__init__(drafts, FewPasses, mixed)
         self.rng, self.size, self.tokens, self.until, self.number = random.Random(1), size, tokens, seconds, 0
         self.served = 0
         for client in range(clients):

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, StepResult, TreeShape
-from draftwing.engine.graphs.prefill import SIZES
+from draftwing.engine.graphs.prefill import MIXED_QUERIES, SIZES
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import StepContext
 from draftwing.sched.policy.tree_policy import TreePolicy
@@ -118,19 +118,24 @@ class H200(World):
         rows = batch * shape.queries
         at = min(max(bisect_left(self.ROWS, rows), 1), len(self.ROWS) - 1)
         (low, high), (less, more) = self.ROWS[at - 1 : at + 1], self.TARGET[at - 1 : at + 1]
+        return 1e-3 * (less + (more - less) * (rows - low) / (high - low)) + self.drafting(shape, batch)
+
+    def drafting(self, shape: TreeShape, batch: int) -> float:
         fixed, each = self.DRAFT[min(shape.depth, 4)]
         extend = 0.25 + 0.0035 * batch if shape.depth else 0.0
-        return 1e-3 * (less + (more - less) * (rows - low) / (high - low) + fixed + each * batch + extend)
+        return 1e-3 * (fixed + each * batch + extend)
 
     PROMPT = (0, 32, 128, 256, 512, 775, 1022, 1493)  # tokens of a prefill
     PREFILL = (4.9, 4.95, 5.7, 7.35, 11.0, 15.97, 19.74, 28.5)
     HEAD = (0.3, 1.04)  # and with the head's
     LAUNCH, REPLAY = 17.0, 0.5  # milliseconds of the host: of a prefill, of one that was captured
 
-    def prefill(self, tokens: int) -> tuple[float, float]:
-        """-> seconds of the device, and of the host before it can look at anything else"""
-        captured = tokens <= SIZES[-1]
-        queries = next(size for size in SIZES if size >= tokens) if captured else tokens
+    def prefill(self, tokens: int, nodes: int = 0) -> tuple[float, float]:
+        """nodes: of trees in the same forward -> seconds of the device, and of the host before it can look at anything
+        else"""
+        captured, least = tokens <= SIZES[-1], MIXED_QUERIES if nodes else 0
+        queries = next(size for size in SIZES if size >= max(tokens, least)) if captured else tokens
+        queries += nodes
         more, times = self.HEAD if len(self.menu) > 1 else (0.0, 1.0)
         slope = (self.PREFILL[-1] - self.PREFILL[-2]) / (self.PROMPT[-1] - self.PROMPT[-2])
         took = np.interp(queries, self.PROMPT, self.PREFILL) + slope * max(queries - self.PROMPT[-1], 0)

@@ -235,6 +235,11 @@ class Plan:
         """The plans of one forward, in the order in which they are committed."""
         return (self,) if self.beside is None else (self, self.beside)
 
+    @property
+    def nodes(self) -> int:
+        """Queries of the trees of all rows; rows that ask for more have all of theirs verified."""
+        return len(self.rows) * (self.shape.nodes if self.special else self.shape.queries)
+
     @cached_property
     def special(self) -> bool:
         """Whether it asks for more than drafting, sampling and filtering."""

@@ -69,22 +69,35 @@ def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit
 
 LATENTS = """
 from draftwing.ops.attention import AttentionKind
-from draftwing.ops.triton import attention, attention_common
+from draftwing.ops.triton import attention, attention_common, attention_prefill
+tiling = getattr(attention_common, sys.argv[3])
 kv, kind = empty(4096, 1, 1, 576, dtype=getattr(torch, sys.argv[2])), AttentionKind(scalar=192, values=512)
 for nodes, depth, exact in [(1, 1, True), (8, 5, True), (8, 5, False), (60, 6, True)]:
     attention.tree_attention(
         empty(nodes, 16, 576, dtype=half), kv, empty(2, 8192), empty(1), empty(1), empty(1, nodes, depth),
         empty(1, nodes), empty(nodes, 16 * 512, dtype=half), attention.Workspace(torch.device("meta")), exact, nodes,
-        attention_common.TILING_WIDEST, kind=kind, inputs_ready=True,
+        tiling, kind=kind, inputs_ready=True,
+    )
+for exact in (True, False):
+    attention_prefill.prefill_attention(
+        empty(512, 16, 576, dtype=half), kv, empty(2, 8192), empty(1), empty(32, 5, dtype=torch.int32),
+        empty(512, 16 * 512, dtype=half), exact, tiling, kind=kind,
     )
 """
 
 
 @pytest.mark.exhaustive  # of other heads the same is seen in less time
-@pytest.mark.parametrize(("pool", "capability"), [("bfloat16", 86), ("bfloat16", 90), ("float8_e4m3fn", 90)])
+@pytest.mark.parametrize(
+    ("tiling", "pool", "capability"),
+    [
+        ("TILING_WIDEST", "bfloat16", 86),
+        ("TILING_LATENT_HOPPER", "bfloat16", 90),
+        ("TILING_LATENT_HOPPER", "float8_e4m3fn", 90),
+    ],
+)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_latents_fit(tmp_path, pool: str, capability: int) -> None:
-    launches = compiled(LATENTS, tmp_path, capability, pool)
+def test_latents_fit(tmp_path, tiling: str, pool: str, capability: int) -> None:
+    launches = compiled(LATENTS, tmp_path, capability, pool, tiling)
     limit = next(most for *_, of, most in TARGETS if of == capability)
-    assert len(launches) == 4 and max(int(shared) for shared, *_ in launches) <= limit, launches
+    assert len(launches) == 6 and max(int(shared) for shared, *_ in launches) <= limit, launches
     assert all(widths == ["2"] for _, *widths in launches), launches

@@ -277,6 +277,7 @@ def assemble(
             credited=options.drafter_spec.credited,
             states=StateSizes(states) if states else None,
             mixes=mixes,
+            prefill_sizes=tuple(executor.prefills.sizes) if executor.prefills is not None else (),
         ),
         policy,
         spans,

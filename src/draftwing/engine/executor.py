@@ -24,11 +24,11 @@ from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
-from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut
+from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut, put
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.step_state import DraftTraces, InFlight, Pending, TreeStep, Verified
+from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified, fetch_drafts
 from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, Narrowed
@@ -73,11 +73,8 @@ class Executor:
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles and not model.needs_chunks:
             tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
-            rows = self.graphs.rows[: graph_size if mixed and self.keeps_kv_alone else 0]
-            self.prefills = PrefillGraphs(
-                device, table, tiled, shapes, chunk or table.length, self._target, rows,
-                lambda rows: self._batches.last_tokens(rows, table.length).batch,
-            )  # fmt: skip
+            rows = graph_size if mixed and self.keeps_kv_alone else 0
+            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self._target, rows)
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         # Whether the last layers may see some queries of a prefill alone: see `_prompts`.
@@ -94,7 +91,6 @@ class Executor:
         self._kept_calibration: Sequence[Tensor] = ()
         if drafter is not None:
             drafter.calibration = self.calibration
-        self._traces = DraftTraces(device)
         self._steps = 0  # with drafts
         self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
@@ -221,7 +217,7 @@ class Executor:
         step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
         todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
         seconds = {}
-        sizes = self.prefills.planned if self.prefills is not None else 0
+        sizes = self.prefills.planned(todo) if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
         with progress_bar(total=len(todo) + sizes, desc="capturing graphs", disable=quiet) as bar:
             if self.prefills is not None:
@@ -232,6 +228,8 @@ class Executor:
             for key in todo:
                 seconds[key] = self._capture(key)
                 bar.update()
+                if self.prefills is not None:
+                    self._capture_mixed(self.prefills, key, bar)
         self.device.trim()  # what the first calls took
         return seconds
 
@@ -243,19 +241,24 @@ class Executor:
     @property
     def replays(self) -> int:
         """How often one of them, or on a CPU a recorded stage, was replayed."""
-        return self.graphs.replays + (self.prefills.replays if self.prefills is not None else 0)
+        prefills = self.prefills
+        return self.graphs.replays + (prefills.replays + prefills.mixed_replays if prefills is not None else 0)
 
     def _capture(self, key: Key) -> float:
         """-> seconds of a step"""
         self.graphs.set_rows(np.empty(0, np.int64), key.size)
         step = self._graph_step(key, False)
         launched = self._forward(step, self.graphs.capture)
-        self._traces.keep(key, launched[0].draft)
         for filtered in (False, True) if self.ops.draws_by_row else (False,):
             self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
         del launched  # its memory is for the next key's graphs
         self.graphs.finish(key)
         return min(self.device.timed(lambda: self.replay(key), 2))
+
+    def _capture_mixed(self, prefills: PrefillGraphs, key: Key, bar: Any) -> None:
+        """Captures the graphs of a step with parts of prompts beside it."""
+        drafted = self.graphs.run("draft", key, self._draft, self._graph_step(key, False))
+        prefills.capture_mixed(key, drafted.batch, self.graphs.left("verify", key), bar)
 
     @torch.inference_mode()
     def replay(self, key: Key) -> None:
@@ -263,8 +266,8 @@ class Executor:
         step = self._graph_step(key, False)
         self._finish(step, *self._forward(step, self.graphs.run), self.graphs.run)
 
-    def _tree_step(self, plan: Plan, guidance: Guides | None, size: int = 0) -> TreeStep:
-        """Uploads a plan. size: of a mixed step, rows of the graph of its forward; 0 without."""
+    def _tree_step(self, plan: Plan, guidance: Guides | None) -> TreeStep:
+        """Uploads a plan."""
         edited = plan.penalised and self.ops.edits_by_row
         special = plan.special and not edited
         known = not special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
@@ -273,8 +276,8 @@ class Executor:
         if known and not (whole and plan.shape.verified):
             if not plan.mixed:
                 key = self.graphs.key(plan.shape, len(plan.rows))
-            elif size:
-                key = Key(PLAIN, size)
+            elif self.prefills is not None:
+                key = self.prefills.mixed_key(plan.shape, len(plan.rows))
         drafts = plan.shape.depth > 0
         self._steps += drafts
         if drafts and self._steps % FORGET_EVERY == 0:
@@ -289,8 +292,7 @@ class Executor:
             )  # fmt: skip
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
-        step = self._graph_step(key, filtered, edited)
-        return step._replace(key=None) if plan.mixed else step
+        return self._graph_step(key, filtered, edited)
 
     def _graph_step(self, key: Key, filtered: bool, edited: bool = False) -> TreeStep:
         rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
@@ -337,11 +339,11 @@ class Executor:
             return roots_alone(self.table, rows, shape.nodes)
         return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
 
-    def _traced(self, plan: Plan, step: TreeStep, drafted: DraftBatch | None) -> Download | None:
+    def _traced(self, plan: Plan, step: TreeStep, drafted: DraftBatch) -> Download | None:
         """The drafts of the rows that the plan wants traced."""
         if not len(plan.traced) or not step.shape.depth:
             return None
-        return self._traces.fetch(plan, step.key, None if drafted is None else drafted.draft)
+        return fetch_drafts(self.device, plan, drafted.draft)
 
     def _show(self, plan: Plan, begun: Any) -> Any:
         """Shows the drafter what the plan says of prompts, and what is late -> the mark of when the step itself
@@ -392,42 +394,42 @@ class Executor:
         """Whether all layers of the target that keep anything keep keys and values."""
         return all(isinstance(spec, KVSpec) for spec in self.model.kv_layers)
 
-    def mixes(self, shape: TreeShape, rows: int) -> bool:
-        """Whether so many such trees run in one forward with parts of prompts. Where steps are replayed from graphs, to
-        launch one that is not takes longer than two that are."""
-        if self.prefills is not None:
-            return shape == PLAIN and self.prefills.row_size(rows) > 0
-        return self.keeps_kv_alone
+    def mixes(self, shape: TreeShape, rows: int) -> int:
+        """Returns the queries of so many such trees in one forward with parts of prompts; 0 where they do not run in
+        one. Where steps are replayed from graphs, to launch one that is not takes longer than two that are."""
+        if self.prefills is None:
+            return rows * shape.queries if self.keeps_kv_alone else 0
+        key = self.prefills.mixed_key(shape, rows)
+        return 0 if key is None else key.size * shape.queries
 
     def _launch_mixed(
         self, plan: Plan, beside: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None
     ) -> Pending:
         """beside: `Plan.beside`.  marks: as `Pending.started`.  other: the host's part in `beside`."""
         assert beside.catch_up is None and not beside.admits, "they come with the plan in front"
-        size = 0 if self.prefills is None else self.prefills.row_size(len(plan.rows))
-        step = self._tree_step(plan, guidance, size)
+        step = self._tree_step(plan, guidance)
         marks = marks[0], self._show(plan, marks[1])
         prompts = self._upload_prefill(beside, marks, other)
-        drafted = self._draft(step)
-        of_trees, of_prompts = self._mixed_forward(plan, drafted.batch, prompts, size)
+        drafted = self.run_stage("draft", step.key, self._draft, step)
+        of_trees, of_prompts = self._mixed_forward(step.key, drafted.batch, prompts)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
             drafts=self._traced(plan, step, drafted), beside=prompts._replace(verified=of_prompts),
         )  # fmt: skip
 
-    def _mixed_forward(self, plan: Plan, trees: Batch, prompts: Pending, size: int) -> tuple[Verified, Verified]:
-        """size: rows of graphs, 0 without."""
+    def _mixed_forward(self, key: Key | None, trees: Batch, prompts: Pending) -> tuple[Verified, Verified]:
+        """key: of the graphs that have drafted `trees`, and will commit: these get what they read where they left it,
+        whether the forward is one of theirs or is launched."""
         assert prompts.batch is not None
-        found, batch, queries = None, prompts.batch, trees.ids.shape[0]
-        if size and self.prefills is not None:
-            self.graphs.set_rows(plan.rows, size)
-            found = self.prefills.run_mixed(prompts.plan.chunks, size)
-        if found is None:
-            end = queries + batch.ids.shape[0]
-            if (total := self.ops.even_rows(end)) > end:
-                batch = batch.padded(total - queries, self.table.rows)
-            found = cut(self._target(batch, trees), queries, end)
-        first, other = Verified(*found[0]), Verified(*found[1])
-        if first.hidden.shape[0] > queries:  # some that ask for more run without the rows that graphs add
-            first, _ = map(Verified._make, cut(first, queries, queries))
-        return first, other
+        batch, queries = prompts.batch, trees.ids.shape[0]
+        if key is not None and self.prefills is not None:
+            found = self.prefills.run_mixed(prompts.plan.chunks, key)
+            if found is not None:
+                return self.graphs.left("verify", key), Verified(*found)
+        end = queries + batch.ids.shape[0]
+        if (total := self.ops.even_rows(end)) > end:
+            batch = batch.padded(total - queries, self.table.rows)
+        first, other = cut(self._target(batch, trees), queries, end)
+        if key is not None:
+            put(self.graphs.left("verify", key), first)
+        return Verified(*first), Verified(*other)

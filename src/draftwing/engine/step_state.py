@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,27 +20,14 @@ from draftwing.ops.types import Draft, SamplingGroups, unpack
 from draftwing.sched.guidance import Guides
 
 
-class DraftTraces:
-    """Drafts on their way to the host, for requests that asked to see them."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._captured: dict[Hashable, tuple[Tensor, Tensor]] = {}  # by key of a graph: tokens, parents
-
-    def keep(self, key: Hashable, draft: Draft) -> None:
-        """Takes note of where the graphs of a key leave their drafts. While it holds these two tensors no graph that
-        is captured later gets their memory."""
-        self._captured[key] = draft.tokens, draft.parent
-
-    def fetch(self, plan: Plan, key: Hashable, draft: Draft | None) -> Download:
-        """Starts the copy of the traced rows' tokens and parents, [T, 2 * N]; draft: None where graphs have it."""
-        tokens, parent = self._captured[key] if draft is None else (draft.tokens, draft.parent)
-        at = self._device.upload(plan.traced)
-        return self._device.download(torch.cat((tokens[at], parent[at]), 1))
+def fetch_drafts(device: Device, plan: Plan, draft: Draft) -> Download:
+    """Starts the copy of the tokens and parents [T, 2 * N] of rows whose requests asked to see their drafts."""
+    at = device.upload(plan.traced)
+    return device.download(torch.cat((draft.tokens[at], draft.parent[at]), 1))
 
 
-def fetched(download: Download | None) -> DraftTokens | None:
-    """Returns what `fetch` has started; waits for it."""
+def _fetched(download: Download | None) -> DraftTokens | None:
+    """Returns what `fetch_drafts` has started; waits for it."""
     return None if download is None else DraftTokens(*np.split(download.wait(), 2, axis=1))
 
 
@@ -71,13 +58,13 @@ class Pending(NamedTuple):
 
     plan: Plan
     started: tuple[Any, Any]  # marks of the device: before and after the drafter caught up; one where it had not to
-    verified: Verified | None  # None, as `drafted`, where it is left in the memory of graphs
+    verified: Verified | None  # None as long as the target has not run
     upload: Upload | None = None  # prefill only
     batch: Batch | None = None
     step: TreeStep | None = None  # tree only
     drafted: DraftBatch | None = None
     guidance: Guides | None = None  # the host's part in the plan
-    drafts: Download | None = None  # of the traced rows, see `DraftTraces`
+    drafts: Download | None = None  # of the traced rows, see `fetch_drafts`
     beside: Pending | None = None  # of `Plan.beside`
 
 
@@ -91,7 +78,7 @@ class InFlight(NamedTuple):
     seconds: Callable[[], tuple[float, float]]
     threads: float = 1.0  # see `StepResult`
     logprobs: Logprobs | None = None
-    drafts: Download | None = None  # as `DraftTraces.fetch` gives them
+    drafts: Download | None = None  # as `fetch_drafts` gives them
     on_result: Callable[[StepResult], None] | None = None  # gets the result
     beside: InFlight | None = None  # of `Plan.beside`
 
@@ -104,7 +91,7 @@ class InFlight(NamedTuple):
         packed = self.download.wait()
         rows, parts = unpacked(self.plan, self.logprobs) if self.logprobs is not None else ((), ())
         seconds, catching_up = self.seconds()
-        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=fetched(self.drafts))
+        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=_fetched(self.drafts))
         result = unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, threads=self.threads, **rest)
         if self.on_result is not None and self.plan.step:  # before the first request rows may compute on the same slot
             self.on_result(result)

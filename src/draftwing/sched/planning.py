@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
+LAUNCHED = 1.25  # times the largest size: what is launched by itself takes the host longer than the device up to there
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -72,10 +75,12 @@ def make_plan(
 
 
 def divided(
-    most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req], mixed: bool = False
+    most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req], spared: float = 0.0,
+    sizes: Sequence[int] = (),
 ) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
-    ready: those who decode, and wait for it.  mixed: whether they do in the same forward.
+    ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
+    sizes: as of `SchedulerConfig.prefill_sizes`.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
@@ -86,7 +91,7 @@ def divided(
     if prefills.token_seconds(0):
         costs = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
         alike = len({(req.request.client, req.request.priority) for req in (*ready, *todo)}) == 1
-        longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike, mixed)
+        longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike, spared)
         # Rounded as all costs are, or there would be more than `most`.
         cheapest = max(round(prefills.token_seconds(0) / TICK), 1)
         budget = min(round(longest / TICK), most * cheapest)
@@ -104,7 +109,26 @@ def divided(
                 more = min(max(share // costs[req], 0), req.unsent - given[req])
                 given[req] += more
                 share -= more * costs[req]
+    _even_out(given, prefills, sizes)
     return [(req, length) for req, length in given.items() if length]
+
+
+def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[int]) -> None:
+    """Takes from prompts that go on later what a prefill would be padded for, where that makes more tokens a second and
+    no less is left than for another one."""
+    total, token = sum(given.values()), prefills.token_seconds(0)
+    at = bisect_left(sizes, total)
+    if not at or not token or total > LAUNCHED * sizes[-1]:
+        return
+    below, above = sizes[at - 1], sizes[at] if at < len(sizes) else math.inf
+    parts, excess = {req: length for req, length in given.items() if length < req.unsent}, total - below
+    left = sum(req.unsent for req in given) - total
+    worse = below * (prefills.start + above * token) <= total * (prefills.start + below * token)
+    if worse or left < below or sum(parts.values()) < excess:
+        return
+    for req in sorted(parts, key=lambda req: -parts[req]):
+        given[req] -= (less := min(excess, given[req]))
+        excess -= less
 
 
 def fair_decode_batch(

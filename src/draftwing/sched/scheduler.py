@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from draftwing.sched.draft_backlog import DraftExtendPlanner
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.planning import divided, fair_decode_batch, make_plan
-from draftwing.sched.policy.choice import ShapeChoice
+from draftwing.sched.policy.choice import Mixes, ShapeChoice
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.prompt_logprobs import PromptLogprobCache
@@ -60,8 +60,9 @@ class SchedulerConfig:
     states: StateSizes | None = None  # of a model with recurrent layers
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
     edits_by_row: bool = False  # whether a step with penalties or biases costs what others do
-    # Whether so many trees of this shape are to be in one forward with parts of prompts; None: none are.
-    mixes: Callable[[TreeShape, int], bool] | None = None
+    # Queries of so many trees of a shape in one forward with parts of prompts, 0: they take turns; None: all do.
+    mixes: Mixes | None = None
+    prefill_sizes: tuple[int, ...] = ()  # tokens that a prefill is padded to, ascending; of more it is not
 
 
 class Scheduler:
@@ -86,7 +87,6 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
-        self._shape = PLAIN  # of the newest step of those who decode
         self._prefills = PrefillBudget()
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
@@ -160,8 +160,8 @@ class Scheduler:
         plan = None
         self._await_masks()
         ready = self._ready()
-        mixes, alone, self._alone = self.config.mixes, self._alone, False
-        if mixes is not None and ready and not alone and mixes(self._shape, len(ready)):
+        mixes, alone, self._alone = self._mixes(ready), self._alone, False
+        if mixes is not None and not alone:
             return self._plan_both(ready, mixes)
         prefill_first = alone or not (self._prefilled and ready)  # prefill chunks and decode steps alternate
         if prefill_first:
@@ -173,18 +173,20 @@ class Scheduler:
         self._prefilled = plan.chunks if plan is not None else ()
         return plan
 
-    def _plan_both(self, ready: list[Req], mixes: Callable[[TreeShape, int], bool]) -> Plan | None:
+    def _plan_both(self, ready: list[Req], mixes: Mixes) -> Plan | None:
         """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
         in the step. What they get no room for is planned alone, next, as all is if the step has come out as one that is
         not mixed."""
-        tree, prompts, room = self._plan_tree(), None, self.config.chunk_tokens
+        tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, 0.0
+        nodes = 0 if tree is None else mixes(tree.shape, len(tree.rows))
         if tree is not None:
-            room -= len(tree.rows) * (tree.shape.nodes if tree.special else tree.shape.queries)
-        if room > 0 and (tree is None or mixes(tree.shape, len(tree.rows))):
-            prompts = self._plan_prefill(ready, room, tree is None, tree is not None)
-        self._prefilled = prompts.chunks if prompts is not None else ()
+            room = min((room - tree.nodes, *self.config.prefill_sizes[-1:]))  # what is launched holds up results
+            spared = self.choice.spared(tree.shape, [self.kv.by_row[row] for row in tree.rows.tolist()], nodes)
+        if room > 0 and (tree is None or nodes):
+            prompts = self._plan_prefill(ready, room, tree is None, spared)
+        self._prefilled = prompts.chunks if prompts is not None and tree is None else ()
         if prompts is None:
-            self._alone |= any(req.state is ReqState.PREFILL for req in self.running)
+            self._alone |= self._prompts_wait
         if tree is None or prompts is None:
             return tree or prompts
         return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
@@ -201,6 +203,15 @@ class Scheduler:
                         self._held.add(req)
                 except RequestError as error:
                     self.abort(req.uid, str(error))
+
+    def _mixes(self, ready: Sequence[Req]) -> Mixes | None:
+        """`SchedulerConfig.mixes`, if a step of these requests can have parts of prompts in its forward."""
+        mixes = self.config.mixes
+        return mixes if mixes is not None and ready and mixes(PLAIN, len(ready)) else None
+
+    @property
+    def _prompts_wait(self) -> bool:
+        return any(req.state is ReqState.PREFILL for req in self.running)
 
     def _ready(self) -> list[Req]:
         return [req for req in self.running if req.state is ReqState.DECODE and req.may_grow and req not in self._held]
@@ -251,16 +262,16 @@ class Scheduler:
             self._retract(victim)
             rows += 1
 
-    def _plan_prefill(self, ready: list[Req], room: int, retracts: bool = True, mixed: bool = False) -> Plan | None:
+    def _plan_prefill(self, ready: list[Req], room: int, retracts: bool = True, spared: float = 0.0) -> Plan | None:
         """ready: who decodes, and waits for it.  room: tokens.  retracts: whether others may be retracted for it.
-        mixed: whether who decodes does in the same forward."""
+        spared: as of `PrefillBudget.max_seconds`."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(room, todo, self._prefills, ready, mixed):
+        for req, length in divided(room, todo, self._prefills, ready, spared, self.config.prefill_sizes):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
@@ -285,12 +296,14 @@ class Scheduler:
         chosen, chunks = [chosen[i] for i in order], [chunks[i] for i in order]
         return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
 
-    def _plan_tree(self) -> Plan | None:
+    def _plan_tree(self, mixes: Mixes | None = None) -> Plan | None:
+        """mixes: where parts of prompts will be in the same forward."""
         ready = fair_decode_batch(self._ready(), self.running, self.choice.policy.seconds)
         if not ready:
             return None
-        waiting = any(req.state is ReqState.PREFILL for req in self.running)
-        shape = self.choice.choose(ready, self._prefilled, waiting, self._catch_ups.passes(ready))
+        waiting = self._prompts_wait
+        mixes = mixes if waiting else None
+        shape = self.choice.choose(ready, self._prefilled, waiting, self._catch_ups.passes(ready), mixes)
         span = self.spans[shape]
         ahead = self.kv.ahead(ready, span, self.config.ahead)
         chosen = []
@@ -306,7 +319,6 @@ class Scheduler:
         for req in chosen:
             req.bound += most
             req.inflight += 1
-        self._shape = shape
         self.choice.planned(self._steps, chosen, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
@@ -314,7 +326,8 @@ class Scheduler:
         """Returns what the policy would be given of a step of all who decode that was planned now, and each option as
         `ShapePolicy.explain` does."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        context = self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready))
+        mixes = self._mixes(ready) if self._prompts_wait else None
+        context = self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready), mixes)
         return context, self.choice.explain(ready, context)
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:

@@ -89,3 +89,22 @@ def test_links_are_those_of_the_ranks() -> None:
     assert links_of(TABLE, range(2)) == "NV18" and links_of(TABLE, [1, 2]) == "NV4"
     assert links_of(TABLE, range(3)) == "NV18, NV4, PIX"
     assert links_of(TABLE, [0, 3]) == "unknown" and links_of("", [0, 1]) == "unknown"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64])
+def test_an_alias_is_in_the_place_of_a_tensor_and_does_not_hold_it(dtype: torch.dtype) -> None:
+    device = cuda.CudaDevice()
+    before = torch.cuda.memory_allocated()
+    whole = torch.arange(3 << 20, device=device.device).remainder(2).to(dtype).view(3, -1)
+    part = whole[1:, 5::7]
+    alias = device.alias(part)
+    assert alias.dtype == dtype and torch.equal(alias, part)
+    whole.fill_(1)
+    assert bool((alias == 1).all())
+    alias.fill_(0)
+    assert not part.any() and bool((whole[0] == 1).all())
+    del whole, part
+    assert torch.cuda.memory_allocated() == before
+    assert device.alias(alias[:0]).shape == (0, alias.shape[1])

@@ -180,10 +180,11 @@ def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(
 MIXED = """
 import json, pickle, random, sys
 from triton import knobs
-from draftwing.core import PLAIN
+from draftwing.engine.graphs import prefill
 from draftwing.engine.startup import precompile
 from draftwing.engine.startup.warm_up import GREEDY, _mixed, _prompt, _step
 from draftwing.requests.sampling_params import SamplingParams
+prefill.MIXED_QUERIES = 128  # the context is short
 run, late = precompile._run_without_data, []
 def serve(job):
     parts = run(job)
@@ -196,7 +197,8 @@ def serve(job):
     for count in range(1, 21):
         params = rng.choice((GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)))
         prompts = _prompt(rng.randint(1, 110), rng.randint(1, 2), params)
-        plan = _mixed(_step(executor.table.rows, PLAIN, 100, count), prompts)
+        shape = rng.choice([one for one in parts.sched.choice.policy.menu if executor.mixes(one, count)])
+        plan = _mixed(_step(executor.table.rows, shape, 100, count), prompts)
         executor.commit(executor.launch(plan))
     print(executor.replays - replays)
     return parts

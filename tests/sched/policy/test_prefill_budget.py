@@ -108,7 +108,7 @@ def test_beside_rows_of_the_same_forward_gaps_stay_as_they_are() -> None:
     """The weights are read once, so that there is as much more time for tokens."""
     budget = learnt(0.005, 4e-5)
     for waiting in ([0.16] * 3, [0.005], [0.3] * 40):
-        alone, mixed = (budget.max_seconds(waiting, 8, mixed=mixed) for mixed in (False, True))
+        alone, mixed = (budget.max_seconds(waiting, 8, spared=spared) for spared in (0.0, budget.start))
         assert mixed - alone == pytest.approx(0.005, rel=0.1) or mixed >= sum(waiting)
 
 

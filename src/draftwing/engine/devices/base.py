@@ -140,14 +140,20 @@ class Device(ABC):
 
     # -- what some devices have -------------------------------------------------------------------------------------
 
-    def record(self, fn: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def record(self, fn: Callable[[], T], pool: str = "steps") -> tuple[Callable[[], None], T]:
         """Captures what `fn` puts on the device: how to run it, and its tensors, empty as long as it has not run. Only
         asked of devices whose defaults have a `graph_size`.
 
-        `fn` is called before, too, which makes what is made once: compiled kernels, workspaces, constants. All graphs
-        share one memory pool: a tensor that is no longer referenced may be overwritten by graphs captured later.
+        `fn` is called before, too, which makes what is made once: compiled kernels, workspaces, constants. Graphs of a
+        pool, which is known by its name, share memory: a tensor that is no longer referenced may be overwritten by
+        those captured later.
         """
         raise NotImplementedError
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor in the place of another one, whose memory it does not hold: graphs captured later may use
+        it."""
+        return tensor
 
     @property
     def count(self) -> int:

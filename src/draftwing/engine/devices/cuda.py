@@ -53,6 +53,13 @@ class Staging:
         self._busy.append((done, buffer))
 
 
+class _Bytes:
+    """Memory of the device at an address."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
 class CudaDevice(Device):
     kind = "cuda"
     has_own_memory = True
@@ -65,7 +72,7 @@ class CudaDevice(Device):
         super().__init__(rank, ops)
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
-        self._pool: Any = None  # that they share
+        self._pools: dict[str, Any] = {}  # that they share, by name
 
     @classmethod
     def missing(cls) -> str:
@@ -140,9 +147,11 @@ class CudaDevice(Device):
         self.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def record(self, fn: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def record(self, fn: Callable[[], T], pool: str = "steps") -> tuple[Callable[[], None], T]:
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self.device)
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -151,7 +160,7 @@ class CudaDevice(Device):
             gc.disable()  # what a collection lets go of may be something that CUDA cannot free while it captures
             try:
                 # Other threads of the process may use CUDA meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pools[pool], capture_error_mode="thread_local")
                 try:
                     out = fn()
                 finally:
@@ -161,6 +170,13 @@ class CudaDevice(Device):
                     gc.enable()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        if not tensor.numel():
+            return tensor
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        place = torch.as_tensor(_Bytes(tensor.data_ptr(), (last + 1) * tensor.itemsize), device=self.device)
+        return place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     @property
     def count(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftwing.core import IntArray, TreeShape
 from draftwing.engine.devices.base import Device
@@ -36,6 +37,7 @@ class GraphCache:
 
     They share one memory pool: what a stage gives stays as it is until the last stage of its key has run, and no
     longer, so that all keys take no more than the largest. Only what is captured with `keep` lasts to the next replay.
+    In between whatever is no graph of this pool may read it, and write what a stage would have (`left`).
     """
 
     def __init__(self, device: Device, dummy_row: int, max_size: int) -> None:
@@ -72,8 +74,7 @@ class GraphCache:
             self._device.upload_into(self.rows[:size], padded)
 
     def run(self, stage: str, key: Hashable | None, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
-        """Replays what was captured; without a key it calls the function. What a replay gives to later stages alone
-        is not to be seen, and comes as None."""
+        """Replays what was captured; without a key it calls the function."""
         if key is None:
             return fn(*inputs)
         replay, output = self._graphs[stage, key]
@@ -81,12 +82,16 @@ class GraphCache:
         self.replays += 1
         return cast(T, output)
 
+    def left(self, stage: str, key: Hashable) -> Any:
+        """Returns where a stage that was captured leaves what it gives."""
+        return self._graphs[stage, key][1]
+
     def capture(self, stage: str, key: Hashable, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
         """Captures a stage and runs it, on whatever rows `rows` names; returns its tensors, which later stages of this
         key are to be given."""
         replay, output = self._device.record(lambda: fn(*inputs))
         replay()  # what was only captured has not run, and the next stage wants its result
-        self._graphs[stage, key] = replay, (output if keep else None)
+        self._graphs[stage, key] = replay, (output if keep else _tensors(output, self._device.alias))
         return output
 
     def finish(self, key: Key) -> None:
@@ -94,6 +99,16 @@ class GraphCache:
         sizes = self._sizes_of.setdefault(key.shape, [])
         if key.size not in sizes:
             insort(sizes, key.size)
+
+
+def _tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a stage gave, with its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        parts = [_tensors(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -5,8 +5,9 @@ A graph is of a number of queries, not of certain prompts: whose they are, where
 into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
 table's dummy row, from its beginning: it reads and writes the pool's dummy slot.
 
-Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries and a number of rows,
-each with its newest token alone. Rows that a plan lacks are the dummy row, too.
+Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries, and of a shape and a
+number of rows for which there are graphs of tree steps. They stand in place of the stage `verify`: they read what
+`draft` has left, and leave what `commit` reads. So their memory is another than that of the stages.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.core import Chunk, IntArray
+from draftwing.core import Chunk, IntArray, TreeShape
 from draftwing.engine.devices.base import Device
+from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens
@@ -34,7 +36,8 @@ SIZES = tuple(evens(1024))
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 MIXED_ROWS = (8, 16, 32, 64, 128)  # that decode beside prompts: a row more costs what a token of a prompt does
-MIXED_QUERIES = 128  # least of prompts beside them: fewer are rounded up
+MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
+MIXED_QUERIES = 256  # least of prompts beside them: fewer are rounded up
 
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
 Forward = Callable[[Batch, Batch | None], States]
@@ -58,42 +61,47 @@ class PrefillGraphs:
         shapes: Sequence[HeadShape],
         max_queries: int,
         forward: Forward,
-        rows: Tensor,
-        plain: Callable[[Tensor], Batch],
+        rows: int,
     ) -> None:
         """shapes: of the target's attention; max_queries: of a plan; forward: the target's, of prompts and of the trees
-        in front of them; rows: where those that decode beside prompts will stand, none where nothing is mixed; plain:
-        makes their batch."""
+        in front of them; rows: most that decode beside prompts, 0 where nothing is mixed."""
         self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
-        self._rows, self._plain = rows, plain
+        self._pool = "prompts" if rows else "steps"  # of these graphs' memory
         self.sizes = [size for size in prefill_sizes(max_queries) if size <= table.length]
-        self.replays = 0
+        self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        most = rows.shape[0] if self.sizes and self.sizes[-1] >= MIXED_QUERIES else 0  # else no graph is mixed
-        self.row_sizes = [size for size in MIXED_ROWS if size <= most]
-        self._mixed: dict[tuple[int, int], Callable[[], None]] = {}  # by queries of prompts, and rows
-        self._mixed_states: States | None = None  # where all of these leave what they give
+        self._mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES]
+        self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self._mixed_sizes]
+        self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
+        self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
     def __len__(self) -> int:
         return len(self._graphs) + len(self._mixed)
 
-    @property
-    def planned(self) -> int:
-        """How many graphs `capture` captures."""
-        return len(self.sizes) + sum(size >= MIXED_QUERIES for size in self.sizes) * len(self.row_sizes)
+    def planned(self, keys: Sequence[Key]) -> int:
+        """How many graphs `capture` and `capture_mixed` capture beside those of steps, of these keys."""
+        return len(self.sizes) + sum(map(self._takes, keys)) * len(self._mixed_sizes)
 
     def capture(self, bar: tqdm[Any]) -> None:
         """Captures all sizes, the largest first."""
         for size in reversed(self.sizes):
             self._fill(size, ())
-            inputs = self._inputs(size)
-            for rows in reversed(self.row_sizes if size >= MIXED_QUERIES else ()):
-                self._mixed[size, rows], _ = self._device.record(partial(self._run_mixed, inputs, rows))
-                bar.update()
-            self._graphs[size] = self._device.record(partial(self._run, inputs))
+            self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
             bar.update()
+
+    def capture_mixed(self, key: Key, trees: Batch, states: States, bar: tqdm[Any]) -> None:
+        """Captures all sizes beside a step of this key, if it is mixed at all. trees, states: what its stage `draft`
+        has left, and where `verify` leaves what it gives."""
+        for size in reversed(self._mixed_sizes if self._takes(key) else ()):
+            self._fill(size, ())
+            run = partial(self._run_mixed, self._inputs(size), trees, states)
+            self._mixed[size, key], _ = self._device.record(run, self._pool)
+            bar.update()
+
+    def _takes(self, key: Key) -> bool:
+        return key.size in self._row_sizes and takes(key)
 
     def clear(self) -> None:
         """Lets go of all graphs."""
@@ -114,22 +122,25 @@ class PrefillGraphs:
         self.replays += 1
         return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
 
-    def row_size(self, rows: int) -> int:
-        """How many rows have the graphs for so many that decode; 0: there are none."""
-        at = bisect_left(self.row_sizes, rows)
-        return self.row_sizes[at] if at < len(self.row_sizes) else 0
+    def mixed_key(self, shape: TreeShape, rows: int) -> Key | None:
+        """Of the graphs of a step of so many rows that prompts may be beside; None: there are none."""
+        at = bisect_left(self._row_sizes, rows)
+        key = Key(shape, self._row_sizes[at]) if at < len(self._row_sizes) else None
+        return key if key is not None and self._takes(key) else None
 
-    def run_mixed(self, chunks: Sequence[Chunk], rows: int) -> tuple[States, States] | None:
-        """What one forward gives of so many rows, a `row_size`, and of the chunks' queries; as `run` otherwise."""
+    def run_mixed(self, chunks: Sequence[Chunk], key: Key) -> States | None:
+        """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
+        gives; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
-        at = bisect_left(self.sizes, max(tokens, MIXED_QUERIES))
-        if at == len(self.sizes) or len(chunks) >= MAX_CHUNKS or (self.sizes[at], rows) not in self._mixed:
+        at = bisect_left(self._mixed_sizes, tokens)
+        if at == len(self._mixed_sizes) or len(chunks) >= MAX_CHUNKS or (self._mixed_sizes[at], key) not in self._mixed:
             return None
-        self._fill(self.sizes[at], chunks)
-        self._mixed[self.sizes[at], rows]()
-        self.replays += 1
+        size = self._mixed_sizes[at]
+        self._fill(size, chunks)
+        self._mixed[size, key]()
+        self.mixed_replays += 1
         assert self._mixed_states is not None
-        return cut(self._mixed_states, rows, rows + tokens)
+        return cut(self._mixed_states, 0, tokens)[1]
 
     # -- the buffer -------------------------------------------------------------------------------------------------
 
@@ -173,13 +184,13 @@ class PrefillGraphs:
     def _run(self, inputs: Inputs) -> States:
         return self._forward(self._batch(inputs), None)
 
-    def _run_mixed(self, inputs: Inputs, rows: int) -> None:
-        hidden, aux_hidden = self._forward(self._batch(inputs), self._plain(self._rows[:rows]))
+    def _run_mixed(self, inputs: Inputs, trees: Batch, states: States) -> None:
+        nodes = trees.ids.shape[0]
+        of_trees, (hidden, aux_hidden) = cut(self._forward(self._batch(inputs), trees), nodes)
         if self._mixed_states is None:  # the largest are captured first
             self._mixed_states = torch.empty_like(hidden), None if aux_hidden is None else torch.empty_like(aux_hidden)
-        for part, kept in zip((hidden, aux_hidden), self._mixed_states, strict=True):
-            if part is not None and kept is not None:
-                kept[: part.shape[0]].copy_(part)
+        put(states, of_trees)
+        put(cut(self._mixed_states, hidden.shape[0])[0], (hidden, aux_hidden))
 
     def _batch(self, inputs: Inputs) -> Batch:
         table, (token_rows, positions, rows, tiles) = self._table, inputs
@@ -194,12 +205,24 @@ class PrefillGraphs:
         )
 
 
-def cut(states: States, first: int, end: int) -> tuple[States, States]:
+def put(into: States, states: States) -> None:
+    """Copies them."""
+    for place, part in zip(into, states, strict=True):
+        if place is not None and part is not None:
+            place.copy_(part)
+
+
+def cut(states: States, first: int, end: int | None = None) -> tuple[States, States]:
     """Returns those of the first queries, and of the others up to `end`."""
     hidden, aux_hidden = states
     if aux_hidden is None:
         return (hidden[:first], None), (hidden[first:end], None)
     return (hidden[:first], aux_hidden[:first]), (hidden[first:end], aux_hidden[first:end])
+
+
+def takes(key: Key) -> bool:
+    """Whether there are graphs of a step of this key beside prompts, if of any."""
+    return key.size in MIXED_ROWS and key.size * key.shape.queries <= MIXED_NODES
 
 
 def prefill_sizes(max_queries: int) -> list[int]:
@@ -212,5 +235,5 @@ def kept_bytes(
 ) -> int:
     """Returns the bytes of the outputs that these graphs keep."""
     sizes = prefill_sizes(max_queries)
-    states = sum(sizes) + (sizes[-1] + MIXED_ROWS[-1] if mixed else 0)
+    states = sum(sizes) + (sizes[-1] if mixed else 0)
     return states * hidden * (1 + len(aux_layers)) * dtype.itemsize

@@ -14,8 +14,8 @@ from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import MAX_NODES, batch_sizes
-from draftwing.engine.graphs.prefill import MIXED_ROWS, kept_bytes, prefill_sizes
+from draftwing.engine.graphs.cuda import MAX_NODES, Key, batch_sizes
+from draftwing.engine.graphs.prefill import MIXED_NODES, kept_bytes, prefill_sizes, takes
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, SlotSpec
@@ -279,13 +279,17 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
         if graph_size:
             widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
-            # Graphs share their memory; a prompt's leave their results.
-            sizes, mixed = prefill_sizes(tokens), MIXED_ROWS if options.enable_mixed_chunk else ()
-            queries = sizes[-1] + max(mixed, default=0)
-            graphs = max(graphs, peak(executor, first_step(min(queries, longest * rows), longest, length)))
+            # They share their memory, but for those of both, and of prompts then. A prompt's leave their results.
+            mixed, queries = options.enable_mixed_chunk, prefill_sizes(tokens)[-1]
+            if mixed:
+                queries += MIXED_NODES
+            prompts = peak(executor, first_step(min(queries, longest * rows), longest, length))
+            graphs = graphs + prompts if mixed else max(graphs, prompts)
             hidden = rig.model.config.hidden_size
-            graphs += kept_bytes(tokens, hidden, executor.aux_layers, rig.model.dtype, bool(mixed))
-            captured = 4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(sizes) * (1 + len(mixed))
+            graphs += kept_bytes(tokens, hidden, executor.aux_layers, rig.model.dtype, mixed)
+            keys = [Key(shape, size) for size in batch_sizes(graph_size) for shape in rig.menu]
+            beside = sum(map(takes, keys)) if mixed else 0
+            captured = 4 * len(keys) + len(prefill_sizes(tokens)) * (1 + beside)
             graphs += captured * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
         raise ConfigError(

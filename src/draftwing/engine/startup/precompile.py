@@ -307,7 +307,7 @@ class NoDevice(CpuDevice):
         shape = tuple(tensor.shape)
         return Download(lambda: np.zeros(shape, np.int64), 0.0)
 
-    def record(self, fn: Any) -> Any:
+    def record(self, fn: Any, pool: str = "") -> Any:
         return (lambda: None), fn()
 
     def peak(self, fn: Any) -> int:

@@ -16,7 +16,7 @@ from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch
-FEW_TOKENS = 128  # up to so many tiles have few rows: experts are chosen by few tokens each
+FEW_OF_AN_EXPERT = 16  # pairs, on average: up to so many, tiles have few rows
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
 SMALL = tl.constexpr(TINY)
@@ -277,7 +277,7 @@ def route(
             LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
-    tile = tile_rows(rows, exact)
+    tile = tile_rows(rows * top_k, count, exact)
     made = tiles_of(experts, count, tile) if tiles is None else ExpertTiles(None, tiles, tile)
     return Routed(experts, weights, count, made)
 
@@ -297,9 +297,10 @@ def every_expert(rows: int, count: int, device: torch.device) -> Routed:
     return Routed(experts, weights, count, ExpertTiles(order, tiles, SMALL_TILE))
 
 
-def tile_rows(tokens: int, exact: bool) -> int:
-    """Pairs of a tile. exact: bits do not depend on the number of tokens, as those of another tile may."""
-    return SMALL_TILE if exact or tokens <= FEW_TOKENS else LARGE_TILE
+def tile_rows(pairs: int, count: int, exact: bool) -> int:
+    """Pairs of a tile, with `count` experts. exact: bits do not depend on the number of tokens, as those of another tile
+    may."""
+    return SMALL_TILE if exact or pairs <= FEW_OF_AN_EXPERT * count else LARGE_TILE
 
 
 def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:

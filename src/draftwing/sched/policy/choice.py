@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftDeferral, Plan, StepResult, TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, PLAIN, Chunk, DraftDeferral, Plan, StepResult, TreeShape
 from draftwing.sched.policy.cost import OUTDATED, RECENT
 from draftwing.sched.policy.draft_prefill import DraftPrefill
 from draftwing.sched.policy.prefill_budget import PrefillBudget
-from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
+from draftwing.sched.policy.shape_policy import Beside, ShapePolicy, StepContext
 from draftwing.sched.req import Req
+
+Mixes = Callable[[TreeShape, int], int]  # see `SchedulerConfig`
 
 
 class ShapeChoice:
@@ -73,14 +75,33 @@ class ShapeChoice:
             self._draft_prefill.ended(req.completion_tokens, req.max_total - req.prompt_len)
 
     def choose(
-        self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, backlog: tuple[int, int] = (1, 0)
-    ) -> TreeShape:
+        self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, backlog: tuple[int, int] = (1, 0),
+        mixes: Mixes | None = None,
+    ) -> TreeShape:  # fmt: skip
         """Decides on the shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts
-        of prompts wait for the step. backlog: passes and positions, as of `StepContext`."""
-        self._prefills.plan_step(prefilled, waiting)
+        of prompts wait for the step. backlog: passes and positions, as of `StepContext`. mixes: as of
+        `SchedulerConfig`, where parts of prompts will be in its forward."""
+        self._prefills.plan_step(prefilled, waiting and mixes is None)
         if self._is_given(ready):
             return self.policy.menu[0]
-        return self.policy.choose(self.context(ready, prefilled, backlog))
+        return self.policy.choose(self.context(ready, prefilled, backlog, mixes))
+
+    def spared(self, shape: TreeShape, reqs: Sequence[Req], nodes: int) -> float:
+        """Returns the seconds that parts of prompts beside a step have more than where they take turns with plain ones,
+        for gaps as long as there: the weights are read once, and drafts and all nodes take time. nodes: in the
+        forward."""
+        rows, kv_tokens = len(reqs), _kv_tokens(reqs)
+        drafts = self._rest(shape, rows, kv_tokens) - self._rest(PLAIN, rows, kv_tokens)
+        return self._reading - max(drafts, 0.0) - nodes * self._prefills.token_seconds(0)
+
+    @property
+    def _reading(self) -> float:
+        """Seconds in which a step reads all weights."""
+        return self.policy.seconds(1, 0, PLAIN) or self._prefills.start
+
+    def _rest(self, shape: TreeShape, rows: int, kv_tokens: int) -> float:
+        """Returns the seconds that a step takes for everything else."""
+        return max((self.policy.seconds(rows, kv_tokens, shape) or 0.0) - self._reading, 0.0)
 
     def explain(self, ready: Sequence[Req], context: StepContext) -> list[dict[str, Any]]:
         """Returns for each option what `choose` would decide by, now, as `ShapePolicy.explain`; nothing where nobody is
@@ -95,9 +116,10 @@ class ShapeChoice:
         return not self.policy.sees_predictions and all(req.request.prediction for req in ready)
 
     def context(
-        self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0)
-    ) -> StepContext:
-        """Returns what the policy gets for a step. prefilled, backlog: as of `choose`."""
+        self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0),
+        mixes: Mixes | None = None,
+    ) -> StepContext:  # fmt: skip
+        """Returns what the policy gets for a step. prefilled, backlog, mixes: as of `choose`."""
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
@@ -106,7 +128,8 @@ class ShapeChoice:
             left = sum(req.max_total - len(req.tokens) for req in ready)
             remaining = max(min(left / len(ready), OUTDATED), remaining)
         slack = self._prefills.latency_slack(prefilled)
-        return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining)
+        beside = None if mixes is None else Beside(self._prefills.token_seconds(0), mixes)
+        return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining, beside)
 
     def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
         """The tree step of this number is planned for these requests, right behind a prefill or not."""
@@ -123,8 +146,10 @@ class ShapeChoice:
             if not plan.mixed:
                 self._prefills.record(plan.chunks, result.seconds - result.catching_up)
             return
-        if not plan.mixed:  # else they are those of prompts, too
+        if plan.beside is None:
             self._prefills.record_step(result.seconds)
+        else:
+            self._record_mixed(plan, plan.beside, result, _kv_tokens(req for req in live if req is not None))
         confidences, behind = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
         counted = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
@@ -136,6 +161,11 @@ class ShapeChoice:
         is_cost = usual and not plan.mixed and (not behind or self._since_cost > RECENT)
         self._since_cost = 0 if is_cost else self._since_cost + 1
         self.policy.record(plan.shape, context, result, is_cost)
+
+    def _record_mixed(self, plan: Plan, beside: Plan, result: StepResult, kv_tokens: int) -> None:
+        """What a step took with parts of prompts in its forward: as a prefill, but for drafts and its own attention."""
+        rest = self._rest(plan.shape, len(plan.rows), kv_tokens)
+        self._prefills.record(beside.chunks, result.seconds - result.catching_up - rest, plan.nodes)
 
     def _observable(self, reqs: Sequence[Req]) -> list[int]:
         """By what confidences `record` learns from a step that is planned now: those that it is chosen by, for until

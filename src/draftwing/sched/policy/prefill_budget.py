@@ -26,6 +26,7 @@ CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
 PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
+BESIDE = 8.0  # the same of those beside trees, which have about the same length, and of what the shortest took alone
 
 
 class PrefillBudget:
@@ -39,8 +40,9 @@ class PrefillBudget:
         self._usual, self._shortest = 0.0, math.inf  # seconds of such a step
         # Sums over prefills, the newer the heavier: of products of (1, tokens, keys) / seconds, and of these alone.
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)
-        self._prefills = 0.0  # how many these are
+        self._prefills = self._beside = 0.0  # how many these are, and were beside trees
         self._start = self._token = self._key = 0.0  # seconds
+        self._read = 0.0  # the start of prefills by themselves
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -51,25 +53,32 @@ class PrefillBudget:
             self._usual = sorted(self._steps)[len(self._steps) // 2]
             self._shortest = min((1 + 1 / (4 * OUTDATED)) * self._shortest, seconds)
 
-    def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Learns from a prefill of these chunks; what takes it far longer than expected is something else."""
+    def record(self, chunks: Sequence[Chunk], seconds: float, nodes: int = 0) -> None:
+        """Learns from a prefill of these chunks; what takes it far longer than expected is something else. nodes: of
+        trees in the same forward; each is a token."""
         assert chunks
         if seconds <= 0:
             return
         if self._token:
-            seconds = min(seconds, DOUBT * self.seconds(chunks))
-        size = np.asarray((1.0, *_size(chunks))) / seconds
+            seconds = min(seconds, DOUBT * (self.seconds(chunks) + nodes * self._token))
+        tokens, keys = _size(chunks)
+        size = np.asarray((1.0, tokens + nodes, keys)) / seconds
         keep = 1 - 1 / RECENT
         self._products = keep * self._products + np.outer(size, size)
         self._sums = keep * self._sums + size
         self._prefills = keep * self._prefills + 1
-        self._fit()
+        self._beside = keep * self._beside + (nodes > 0)
+        if self._beside > PRIOR * self._prefills:
+            self._fit(max(self._read, self._shortest), BESIDE)
+        else:
+            self._fit(self._shortest, PRIOR)
+            self._read = self._start
 
-    def _fit(self) -> None:
-        """Least squares of relative errors, with `PRIOR` prefills more that take as long as the shortest step and in
-        which keys are free."""
-        shortest = self._shortest if self._steps else 0.0
-        doubt = PRIOR * self._products.diagonal() / self._prefills * (1.0, 0.0, 1.0)
+    def _fit(self, shortest: float, prior: float) -> None:
+        """Least squares of relative errors, with `prior` prefills more that take as long as the shortest, and `PRIOR`
+        in which keys are free."""
+        shortest = shortest if self._steps else 0.0
+        doubt = self._products.diagonal() / self._prefills * (prior, 0.0, PRIOR)
         doubt[2] += CONTEXT**2 * self._products[1, 1]
         start, _, key = np.linalg.solve(
             self._products + np.diag(doubt), self._sums + doubt * (shortest, 0.0, 0.0)
@@ -114,6 +123,11 @@ class PrefillBudget:
         tokens, keys = _size(chunks)
         return self._start + tokens * self._token + keys * self._key if tokens and self._token else 0.0
 
+    @property
+    def start(self) -> float:
+        """Seconds of a prefill without tokens: about what it takes to read all weights."""
+        return self._start
+
     def token_seconds(self, kv_tokens: int) -> float:
         """Returns the seconds of a prompt's token that attends to so many others; 0 as long as nothing is known."""
         return self._token + self._key * kv_tokens
@@ -124,23 +138,24 @@ class PrefillBudget:
 
     def _part(self) -> float:
         """Returns seconds of a part."""
-        return max(PART * max(self._shortest, self._start), UNNOTICED_GAP)
+        return max(PART * max(self._shortest, self._read), UNNOTICED_GAP)
 
-    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True, mixed: bool = False) -> float:
+    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True, spared: float = 0.0) -> float:
         """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
         decoding: how many decode meanwhile. alike: whether all are one client's, with one priority; others do not wait
-        for a crowd. mixed: whether they decode in the same forward: what it takes to read the weights a second time is
-        time for tokens then, and gaps stay as they are. All of it as long as nothing is known."""
+        for a crowd. spared: as many more, or fewer; half of what it would be is left. All of it as long as nothing is
+        known."""
         if not self._steps or not self._token:
             return sum(waiting)
         if not decoding:
             return max(UNNOTICED_WAIT, CROWD * self._part()) - self._start
-        whole, part = max(self._shortest, self._start), self._part() - self._start
+        whole, part = max(self._shortest, self._read), self._part() - self._start
         few = min(sum(one for one in waiting if one <= LONG * whole), part)
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
         usual = max(self._usual - self._start, self._start)
-        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD) + mixed * self._start
+        longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
+        longest = max(longest + spared, longest / 2)
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 

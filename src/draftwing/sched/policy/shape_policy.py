@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from draftwing.core import PLAIN, StepResult, TreeShape
 from draftwing.sched.policy.cost import StepCost
+
+
+class Beside(NamedTuple):
+    """Parts of prompts that will be in the same forward as a step: the device is busy with them, so that every node
+    takes time of its own."""
+
+    node_seconds: float  # of each query, a row's newest token or a draft
+    nodes: Callable[[TreeShape, int], int]  # queries that so many such trees have in it; 0: they cannot be in it
 
 
 class StepContext(NamedTuple):
@@ -20,6 +28,7 @@ class StepContext(NamedTuple):
     backlog_passes: passes of the drafter over what it has not seen of these rows, before it can draft.
     backlog_positions: in all of these passes but one; of a step that has ended, 0 where they are too few to show what
     one takes.  remaining_steps: steps that drafts go on for once the backlog is seen; what is seen of a text stays so.
+    beside: what shares its forward.
     """
 
     confidences: Sequence[int]
@@ -30,6 +39,7 @@ class StepContext(NamedTuple):
     backlog_passes: int = 1
     backlog_positions: int = 0
     remaining_steps: float = 1.0
+    beside: Beside | None = None
 
 
 class ShapePolicy(Protocol):
@@ -61,8 +71,8 @@ class ShapePolicy(Protocol):
         """Takes so many seconds out of what exploring may cost, or returns False and saves up for them."""
         return False
 
-    def seconds(self, rows: int, kv_tokens: int) -> float | None:
-        """Returns about what a step of so many rows takes; None where it is unknown."""
+    def seconds(self, rows: int, kv_tokens: int, shape: TreeShape | None = None) -> float | None:
+        """Returns about what a step of so many rows takes; None where it is unknown. shape: None for the usual one."""
         return None
 
     def learnt(self) -> dict[str, Any]:
@@ -97,8 +107,8 @@ class FixedShape(ShapePolicy):
         if is_cost:
             self._cost.record(shape, len(context.confidences), context.kv_tokens, result.seconds)
 
-    def seconds(self, rows: int, kv_tokens: int) -> float | None:
-        return self._cost.seconds(self.menu[0], rows, kv_tokens)
+    def seconds(self, rows: int, kv_tokens: int, shape: TreeShape | None = None) -> float | None:
+        return self._cost.seconds(shape or self.menu[0], rows, kv_tokens)
 
     def explain(self, context: StepContext) -> list[dict[str, Any]]:
         chosen = self.choose(context)

@@ -115,6 +115,7 @@ class TreePolicy(ShapePolicy):
         chosen, until, before = self._held
         confidences = before.confidences
         same = len(context.confidences) == len(confidences) and context.full_trees_only is before.full_trees_only
+        same &= (context.beside is None) is (before.beside is None)
         if self._step >= until or not same or context.last_admission > before.last_admission:
             return None
         if context.confidences == confidences:
@@ -136,7 +137,7 @@ class TreePolicy(ShapePolicy):
 
     def _options(self, context: StepContext, at_best: bool = False) -> dict[int, Option]:
         """Returns options that are possible. at_best: if all drafts were right."""
-        batch, found = len(context.confidences), dict[int, Option]()
+        batch, found, beside = len(context.confidences), dict[int, Option](), context.beside
         counts = Counter(context.confidences)
         del counts[0]
         plain = self.cost.seconds(PLAIN, batch, context.kv_tokens) or math.inf
@@ -149,7 +150,12 @@ class TreePolicy(ShapePolicy):
             if shape.depth:
                 if batch * shape.queries > MAX_QUERIES or (shape.verified and context.full_trees_only):
                     continue
+                nodes = 0 if beside is None else beside.nodes(shape, batch)
+                if beside is not None and not nodes:
+                    continue
                 seconds = self.cost.seconds(shape, batch, context.kv_tokens) or math.inf
+                if beside is not None:  # what plain steps take is what the prompts' time is worth
+                    seconds += beside.node_seconds * max(nodes - batch, 0)
                 begin = entry if self._uses_model(i) else 0.0
                 if seconds + begin > plain + context.latency_slack:
                     continue
@@ -244,8 +250,8 @@ class TreePolicy(ShapePolicy):
         best = max(option.rate for option in options.values())
         return (1 - self._late) * (1 / options[self._plain].rate - 1 / best)
 
-    def seconds(self, rows: int, kv_tokens: int) -> float | None:
-        return self.cost.seconds(PLAIN, rows, kv_tokens)
+    def seconds(self, rows: int, kv_tokens: int, shape: TreeShape | None = None) -> float | None:
+        return self.cost.seconds(shape or PLAIN, rows, kv_tokens)
 
     def learnt(self) -> dict[str, Any]:
         return self._acceptance.learnt()
