@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from load_runs import Answered, Step, drive, jobs_of, name_of, watched
+from load_runs import Answered, Job, Step, drive, driving, jobs_of, name_of, watched
 from load_texts import Texts
 
 from draftwing.core import PLAIN, TreeShape
@@ -18,6 +18,7 @@ from draftwing.engine.startup.quiet import delays, since
 WAVES = 4  # requests for each that runs
 # Prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to it.
 SETTLING = 32_000
+TURN = 8  # steps that an engine makes before the next one does; the first of them follows none of its own
 OWN = 100  # tokens of a prompt behind what all have in common
 
 
@@ -35,35 +36,35 @@ class Run(NamedTuple):
     rate: float  # tokens per second
     answers: list[Answered]
     report: dict[str, Any]
-    steps: list[Step]
 
 
 class Prompts(NamedTuple):
-    """Of cells. cached: they begin alike, there are as many as run at once, and all are computed before the rounds."""
+    """Of cells. cached: they begin alike, and are computed before a run."""
 
     texts: Texts
     cached: bool
 
     def of(self, cell: Cell, length: int, count: int, start: int) -> list[list[int]]:
-        """`count` of about `length` tokens; others for another `start`, or the same ones in another order."""
+        """`count` of about `length` tokens, others for another `start`."""
         if not self.cached:
             return self.texts.prompts(cell.text, length, count, start)
-        different = max(cell.requests, WAVES)
-        prompts = self.texts.prompts(cell.text, min(length, OWN), different, 5000)
+        prompts = self.texts.prompts(cell.text, min(length, OWN), count, start)
         if length > OWN:
             (begin,) = self.texts.prompts(cell.text, length, 1, 100_000)
             prompts = [begin[: length - len(end)] + end for end in prompts]
-        return [prompts[(start + index) % different] for index in range(count)]
+        return prompts
+
+    def compute(self, engine: Engine, prompts: Sequence[list[int]]) -> None:
+        """Leaves them in the cache. Who comes with the first does not find what they have in common."""
+        for some in (prompts[:1], prompts[1:]):
+            drive(engine, jobs_of(some, 0.0, 1), max(len(some), 1))
 
     def settle(self, cell: Cell, each: Engine, tokens: int) -> float:
         """A run that is not timed for the cell, of prompts like its own; tokens per second all the same."""
-        if not self.cached:
-            length = min(cell.prompt, max(100, SETTLING // cell.requests))
-            prompts = self.of(cell, length, cell.requests, 5000)
-            return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
-        prompts = self.of(cell, cell.prompt, max(cell.requests, WAVES), 0)
-        for some in (prompts[:1], prompts):  # who comes with the first does not find its prompt cached
-            drive(each, jobs_of(some, 0.0, 1), len(some))
+        length = cell.prompt if self.cached else min(cell.prompt, max(100, SETTLING // cell.requests))
+        prompts = self.of(cell, length, cell.requests, 5000)
+        if self.cached:
+            self.compute(each, prompts)
         return self.timed(each, jobs_of(prompts, cell.temperature, tokens), cell.requests).rate
 
     def timed(self, engine: Any, jobs: Sequence[Any], requests: int) -> Run:
@@ -75,13 +76,42 @@ class Prompts(NamedTuple):
         before = delays()
         with watched(engine) as steps:
             answers, whole, (seconds, written) = drive(engine, jobs, requests)
-        waited = max(since(before)) / whole
-        trees = [step for step in steps if step.kind == "tree"]
-        shapes = Counter(name_of(step.shape) for step in trees)
-        rows = sum(step.rows for step in trees)
-        length = sum(step.tokens for step in trees) / rows if rows else 1.0
-        found = {"shapes": dict(shapes.most_common()), "accept_length": length, "waited": waited}
-        return Run(written / seconds, answers, found, steps)
+        found = {**report(steps), "waited": max(since(before)) / whole}
+        return Run(written / seconds, answers, found)
+
+
+class Turns(NamedTuple):
+    """An engine's part of a run that several take turns in."""
+
+    answers: list[Answered]
+    steps: list[list[Step]]  # of each turn
+
+
+def in_turn(engines: Sequence[Engine], jobs: Sequence[Job], requests: int) -> list[Turns]:
+    """All do the same, some steps each, so that what slows down the machine for seconds slows down all alike."""
+    driven = [driving(engine, jobs, requests) for engine in engines]
+    found = [Turns([], []) for _ in engines]
+    running = set(range(len(engines)))
+    while running:
+        for one in sorted(running):
+            with watched(engines[one]) as steps:
+                try:
+                    for _ in range(TURN):
+                        next(driven[one])
+                except StopIteration as end:
+                    found[one].answers.extend(end.value.answers)
+                    running.remove(one)
+            found[one].steps.append(steps)
+    return found
+
+
+def report(steps: Iterable[Step]) -> dict[str, Any]:
+    """How often each shape ran, and the tokens of a row and step."""
+    trees = [step for step in steps if step.kind == "tree"]
+    shapes = Counter(name_of(step.shape) for step in trees)
+    rows = sum(step.rows for step in trees)
+    length = sum(step.tokens for step in trees) / rows if rows else 1.0
+    return {"shapes": dict(shapes.most_common()), "accept_length": length}
 
 
 class Typical(NamedTuple):
@@ -90,8 +120,8 @@ class Typical(NamedTuple):
 
 
 def typical(runs: Sequence[Sequence[Step]], requests: int) -> Typical:
-    """Of steps of all requests that no prefill is between, each counted with the median time of its shape: what stops a
-    busy machine for a while does not count."""
+    """Of steps of all requests that nothing is between, neither a prefill nor another engine's turn, each counted with
+    the median time of its shape: what stops a busy machine for a while does not count."""
     times, tokens = defaultdict[TreeShape, list[float]](list), 0
     for before, step in itertools.chain.from_iterable(itertools.pairwise(steps) for steps in runs):
         if before.kind == step.kind == "tree" and before.rows == step.rows == requests:

@@ -8,10 +8,10 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -157,6 +157,16 @@ class Driven(NamedTuple):
 
 def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Driven:
     """at_once: most requests that run at a time; without it each comes at its time."""
+    steps = driving(engine, jobs, at_once)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(Driven, end.value)
+
+
+def driving(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Generator[None, None, Driven]:
+    """As `drive`, step by step, so that engines can take turns."""
     waiting, running, done = deque(enumerate(jobs)), dict[str, Answered](), list[Answered]()
     start, written = time.monotonic(), 0
     marks: list[tuple[float, int]] = []  # when the first wave had ended, when the last began
@@ -183,6 +193,7 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
                 done.append(running.pop(output.uid))
         if len(done) >= (at_once or 1) and not marks:
             marks.append((now, written))
+        yield
     seconds = time.monotonic() - start
     while not engine.idle():  # a step that was launched before the last result was known
         engine.step()

@@ -1,6 +1,6 @@
 """Mixtures of experts on a CPU vs llama.cpp, on the same GGUF file of random weights with the shapes of a real one.
 
-    python benchmarks/mixtures_cpu.py [--families gpt-oss-20b Qwen3-30B-A3B] [--layers 6] [--rounds 3]
+    python benchmarks/mixtures_cpu.py [--families gpt-oss-20b Qwen3-30B-A3B GLM-4.7-Flash] [--layers 6] [--rounds 3]
 
 Layers have the real sizes and there are fewer of them, so that a file fits in memory; the vocabulary is the default
 model's. Both decode 32 tokens of one request and prefill 512, in turn; it prints tokens per second, best of the rounds.
@@ -39,6 +39,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "arch": "qwen3moe", "hidden": 2048, "ffn": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "count": 128,
         "top_k": 8, "dense": "Q4_K", "experts": "Q4_K",
     },
+    "GLM-4.7-Flash": {  # without its first layer, which is dense
+        "arch": "deepseek2", "hidden": 2048, "ffn": 1536, "heads": 20, "kv_heads": 1, "head_dim": 576, "count": 64,
+        "top_k": 4, "dense": "Q4_K", "experts": "Q4_K", "shared": 1, "latent": 512, "of_queries": 768, "turned": 64,
+        "plain": 192, "value": 256,
+    },
 }  # fmt: skip
 
 
@@ -54,21 +59,55 @@ def tensors(shape: dict[str, Any], layers: int, vocab: int) -> Iterator[tuple[st
         of = f"blk.{layer}."
         yield f"{of}attn_norm.weight", "F32", (hidden,)
         yield f"{of}{'post_attention_norm' if oss else 'ffn_norm'}.weight", "F32", (hidden,)
-        for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("output", hidden, q)):
-            yield f"{of}attn_{name}.weight", dense, (rows, columns)
-            if oss:
-                yield f"{of}attn_{name}.bias", "F32", (rows,)
+        if "latent" in shape:
+            yield from latent_attention(of, shape)
+        else:
+            for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("output", hidden, q)):
+                yield f"{of}attn_{name}.weight", dense, (rows, columns)
+                if oss:
+                    yield f"{of}attn_{name}.bias", "F32", (rows,)
         if oss:
             yield f"{of}attn_sinks.weight", "F32", (shape["heads"],)
             yield f"{of}ffn_gate_inp.bias", "F32", (count,)
-        else:
+        elif "latent" not in shape:
             yield f"{of}attn_q_norm.weight", "F32", (shape["head_dim"],)
             yield f"{of}attn_k_norm.weight", "F32", (shape["head_dim"],)
         yield f"{of}ffn_gate_inp.weight", "F32", (count, hidden)
+        if "latent" in shape:
+            yield f"{of}exp_probs_b.bias", "F32", (count,)
         for name, rows, columns in (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn)):
             yield f"{of}ffn_{name}_exps.weight", shape["experts"], (count, rows, columns)
+            if "shared" in shape:
+                yield f"{of}ffn_{name}_shexp.weight", dense, (rows, columns)
             if oss:
                 yield f"{of}ffn_{name}_exps.bias", "F32", (count, rows)
+
+
+def latent_attention(of: str, shape: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    hidden, heads, latent, dense = shape["hidden"], shape["heads"], shape["latent"], shape["dense"]
+    yield f"{of}attn_q_a.weight", dense, (shape["of_queries"], hidden)
+    yield f"{of}attn_q_a_norm.weight", "F32", (shape["of_queries"],)
+    yield f"{of}attn_q_b.weight", dense, (heads * (shape["plain"] + shape["turned"]), shape["of_queries"])
+    yield f"{of}attn_kv_a_mqa.weight", dense, (latent + shape["turned"], hidden)
+    yield f"{of}attn_kv_a_norm.weight", "F32", (latent,)
+    yield f"{of}attn_k_b.weight", "Q8_0", (heads, latent, shape["plain"])
+    yield f"{of}attn_v_b.weight", dense, (heads, shape["value"], latent)
+    yield f"{of}attn_output.weight", dense, (hidden, heads * shape["value"])
+
+
+def latent_sizes(shape: dict[str, Any]) -> dict[str, int]:
+    return {
+        "attention.q_lora_rank": shape["of_queries"],
+        "attention.kv_lora_rank": shape["latent"],
+        "attention.value_length": shape["latent"],
+        "attention.key_length_mla": shape["plain"] + shape["turned"],
+        "attention.value_length_mla": shape["value"],
+        "rope.dimension_count": shape["turned"],
+        "leading_dense_block_count": 0,
+        "expert_shared_count": shape["shared"],
+        "expert_gating_func": 2,
+        "vocab_size": 49152,
+    }
 
 
 def write_model(path: Path, shape: dict[str, Any], layers: int) -> int:
@@ -91,11 +130,15 @@ def write_model(path: Path, shape: dict[str, Any], layers: int) -> int:
         "attention.key_length": shape["head_dim"],
         "attention.value_length": shape["head_dim"],
         "attention.sliding_window": 128,
+        **(latent_sizes(shape) if "latent" in shape else {}),
     }.items():
         if arch == "gpt-oss" or not key.endswith("window"):
             writer.add_uint32(f"{arch}.{key}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32(f"{arch}.rope.freq_base", 150000.0)
+    if "latent" in shape:
+        writer.add_float32(f"{arch}.expert_weights_scale", 1.8)
+        writer.add_bool(f"{arch}.expert_weights_norm", True)
     for name, kind, size in tensors(shape, layers, vocab):
         if kind == "F32":
             value = np.ones(size, np.float32) if name.endswith("norm.weight") else rng.standard_normal(size, np.float32)

@@ -11,10 +11,12 @@ for hundredths in a short run, so there are half as many rounds, twice as long. 
 tenth of the time is asked again, but no more rounds than `--repeats`. `error` is the standard error of the
 mean of their ratios.
 
-`--cached` leaves prompts out: those of a cell begin alike, and are computed once, before its runs, which ask them again
-and again. Then a CPU reaches contexts of thousands of tokens in seconds, and a step counts with the median time of its
-kind, which a busy machine says little of; `resting` is the speed of plain steps. It is for drafters that do not
-remember what was answered. `--isa` holds a CPU to an instruction set.
+`--cached` leaves prompts out: those of a cell begin alike, and are computed before its runs. So a CPU reaches contexts
+of thousands of tokens in seconds. Engines take turns of some steps, and a step counts with the median time of its kind,
+which a busy machine says little of; `resting` is the speed of its plain steps, and `of_plain` the speed beside them
+alone: two engines without drafts differ by 3%, by where their memory lies. `--isa` holds a CPU to an instruction set.
+
+Cells that `--out` has are not run again, so a grid can be run in pieces of `--most-seconds`.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
@@ -33,9 +35,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from cell_runs import OWN, WAVES, Cell, Prompts, typical
+from cell_runs import OWN, WAVES, Cell, Prompts, in_turn, report, typical
 from chat_servers import SET_BY, run_with
 from load_runs import (
     Step,
@@ -54,7 +56,7 @@ from load_runs import (
 )
 from load_texts import Texts
 
-from draftwing.engine.startup.quiet import BUSY
+from draftwing.engine.startup.quiet import BUSY, delays, since
 
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")
@@ -171,55 +173,69 @@ def error(ratios: Sequence[float]) -> float | None:
 def run_cell(
     cell: Cell, none: Any, engine: Any, prompts: Prompts, costs: Costs, args: argparse.Namespace
 ) -> dict[str, Any]:
-    if prompts.cached:  # steps are as long as contexts make them
-        rate, _ = (prompts.settle(cell, each, args.tokens or SHORT) for each in (none, engine))
-        tokens = args.tokens or int(min(max(rate * args.seconds / cell.requests, SHORT), ANSWER[1]))
-        count, long = cell.requests, False
-    else:
-        count, tokens, long = costs.work(cell, args.seconds)
-        tokens = args.tokens or tokens
-        for each in (none, engine):
-            prompts.settle(cell, each, tokens)
+    count, tokens, long = costs.work(cell, args.seconds)
+    tokens = args.tokens or tokens
+    for each in (none, engine):
+        prompts.settle(cell, each, tokens)
     rounds: list[tuple[float, float]] = []
-    steps: dict[int, list[list[Step]]] = {id(none): [], id(engine): []}
     repeats = max(args.repeats // 2, 1) if long else args.repeats
     for turn in range(2 * repeats):
-        asked, spread = prompts.of(cell, cell.prompt, count, turn * count), 0.0 if prompts.cached else SPREAD
-        jobs = jobs_of(asked, cell.temperature, tokens, spread, turn)
+        asked = prompts.of(cell, cell.prompt, count, turn * count)
+        jobs = jobs_of(asked, cell.temperature, tokens, SPREAD, turn)
         order = ((none, engine), (engine, none))[turn % 2]
         runs = {id(each): prompts.timed(each, jobs, cell.requests) for each in order}
         if max(run.report["waited"] for run in runs.values()) > BUSY and turn < repeats:
             continue  # others ran: one round more
-        for key, run in runs.items():
-            steps[key].append(run.steps)
-        (plain, expected, _, _), (drafted, found, reported, _) = runs[id(none)], runs[id(engine)]
+        (plain, expected, _), (drafted, found, reported) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
         if len(rounds) == repeats:
             break
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
-    ratio = statistics.median(other / one for one, other in rounds)
-    more: dict[str, Any] = {}
-    if prompts.cached:
-        (plain, one), (drafted, other) = (typical(steps[id(each)], cell.requests) for each in (none, engine))
-        ratio, more = drafted / plain, {"resting": one / other if one and other else None}
-    record: dict[str, Any] = {
-        **cell._asdict(),
-        "prompts": count,
-        "tokens": tokens,
-        "none": plain,
-        "drafts": drafted,
-        "ratio": ratio,
-        "ratios": [other / one for one, other in rounds],
-        "error": error([other / one for one, other in rounds]),
-        "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
+    ratios = [other / one for one, other in rounds]
+    record = {
+        **cell._asdict(), "prompts": count, "tokens": tokens, "none": plain, "drafts": drafted,
+        "ratio": statistics.median(ratios), "ratios": ratios, "error": error(ratios), "same": same(expected, found),
         **reported,
-        **more,
-    }
+    }  # fmt: skip
     if args.fixed:
         record["fixed"] = fixed_rates(cell, engine, prompts, jobs)
         best = max(record["fixed"].values())
         record |= {"best_fixed": best, "of_best_fixed": rounds[-1][1] / best}  # with the same requests
     return record
+
+
+def run_cached(cell: Cell, none: Any, engine: Any, prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
+    """As `run_cell`, of prompts that are computed before; engines take turns within a round."""
+    rate, _ = (prompts.settle(cell, each, args.tokens or SHORT) for each in (none, engine))
+    tokens = args.tokens or int(min(max(rate * args.seconds / cell.requests, SHORT), ANSWER[1]))
+    steps: tuple[list[list[Step]], list[list[Step]]] = [], []  # without drafts and with them
+    equal, ratios, start, before = 0, [], time.monotonic(), delays()
+    for turn in range(args.repeats):
+        asked = prompts.of(cell, cell.prompt, cell.requests, turn * cell.requests)
+        for each in (none, engine):
+            prompts.compute(each, asked)
+        order = ((none, engine), (engine, none))[turn % 2]
+        runs = in_turn(order, jobs_of(asked, cell.temperature, tokens, 0.0, turn), cell.requests)
+        mine = [runs[order.index(each)] for each in (none, engine)]
+        one, other = (typical(run.steps, cell.requests).rate for run in mine)
+        ratios.append(other / one)
+        equal += same(mine[0].answers, mine[1].answers)
+        for all_steps, run in zip(steps, mine, strict=True):
+            all_steps += run.steps
+    waited = max(since(before)) / (time.monotonic() - start)
+    plain, drafted = (typical(each, cell.requests) for each in steps)
+    return {
+        **cell._asdict(), "prompts": args.repeats * cell.requests, "tokens": tokens, "none": plain.rate,
+        "drafts": drafted.rate, "ratio": drafted.rate / plain.rate, "ratios": ratios, "error": error(ratios),
+        "same": equal, **report(itertools.chain.from_iterable(steps[1])), "waited": waited,
+        "resting": plain.plain / drafted.plain if plain.plain and drafted.plain else None,
+        "of_plain": drafted.rate * drafted.plain / cell.requests if drafted.plain else None,
+    }  # fmt: skip
+
+
+def same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Answers that are the same."""
+    return sum(a.tokens == b.tokens for a, b in zip(one, other, strict=True))
 
 
 def fixed_rates(cell: Cell, engine: Any, prompts: Prompts, jobs: Sequence[Any]) -> dict[str, float]:
@@ -238,15 +254,15 @@ def fixed_rates(cell: Cell, engine: Any, prompts: Prompts, jobs: Sequence[Any]) 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """In Markdown, the worst cell first."""
     head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error |"
-    lines = [head + " accept length | resting | waited | shapes |", "|" + "---|" * 13]
+    lines = [head + " accept length | resting | of plain | waited | shapes |", "|" + "---|" * 14]
     for one in sorted(records, key=lambda record: record["ratio"]):
         steps, known = sum(one["shapes"].values()), "" if one["error"] is None else f"{one['error']:.3f}"
-        resting = "" if one.get("resting") is None else f"{one['resting']:.3f}"
+        resting, own = ("" if one.get(name) is None else f"{one[name]:.3f}" for name in ("resting", "of_plain"))
         shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
         lines.append(
             f"| {one['requests']} | {one['prompt']} | {one['temperature']:g} | {one['text']} | {one['drafter']} | "
             f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {known} | "
-            f"{one['accept_length']:.2f} | {resting} | {one['waited']:.0%} | {shapes} |"
+            f"{one['accept_length']:.2f} | {resting} | {own} | {one['waited']:.0%} | {shapes} |"
         )
     return "\n".join(lines)
 
@@ -268,6 +284,21 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
     names = dict.fromkeys(one["drafter"] for one in records)
     return {"all": of(records)} | {name: of([one for one in records if one["drafter"] == name]) for name in names}
+
+
+def cell_of(record: dict[str, Any]) -> Cell:
+    return Cell(*(record[name] for name in Cell._fields))
+
+
+def read(out: Path | None, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records of a run before. Raises ValueError if it was of another model, other options or another machine."""
+    if out is None or not out.exists():
+        return []
+    found = json.loads(out.read_text(encoding="utf8"))
+    others = [name for name in about if name != "date" and found[name] != about[name]]
+    if others:
+        raise ValueError(f"{out} is of another {', '.join(others)}")
+    return cast(list[dict[str, Any]], found["cells"])
 
 
 def write(out: Path | None, records: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
@@ -302,6 +333,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
+    assert not (args.fixed and args.cached), "shapes are pinned in runs with prompts alone"
     run_with(args.isa)
     start = time.monotonic()
     none = make_engine(args, "none")
@@ -319,11 +351,14 @@ def main() -> None:
         "options": args.options,
         "date": time.strftime("%Y-%m-%d"),
     }
-    records: list[dict[str, Any]] = []
+    records = read(args.out, about)
+    done = {cell_of(record) for record in records}
+    # Those with the same text and length after each other, for what is cached.
+    cells = sorted((cell for cell in cells if cell not in done), key=lambda cell: (cell.prompt, cell.text))
     for drafter in args.drafters:
         mine = [cell for cell in cells if cell.drafter == drafter]
         print(f"{drafter}: {len(mine)} cells", flush=True)
-        if args.list:
+        if args.list or not mine or time.monotonic() - start > args.most_seconds:
             print(*mine, sep="\n")
             continue
         begun = time.monotonic()
@@ -335,7 +370,11 @@ def main() -> None:
             if time.monotonic() - start > args.most_seconds:
                 print(f"left out for want of time: {cell}", flush=True)
                 continue
-            records.append(run_cell(cell, none, engine, Prompts(texts, args.cached), costs, args))
+            prompts = Prompts(texts, args.cached)
+            if args.cached:
+                records.append(run_cached(cell, none, engine, prompts, args))
+            else:
+                records.append(run_cell(cell, none, engine, prompts, costs, args))
             print(table(records[-1:]).splitlines()[-1], flush=True)
             write(args.out, records, about)
         let_go(engine)

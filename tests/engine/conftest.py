@@ -63,7 +63,7 @@ def harness(request):
         how = {"device": device}
     return SimpleNamespace(
         Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, model_of=of_config or partial(model_of, device=device),
-        prompts_for=prompts_for,
+        prompts_for=prompts_for, in_blocks=in_blocks,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

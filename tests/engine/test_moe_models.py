@@ -10,7 +10,12 @@ import pytest
 import torch
 from engine.test_hybrid_models import texts
 from moe_models import predicting, published, reference, with_layer
+from reference.checkpoints import Checkpoint, eagle3_head
+from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
+
+from draftwing import LLM, SamplingParams
+from draftwing.engine.graphs.cpu_tape import RecordedStages
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +47,45 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     )
     for algorithm in drafters:
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+
+
+@pytest.mark.further(kind=["glm4-moe-groups", "deepseek-v2-groups", "glm4-moe-lite"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_eagle3_heads_draft_for_them(tmp_path: Path, kind: str) -> None:
+    """Heads are dense layers with keys and values, whatever the target's layers are."""
+    written(tmp_path / "model", kind)
+    sizes = {"hidden_size": 64, "vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 512}
+    target = Checkpoint({}, {"hidden_size": 64})
+    eagle3_head(target, rows=None, num_attention_heads=4, num_key_value_heads=2, **sizes).write(tmp_path / "head")
+    plain = texts(tmp_path / "model", "none", "float32")
+    own = {"speculative_draft_model_path": str(tmp_path / "head"), "speculative_fixed_shape": True}
+    for topk, nodes in ((1, 4), (2, 6)):
+        tree = {"speculative_num_steps": 3, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes}
+        assert texts(tmp_path / "model", "EAGLE3", "float32", **own, **tree) == plain
+
+
+# Rows of matrices fill blocks.
+EVEN = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32}
+EVEN_LATENTS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+
+
+@pytest.mark.further(kind=["glm4-moe", "minimax-m2", "glm4-moe-lite"])
+@pytest.mark.parametrize("kind", ["glm4-moe", "minimax-m2", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"])
+def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> None:
+    sizes = EVEN | (EVEN_LATENTS if kind.startswith("deepseek") or kind == "glm4-moe-lite" else {})
+    if kind == "deepseek-v3":
+        sizes["q_lora_rank"] = 64
+    if kind == "minimax-m2":
+        del sizes["moe_intermediate_size"]
+    *_, drafter = written(tmp_path, kind, **sizes)[:2]
+    params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    options = {**ENGINE, "speculative_algorithm": drafter, "quantization": "q8_0"}
+    with LLM(str(tmp_path), **options) as llm:
+        stages = llm.engine.parts.executor.graphs
+        if not isinstance(stages, RecordedStages):
+            pytest.skip("nothing is recorded here")
+        llm.generate([[5, 6, 7, 8, 9, 5, 6, 7]], params)
+        assert stages.replays > 5 and not stages.refused
 
 
 @pytest.mark.gpu

@@ -108,6 +108,17 @@ def test_tensors_of_all_experts_are_taken_apart(
     assert np.array_equal(mlp.router.weight.detach().numpy(), values["blk.0.ffn_gate_inp.weight"])
 
 
+@pytest.mark.parametrize(("arch", "experts"), [("llama", 0), ("qwen3moe", 3)])
+@pytest.mark.parametrize("part", ["ffn_gate_shexp.weight", "exp_probs_b.bias"])
+def test_what_is_not_used_is_named_as_in_the_file(
+    tmp_path: Path, part: str, arch: str, experts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"blk.0.{part}"
+    extra = {name: np.zeros((FFN, HIDDEN), np.float32)}
+    load_model(write(tmp_path / "m.gguf", arch, extra=extra, experts=experts), torch.float32, "cpu")
+    assert f"not used: {name}" in caplog.text
+
+
 def test_biases_of_llama_are_unpermuted(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     sizes = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}

@@ -23,7 +23,7 @@ from torch import Tensor
 from draftwing.kv.pool import KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
-from draftwing.ops.attention import Batch, ChunkSpan, HeadNorms
+from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, HeadNorms
 from draftwing.ops.contracts import FewRowsGemm, MixtureWeights, Routing
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.row_states import DeltaSpec
@@ -92,6 +92,27 @@ def memories(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         state = made.floats(dtype, 5, size)
         yield from (ops.gru(read, kept, state), *ops.recur(read, state), ops.gate(read, kept))
         yield ops.concat_columns(state, read[:, 3:20])
+
+
+@case
+def latents(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """What latent attention multiplies heads with and turns, and a step over what it keeps."""
+    for heads, inputs, outputs in ((3, 24, 56), (2, 130, 128)):
+        products = ops.head_products(made.floats(dtype, heads * outputs, inputs), heads, dtype)
+        assert products is not None
+        for rows in (1, 2, 3, 5, 13):
+            yield products(made.floats(dtype, rows, heads, inputs + 8)[..., :inputs])
+    cos, sin = rope_table(RopeConfig(), 24, 8, dtype, "cpu")[:7].unsqueeze(2).unbind(1)
+    for factor in (1.0, 1.87):
+        yield ops.concat_rope(made.floats(dtype, 7, 3, 40), made.floats(dtype, 7, 3, 24), cos, sin, factor)
+    pool = KVPool([KVSpec(1, 64, shared=True)], 40, dtype, torch.device("cpu"))
+    chunk = Batch(
+        torch.tensor([0]), NONE, torch.arange(7), torch.arange(1, 8), torch.arange(1, 41).view(1, 40),
+        bound=40, chunks=(ChunkSpan(0, 0, 0, 7),), prefix_len=NONE,
+    )  # fmt: skip
+    kept = made.floats(dtype, 7, 1, 64)
+    kind = AttentionKind(scalar=40, values=40)
+    yield ops.attention(pool).bind(chunk, 0)(0, made.floats(dtype, 7, 3, 64), kept, kept[..., :40], kind)
 
 
 @case

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import FORBIDDEN, MARK_SOURCE, NOT_FINITE, PLAIN, Chunk, StepResult, TreeShape
+from draftwing.core import (
+    FORBIDDEN,
+    MARK_SOURCE,
+    NOT_FINITE,
+    PLAIN,
+    Chunk,
+    DraftChunk,
+    DraftDeferral,
+    StepResult,
+    TreeShape,
+)
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.planning import divided, fair_decode_batch
@@ -16,6 +26,8 @@ from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape, StepContext
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+
+TREE = TreeShape(2, 2, 4)
 
 
 def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0, credited=()):
@@ -256,6 +268,32 @@ def test_shares_of_time_are_no_more_tokens_than_a_prefill_may_have():
         assert sum(length for _, length in divided(8192, todo, budget, [])) == 8192
 
 
+@pytest.mark.parametrize(
+    ("prompts", "given"),
+    [
+        ([2000, 2000], 512),  # what is over is left for later, as there will be more prefills
+        ([900, 60], 560),  # nothing would be left that is worth another one
+        ([280, 280, 280, 280], 560),  # none is cut off
+        ([60, 30], 90),  # all of it
+    ],
+)
+def test_a_prefill_that_is_cut_off_is_as_long_as_what_it_is_padded_to(prompts, given):
+    """Of 560 tokens the device would make 768."""
+    prefills = PrefillBudget()
+    prefills._start, prefills._token = 0.004, 2e-5
+    todo = [req(str(i), length=length) for i, length in enumerate(prompts)]
+    parts = dict(divided(560, todo, prefills, [], 0.0, (64, 256, 512, 768)))
+    assert sum(parts.values()) == given and all(0 < length <= len(one.tokens) for one, length in parts.items())
+
+
+def test_a_prefill_is_padded_where_that_makes_more_tokens_a_second():
+    prefills = PrefillBudget()
+    prefills._start, prefills._token = 0.004, 2e-5
+    parts = divided(700, [req("long", length=4000)], prefills, [], 0.0, (64, 512, 768))
+    assert parts[0][1] == 700
+    assert divided(5000, [req("long", length=9000)], prefills, [], 0.0, (64, 512, 768))[0][1] == 5000, "it is launched"
+
+
 def test_prefill_and_decode_alternate():
     sched = make(chunk=4)
     sched.submit(req("a", length=4))
@@ -357,6 +395,26 @@ def test_prompts_with_a_common_beginning_prefilled_at_once_end_up_sharing_one_co
     b = next(r for r in sched.running if r.uid == "b")
     assert any(row == b.row and start == 0 and len(slots) == 29 for row, start, slots in plan.new_slots)
     assert np.array_equal(sched.running[0].slots[:29], sched.running[1].slots[:29])
+
+
+def test_of_a_copy_that_is_shared_the_drafter_sees_what_it_has_not_seen():
+    """It made its keys of b's prompt in slots that are given away for those of a, of which it saw nothing."""
+    config = SchedulerConfig(
+        200, 4, TREE.nodes, 30, lagging=frozenset([PLAIN]), deferral=DraftDeferral(0, 100, from_tokens=True)
+    )
+    sched = Scheduler(config, FixedShape(TREE), {shape: shape.nodes for shape in FixedShape(TREE).menu})
+    for uid, last in (("a", 100), ("b", 101)):
+        one = req(uid, length=30)
+        one.tokens[-1], one.skipped = last, uid == "a"
+        sched.submit(one)
+    plans = [sched.plan() for _ in range(3)]  # no result is known before the last
+    assert [plan.kind for plan in plans] == ["prefill", "tree", "prefill"]
+    for plan in plans:
+        assert plan.shown == ()
+        sched.commit(plan, result(plan))
+    (row,) = [one.row for one in sched.running if one.uid == "b"]
+    plan = sched.plan()
+    assert plan.kind == "tree" and plan.shown == (DraftChunk(row, 0, 30, 0),)
 
 
 def test_equal_prompts_are_prefilled_once():

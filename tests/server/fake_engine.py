@@ -89,18 +89,18 @@ class FakeEngine:
         self.cached: set[tuple[str | None, tuple[int, ...]]] = set()  # salts and prompts that were prefilled
         self.cached_tokens: dict[str, int] = {}  # by uid
         self.running: dict[str, tuple[GenerationRequest, list[int], StopStringScanner | None]] = {}
-        self.crash: Exception | None = None
-        self.steps, self.stepping = 0, False
+        self.stepping = False
         self.traced: list[TracedStep] = []  # all steps that were reported, those of prompts left out
-        self.closed = False
         self.forget()
         self._inbox: queue.SimpleQueue[GenerationRequest | str | None] = queue.SimpleQueue()
 
     def forget(self) -> None:
         """Is as it was made, but for what runs."""
         self.burst, self.pause = self._speed
-        self.flushed = 0
+        self.flushed = self.steps = 0
         self.forgotten = list[str]()  # clients
+        self.crash: Exception | None = None
+        self.closed = False
         for memory in (self.requests, self.aborted, self.cached, self.traced):
             memory.clear()  # type: ignore[attr-defined]
 

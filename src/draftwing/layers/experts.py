@@ -177,6 +177,8 @@ class ExpertLinear(Linear):
     """The weights of `count` experts of one shape, one beneath the other: outputs of expert e are rows from e * out on.
     Rows are multiplied with those of the experts that they were routed to."""
 
+    takes_all = False  # whether every row is routed to all of them
+
     def __init__(
         self,
         in_features: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,9 +14,14 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear, row_parallel
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
+from draftwing.layers.linear_ops.formats import head_format
+from draftwing.layers.linear_ops.packed_blocks import sizes_of
 from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.attention import Attend, AttentionKind, HeadShape
+from draftwing.ops.contracts import HeadProducts, Routed
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -118,8 +124,8 @@ class LatentAttentionConfig(MixerConfig):
             *parts,
             StoredVector("self_attn.kv_a_layernorm.weight", "norm.weight", self.latent, None, True),
             # Two parts of `kv_b_proj` (`models.latents`).
-            StoredVector("self_attn.k_b_proj.weight", "key_up.weight", up.size, Cut(0, up)),
-            StoredVector("self_attn.v_b_proj.weight", "value_up.weight", values.size, Cut(0, values)),
+            StoredMatrix("self_attn.k_b_proj", "key_up", 0, up.size, False, Cut(0, up), of_heads=True),
+            StoredMatrix("self_attn.v_b_proj", "value_up", 0, values.size, False, Cut(0, values), of_heads=True),
         ]
 
     def _order(self, starts: Sequence[int], plain: int, whole: int) -> Order | None:
@@ -139,6 +145,64 @@ class LatentAttentionConfig(MixerConfig):
         self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
     ) -> LatentAttention:
         return LatentAttention(self, layer, pool_layer, dtype, device, in_size)
+
+
+class HeadLinear(ExpertLinear):
+    """A matrix for each head. Where the device has no products of heads they are experts, which all rows go to."""
+
+    takes_all = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: WeightFormat,
+    ) -> None:
+        """out_features: of one head."""
+        super().__init__(in_features, out_features, heads, False, dtype, device, weight_format)
+
+    def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
+        blocks = None if self._packed else self.op.stored_rows(0, self.out_features)
+        rows = None if blocks is None else [part for _, part in blocks]
+        products = None if self._packed else ops.head_products(rows or self.weight, self.count, self._dtype)
+        if products is None:
+            super().pack(ops, mode)
+            return
+        self._ops, self._packed, self.op = ops, True, HeadsOp(self, products, sizes_of(rows or ()))
+        if rows is None:
+            del self.weight
+
+    def routed(self, x: Tensor) -> Routed | None:
+        """What `forward` is given of x [M, ..]."""
+        return None if isinstance(self.op, HeadsOp) else self._ops.every_expert(len(x), self.count, x.device)
+
+    def forward(self, x: Tensor, routed: Routed | None) -> Tensor:  # type: ignore[override]
+        """x [M, heads, in_features] -> [M, heads, out_features of a head]"""
+        if isinstance(self.op, HeadsOp):
+            return self.op.products(x)
+        assert routed is not None
+        return super().forward(x.flatten(0, 1), routed).view(*x.shape[:2], -1)
+
+    __call__ = forward  # type: ignore[assignment]
+
+
+class HeadsOp(LinearOp):
+    """The device's products of heads."""
+
+    def __init__(self, layer: Linear, products: HeadProducts, sizes: Counter[str]) -> None:
+        """sizes: of blocks, by their kind."""
+        super().__init__(layer)
+        self.products, self._sizes = products, sizes
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return self._sizes
+
+    def dense_weight(self) -> Tensor:
+        return self.products.weight
 
 
 class LatentAttention(Mixer):
@@ -168,9 +232,8 @@ class LatentAttention(Mixer):
         self.query = Linear(wide or in_size, heads * (config.plain + config.turned), False, dtype, device, form)
         self.query_norm = RMSNorm(wide, _EPS, layer.norm.dtype(dtype), device) if wide else None
         self.norm = RMSNorm(config.latent, _EPS, layer.norm.dtype(dtype), device)
-        # Of each head: its rows are those that were routed to it.
-        self.key_up = ExpertLinear(config.plain, config.latent, heads, False, dtype, device)
-        self.value_up = ExpertLinear(config.latent, config.values, heads, False, dtype, device)
+        self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device, head_format(form))
+        self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device, head_format(form))
         self.o = row_parallel(Linear(heads * config.values, hidden, config.bias, dtype, device, form), layer.ranks)
         self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
 
@@ -181,14 +244,12 @@ class LatentAttention(Mixer):
         config, rows = self.config, len(x)
         made = self.down(x)
         source = x if self.query_norm is None else self.query_norm(made[:, : config.query_latent])
-        queries = self.query(source).view(rows * config.heads, -1)
-        plain, turned = queries.split((config.plain, config.turned), 1)
-        routed = self.ops.every_expert(rows, config.heads, x.device)
-        plain, turned = (part.view(rows, config.heads, -1) for part in (self.key_up(plain, routed), turned))
-        q = self.ops.concat_rope(plain, turned, cos, sin, config.factor)  # [M, heads, width]
+        plain, turned = self.query(source).view(rows, config.heads, -1).split((config.plain, config.turned), 2)
+        routed = self.key_up.routed(x)
+        q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
         keys = self._latents(made, cos, sin)
         out = attend(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
-        values = self.value_up(out.view(rows * config.heads, -1), routed)
+        values = self.value_up(out.view(rows, config.heads, -1), routed)
         return self.o(values.view(rows, -1), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -31,6 +31,7 @@ class StoredMatrix(NamedTuple):
     bias: bool
     cut: Cut  # what of it this rank reads
     order: Order | None = None  # of what is read, in place of a cut
+    of_heads: bool = False  # its format is `head_format`
 
 
 class StoredVector(NamedTuple):

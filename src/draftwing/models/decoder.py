@@ -266,9 +266,9 @@ class DecoderModel(nn.Module):
                 x = end(x, None if embeddings is None else embeddings[:, i - 1])
             if i in aux_layers:
                 streams[i] = x
-        if narrowed is not None:
-            return x.new_zeros(len(ids), x.shape[1]).index_copy_(0, narrowed.queries, self.norm(x)), None
         x = self.norm(x) if normed is None else normed
+        if narrowed is not None:
+            return x.new_zeros(len(ids), x.shape[1]).index_copy_(0, narrowed.queries, x), None
         streams[self.final_aux_layer] = x
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
@@ -330,7 +330,7 @@ class DecoderModel(nn.Module):
                 continue
             values = part.out_features * part.in_features
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
-            if isinstance(part, ExpertLinear) and self.config.experts is not None:
+            if isinstance(part, ExpertLinear) and not part.takes_all and self.config.experts is not None:
                 found = Counter(
                     {k: size * self.config.experts.routing.top_k // part.count for k, size in found.items()}
                 )

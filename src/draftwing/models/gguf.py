@@ -210,10 +210,10 @@ def tensors(
             yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
             done += raw.nbytes
             continue
-        as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
+        of_heads = isinstance(latent, LatentAttentionConfig) and len(info.shape) == 3  # a matrix for each
+        as_stored = in_blocks and (len(info.shape) == 2 or of_heads) and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
-        if isinstance(latent, LatentAttentionConfig) and len(info.shape) == 3:  # a matrix for each head
-            rows = rows.flatten(0, 1)
+        rows = rows.flatten(0, -2) if of_heads else rows
         attention = config.attention
         heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(
             name.rpartition(".")[0].rpartition(".")[2], 0
@@ -222,7 +222,7 @@ def tensors(
             rows = rows - config.norm.offset  # as a checkpoint in folders has them
         if permuted and heads and len(rows) == heads * attention.head_dim:  # others have the wrong shape anyway
             rows = unpermuted(rows, heads)
-        value = BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
+        value = BlockRows(file.kind(name), rows, info.shape[-1]) if as_stored else rows
         for part, one in gguf_hybrids.taken_apart(name, value, nets[0]) if nets else ((name, value),):
             theirs = hf_name(part, config, own)
             made = gguf_hybrids.made(theirs, one) if isinstance(one, Tensor) else one

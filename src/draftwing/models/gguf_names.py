@@ -66,12 +66,13 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
         tops = gguf_hybrids.LFM2_TOP_NAMES if config.architecture == "Lfm2ForCausalLM" else {}
         return tops.get(name, TOP_NAMES.get(name, name))
     layer, part, suffix = layer_name(int(match[1]), own), match[2], match[3]
-    names, of_experts = OTHER_NAMES.get(config.architecture, BLOCK_NAMES), expert_names(config)
-    if part == "ffn_gate_inp":
+    names, of_experts, experts = OTHER_NAMES.get(config.architecture, BLOCK_NAMES), expert_names(config), config.experts
+    if part == "ffn_gate_inp" and experts is not None:
         return f"{layer}.{of_experts.router}{suffix}"
-    if part == "exp_probs_b":
+    if part == "exp_probs_b" and experts is not None and experts.routing.sigmoid:
         return f"{layer}.{of_experts.correction}"
-    if shared := re.fullmatch("ffn_(gate|up|down)_shexp", part):
+    shared = re.fullmatch("ffn_(gate|up|down)_shexp", part)
+    if shared is not None and experts is not None and experts.shared:
         return f"{layer}.{of_experts.shared}.{getattr(of_experts, shared[1])}{suffix}"
     if part in WHOLE_NAMES:
         return f"{layer}.{WHOLE_NAMES[part]}"

@@ -85,9 +85,19 @@ def parts(name: str, value: Value, mixer: LatentAttentionConfig) -> Iterator[tup
     expected = mixer.heads * (mixer.plain + mixer.values), mixer.latent
     if whole.shape != expected:
         raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(whole.shape)}")
-    keys, values = whole.view(mixer.heads, -1, mixer.latent).split((mixer.plain, mixer.values), 1)
-    for suffix, part in ((KEYS, keys.transpose(1, 2)), (VALUES, values)):
-        yield name.removesuffix(JOINED) + suffix, part.reshape(-1, part.shape[2])
+    keys, values = _by_head(whole, mixer)
+    own = name.removesuffix(JOINED)
+    yield own + KEYS, keys.transpose(1, 2).reshape(-1, mixer.plain)
+    if isinstance(value, BlockRows):  # whose rows stay as they are
+        yield own + VALUES, value._replace(data=_by_head(value.data, mixer)[1].flatten(0, 1))
+    else:
+        yield own + VALUES, values.flatten(0, 1)
+
+
+def _by_head(whole: Tensor, mixer: LatentAttentionConfig) -> tuple[Tensor, Tensor]:
+    """[heads * (plain + values), n] -> what is each head's for keys, and for values, [heads, .., n]"""
+    keys, values = whole.unflatten(0, (mixer.heads, -1)).split((mixer.plain, mixer.values), 1)
+    return keys, values
 
 
 def _dense(value: Tensor | BlockRows | QuantizedRows | MXRows) -> Tensor:

@@ -20,6 +20,7 @@ from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import NoiseKey
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
+RECORDED_ROWS = 16  # steps of up to so many are recorded on a CPU
 
 
 # -- GEMMs -----------------------------------------------------------------------------------------------------------
@@ -264,6 +265,19 @@ class ExpertGemm(Protocol):
     def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:
         """silu(gate) * up of the same, [pairs, out / 2], or with a limit other than 0 `ExpertOps.clamped_swiglu`. None:
         the caller does it."""
+        ...
+
+
+class HeadProducts(Protocol):
+    """Products of each head with a matrix of its own; a row has the same bits in any batch."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[heads * out, in], a copy"""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, heads, in], whose rows and heads may be apart -> [M, heads, out]"""
         ...
 
 

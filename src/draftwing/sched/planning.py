@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -14,7 +13,6 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
-LAUNCHED = 1.25  # times the largest size: what is launched by itself takes the host longer than the device up to there
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -75,7 +73,11 @@ def make_plan(
 
 
 def divided(
-    most: int, todo: Sequence[Req], prefills: PrefillBudget, ready: Sequence[Req], spared: float = 0.0,
+    most: int,
+    todo: Sequence[Req],
+    prefills: PrefillBudget,
+    ready: Sequence[Req],
+    spared: float = 0.0,
     sizes: Sequence[int] = (),
 ) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
@@ -118,9 +120,9 @@ def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[in
     no less is left than for another one."""
     total, token = sum(given.values()), prefills.token_seconds(0)
     at = bisect_left(sizes, total)
-    if not at or not token or total > LAUNCHED * sizes[-1]:
+    if at in (0, len(sizes)) or not token:
         return
-    below, above = sizes[at - 1], sizes[at] if at < len(sizes) else math.inf
+    below, above = sizes[at - 1 : at + 1]
     parts, excess = {req: length for req, length in given.items() if length < req.unsent}, total - below
     left = sum(req.unsent for req in given) - total
     worse = below * (prefills.start + above * token) <= total * (prefills.start + below * token)

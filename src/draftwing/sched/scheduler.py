@@ -160,8 +160,9 @@ class Scheduler:
         plan = None
         self._await_masks()
         ready = self._ready()
-        mixes, alone, self._alone = self._mixes(ready), self._alone, False
-        if mixes is not None and not alone:
+        alone, self._alone = self._alone, False
+        mixes = None if alone else self._mixes(ready)
+        if mixes is not None:
             return self._plan_both(ready, mixes)
         prefill_first = alone or not (self._prefilled and ready)  # prefill chunks and decode steps alternate
         if prefill_first:

@@ -11,7 +11,7 @@ from draftwing.engine.graphs.cuda import Key
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.ops import make_ops
-from draftwing.ops.contracts import FEW_ROWS
+from draftwing.ops.contracts import FEW_ROWS, RECORDED_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
@@ -33,8 +33,8 @@ def native(pool):
     return NativeAttention(pool, KERNELS, Workers())
 
 
-def packed_model():
-    """In bfloat16, of sizes that the kernels for few rows take."""
+def random_model():
+    """Of sizes that the kernels for few rows take."""
     config = decoder_config(
         hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
         ffn_size=192, vocab_size=64, max_positions=CONTEXT,
@@ -45,7 +45,12 @@ def packed_model():
             if weight.dim() == 2:
                 scale = 6 if name.startswith("lm_head") else 1
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
-    model = model.to(torch.bfloat16).eval()
+    return model
+
+
+def packed_model():
+    """In bfloat16."""
+    model = random_model().to(torch.bfloat16).eval()
     model.pack(make_ops(torch.device("cpu")))
     return model
 
@@ -233,10 +238,25 @@ def test_steps_of_other_kernels_are_refused(harness, case):
     assert found == expected.tokens and stages.refused and not stages.replays
 
 
-def test_more_rows_than_few_are_not_recorded():
-    stages = RecordedStages(pick_device("cpu"), 9)
-    assert stages.key(TreeShape(2, 2, 5), 1) == Key(TreeShape(2, 2, 5), 1)
-    assert stages.key(TreeShape(2, 2, 5), 2) is None and stages.key(PLAIN, FEW_ROWS + 1) is None
+@pytest.mark.parametrize(
+    ("drafter", "shape", "rows"), [(None, PLAIN, RECORDED_ROWS - 1), ("ngram", TREE, RECORDED_ROWS // TREE.nodes)]
+)
+def test_steps_of_more_rows_are_recorded_with_weights_in_blocks(harness, drafter, shape, rows):
+    """Whose GEMMs take any number of rows."""
+    model = harness.in_blocks(random_model(), make_ops(torch.device("cpu")))
+    case = model, harness.prompts_for(rows), [harness.greedy(24)] * rows, None
+    found, stages = answers(harness, case, drafter, shape, rows=rows)
+    assert stages.replays > 20 and not stages.refused
+    plain, stages = answers(harness, case, drafter, shape, unrecorded=True, rows=rows)
+    assert plain == found and not stages.replays
+
+
+def test_larger_steps_are_not_recorded():
+    stages = RecordedStages(pick_device("cpu"), RECORDED_ROWS + 1)
+    assert stages.key(TreeShape(2, 2, 5), RECORDED_ROWS // 5) == Key(TreeShape(2, 2, 5), RECORDED_ROWS // 5)
+    assert (
+        stages.key(TreeShape(2, 2, 5), RECORDED_ROWS // 5 + 1) is None and stages.key(PLAIN, RECORDED_ROWS + 1) is None
+    )
 
 
 def test_a_last_stage_that_is_torch_s_own_leaves_the_others_recorded() -> None:

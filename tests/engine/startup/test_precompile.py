@@ -194,7 +194,7 @@ def serve(job):
         return begin(**launch)
     knobs.runtime.jit_cache_hook = note
     replays = executor.replays
-    for count in range(1, 21):
+    for count in range(1, 17):
         params = rng.choice((GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)))
         prompts = _prompt(rng.randint(1, 110), rng.randint(1, 2), params)
         shape = rng.choice([one for one in parts.sched.choice.policy.menu if executor.mixes(one, count)])

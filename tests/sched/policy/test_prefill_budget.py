@@ -112,6 +112,26 @@ def test_beside_rows_of_the_same_forward_gaps_stay_as_they_are() -> None:
         assert mixed - alone == pytest.approx(0.005, rel=0.1) or mixed >= sum(waiting)
 
 
+@pytest.mark.parametrize("tokens", [256, 700, 1000])
+def test_prefills_beside_trees_teach_prices(tokens: int) -> None:
+    """Nodes cost what tokens do. What the shortest takes is known from others, as these are of about one length."""
+    budget, rng = PrefillBudget(), random.Random(0)
+    budget.record(part(30), 0.009)  # the first one, which loads kernels
+    for _ in range(2 * RECENT):
+        budget.record_step(0.004)
+        length, nodes = tokens + rng.randrange(-20, 20), rng.choice((8, 32, 64))
+        budget.record(part(length), (0.004 + 2e-5 * (length + nodes)) * rng.uniform(0.97, 1.03), nodes)
+    assert budget.start == pytest.approx(0.004, rel=0.15)
+    assert budget.token_seconds(0) == pytest.approx(2e-5, rel=0.15)
+
+
+def test_half_of_a_part_is_left_where_trees_take_long() -> None:
+    budget = learnt(0.005, 4e-5)
+    alone = budget.max_seconds([0.3] * 40, 8)
+    assert budget.max_seconds([0.3] * 40, 8, spared=-1.0) == pytest.approx(alone / 2)
+    assert budget.max_seconds([0.3] * 40, 8, spared=-0.1 * alone) == pytest.approx(0.9 * alone)
+
+
 def test_long_contexts_do_not_make_prefills_long() -> None:
     budget = PrefillBudget()
     for start in [*range(0, 16000, 1000)] * 4:

@@ -25,7 +25,7 @@ from draftwing.core import (
 from draftwing.sched.policy.acceptance import drafts_by_row
 from draftwing.sched.policy.cost import HOLD, StepCost
 from draftwing.sched.policy.menus import chain_menu, match_menu, tree_menu
-from draftwing.sched.policy.shape_policy import FixedShape, StepContext
+from draftwing.sched.policy.shape_policy import Beside, FixedShape, StepContext
 from draftwing.sched.policy.tree_policy import MARGIN, TreePolicy
 
 STORED = json.loads(BASELINE.read_text(encoding="utf-8"))["figures"]["now"]
@@ -49,6 +49,28 @@ def test_a_simulated_load(cell: str) -> None:
     for name, figure in CELLS[cell]().items():
         assert figure <= 80 if name in ("steps", "most") else figure > 0.975, name
         assert not worse(name, figure, STORED[cell][name]), name
+
+
+@pytest.mark.parametrize("node_seconds", [0.0, 2e-5, 2e-4, 5e-3])
+def test_nodes_beside_prompts_cost_what_tokens_of_prompts_do(node_seconds: float) -> None:
+    """The best shape is that with the most tokens a second, if each node more takes that long, too; of those that can
+    be there."""
+    batch, hits = 8, [0.8] * 8
+    world = MACHINES["gpu"](tree_menu(TREE))
+    policy = TreePolicy(world.menu, world.cost())
+    world.run(policy, hits, 300)
+    confidences = [MAX_CONFIDENCE] * batch
+
+    def rate(shape: TreeShape) -> float:
+        nodes = node_seconds * batch * (shape.queries - 1)
+        return world.tokens(shape, hits) / (world.seconds(shape, batch) + nodes)
+
+    for limit in (1024, 4 * batch, batch):
+        fit = [shape for shape in world.menu if batch * shape.queries <= limit]
+        beside = Beside(node_seconds, lambda shape, rows, fit=fit: rows * shape.queries if shape in fit else 0)
+        decision = policy.decide(StepContext(confidences, beside=beside))
+        chosen = world.menu[decision.best]
+        assert chosen in fit and rate(chosen) > 0.96 * max(map(rate, fit))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])

@@ -12,7 +12,7 @@ import torch
 from draftwing.core import TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
-from draftwing.ops.contracts import FEW_ROWS
+from draftwing.ops.contracts import RECORDED_ROWS
 from draftwing.ops.cpu.tape import Recording, record
 from draftwing.spec.drafter import Drafter
 
@@ -45,8 +45,8 @@ class RecordedStages(GraphCache):
     def __init__(self, device: Device, dummy_row: int, drafter: Drafter | None = None) -> None:
         super().__init__(device, dummy_row, 0)
         self._foreign = foreign_steps(drafter)
-        self.rows = torch.full((FEW_ROWS,), dummy_row, dtype=torch.int64, device=device.device)
-        self._host_rows = np.full(FEW_ROWS, dummy_row, np.int64)
+        self.rows = torch.full((RECORDED_ROWS,), dummy_row, dtype=torch.int64, device=device.device)
+        self._host_rows = np.full(RECORDED_ROWS, dummy_row, np.int64)
         self.refused: set[Hashable] = set()
         self._met: set[tuple[str, Hashable]] = set()
         self._recorded: dict[tuple[str, Hashable], tuple[Recording, Any]] = {}
@@ -57,7 +57,7 @@ class RecordedStages(GraphCache):
     def key(self, shape: TreeShape, size: int) -> Key | None:
         key = Key(shape, size)
         foreign = self._foreign == "all" or (self._foreign == "drafts" and shape.depth > 0)
-        return key if size * shape.queries <= FEW_ROWS and key not in self.refused and not foreign else None
+        return key if size * shape.queries <= RECORDED_ROWS and key not in self.refused and not foreign else None
 
     def run(self, stage: str, key: Any, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
         if key is None:

@@ -10,6 +10,13 @@ from draftwing.layers.linear_ops.dense import DenseFormat
 
 DENSE = DenseFormat()
 
+
+def head_format(form: WeightFormat) -> WeightFormat:
+    """Returns the format of matrices that are multiplied head by head, where that of a layer's others is `form`: blocks
+    as these, or dense."""
+    return form if form.takes_blocks else DENSE
+
+
 # `quant_method` of a checkpoint's `quantization_config` -> the format that it describes; raises CheckpointError for
 # settings that are not served. A new format is a line here.
 FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {}

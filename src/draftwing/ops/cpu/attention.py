@@ -130,6 +130,17 @@ class CpuAttend(KernelAttend):
             self._workers.address, wide, norms is not None and norms.values, eps,
         )  # fmt: skip
 
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        kv = self._kv[self._first_layer + layer]
+        if kv.shape[2] != 1 or self._kv_type > 1 or k.dtype not in DTYPES:  # keys that are no values, too, or int8
+            super().write(layer, k, v)
+            return
+        rows, size = k.shape[0], kv[0].numel()
+        assert k.shape[1:] == kv.shape[1:2] + kv.shape[3:] and k.is_contiguous() and self._slots.shape[0] == rows
+        self._raw.keep_rows(
+            kv.data_ptr(), self._slots.data_ptr(), k.data_ptr(), rows, size, k.dtype == torch.bfloat16, self._kv_type
+        )
+
     def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         """Takes no gradient."""
         first, (rows, hidden), (heads, kv_heads, dim) = self._first_layer + layers.first, x.shape, layers.shape
@@ -148,7 +159,7 @@ class CpuAttend(KernelAttend):
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
             self._backend.pools(first, layers.count, layers.shape), layers.places, spare.data_ptr(), layers.width,
             self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
-            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, 2, layers.eps,
+            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, 2, 0, layers.eps,
         )  # fmt: skip
         return outs
 
@@ -186,12 +197,12 @@ class CpuAttend(KernelAttend):
         kv = self._kv[self._first_layer + layer]
         kv_heads, dim = kv.shape[1], q.shape[2]
         self._prepare(heads, kv_heads, dim)
-        out = q.new_empty(q.shape[0], heads * dim)
+        out = q.new_empty(q.shape[0], heads * (kind.values or dim))
         self._raw.attend(
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
-            self._kv_type, *self._how, *numbers_of_kind(kind), kv.shape[2],
+            self._kv_type, *self._how, *numbers_of_kind(kind), kv.shape[2], kind.values,
         )  # fmt: skip
-        return out.unflatten(1, (heads, dim))[..., : kind.values].flatten(1) if kind.values else out
+        return out
 
     def _half(self, x: Tensor) -> bool:
         """Whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""

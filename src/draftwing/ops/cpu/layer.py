@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.attention import Attend, AttentionKind
-from draftwing.ops.contracts import FEW_ROWS, LayerWeights
+from draftwing.ops.contracts import FEW_ROWS, RECORDED_ROWS, LayerWeights
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import PackedGemm, numbers_of
@@ -121,6 +121,6 @@ class NativeLayers:
         if index is None:
             first = torch.tensor([self.place[layer] for layer in self.kept]) * rows
             index = (first + torch.arange(rows).unsqueeze(1)).flatten()  # [M * kept]
-            if rows <= FEW_ROWS:  # those of recorded steps
+            if rows <= RECORDED_ROWS:  # those of recorded steps
                 self._row_of[rows] = index
         return self._take_rows(outs.view(places * rows, -1), index).view(rows, -1)

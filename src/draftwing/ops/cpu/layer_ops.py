@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.contracts import FEW_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
+from draftwing.ops.contracts import RECORDED_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
 from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, BlockReader, quantize
 from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
+from draftwing.ops.cpu.latent import HeadBlocks, HeadGemm
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.cpu.tree import with_rows
 from draftwing.ops.cpu.workers import Workers
@@ -39,7 +40,7 @@ def _counted(rows: int) -> Tensor:
 @functools.cache
 def _of_few(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns, for `put_rows`, queries of each row, and a place for what nobody reads. Kept for the same reason."""
-    return torch.ones(FEW_ROWS, dtype=torch.int64), torch.empty(FEW_ROWS, width, dtype=dtype)
+    return torch.ones(RECORDED_ROWS, dtype=torch.int64), torch.empty(RECORDED_ROWS, width, dtype=dtype)
 
 
 class CpuLayerOps(LayerOps):
@@ -54,6 +55,7 @@ class CpuLayerOps(LayerOps):
         """Computes what torch does, with the same roundings."""
         if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
+        x = x if x.is_contiguous() or x.dim() != 2 else self.concat_columns(x)  # which is no operation of torch's
         x = x.contiguous()
         out = torch.empty_like(x)
         size = weight.shape[0]
@@ -149,6 +151,20 @@ class CpuLayerOps(LayerOps):
         self.raw.beside(out.data_ptr(), rows, *numbers, *[0] * (9 - len(numbers)))
         return out
 
+    def concat_rope(self, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0) -> Tensor:
+        if plain.dtype not in DTYPES or type(plain) is not Tensor:
+            return super().concat_rope(plain, turned, cos, sin, factor)
+        (rows, heads, same), dim = plain.shape, turned.shape[2]
+        assert turned.shape[:2] == (rows, heads) and all(part.dtype == plain.dtype for part in (turned, cos, sin))
+        assert all(part.stride(2) == 1 for part in (plain, turned, cos, sin)) and cos.stride(0) == sin.stride(0)
+        out = plain.new_empty(rows, heads, same + dim)
+        self.raw.concat_rope(
+            out.data_ptr(), plain.data_ptr(), turned.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, same, dim,
+            *plain.stride()[:2], *turned.stride()[:2], cos.stride(0), plain.dtype == torch.bfloat16,
+            self.workers.address, factor,
+        )  # fmt: skip
+        return out
+
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
         if x.dtype not in DTYPES or type(x) is not Tensor:
             return super().gate(gate, x)
@@ -199,7 +215,8 @@ class CpuLayerOps(LayerOps):
     def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
         """Few, which steps that are recorded have, by the call that keeps the newest query of each row, of one."""
         count, width = source.shape
-        if count > FEW_ROWS or type(target) is not Tensor or type(source) is not Tensor or not target.is_contiguous():
+        plain = type(target) is Tensor and type(source) is Tensor
+        if count > RECORDED_ROWS or not plain or not target.is_contiguous():
             super().put_rows(target, index, source)
             return
         source, index = with_rows(source), index.contiguous()
@@ -242,6 +259,17 @@ class CpuLayerOps(LayerOps):
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
         """kind: Q8_0, Q4_0 or Q4_K."""
         return quantize(self.raw, self.workers, weight, kind)
+
+    def head_products(
+        self, weight: Tensor | Sequence[BlockRows], heads: int, dtype: torch.dtype
+    ) -> HeadGemm | HeadBlocks | None:
+        if isinstance(weight, Tensor):
+            return HeadGemm(weight, heads, self.workers) if weight.dtype == dtype and dtype in DTYPES else None
+        outputs = sum(len(part.data) for part in weight)
+        alike = all(part.kind in TYPES and len(part.data) % heads == 0 for part in weight)
+        if not alike or not HeadBlocks.takes(outputs, heads) or dtype not in DTYPES:
+            return None
+        return HeadBlocks(self.block_gemm(weight, dtype), heads, self.spare)
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
         """Takes layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""

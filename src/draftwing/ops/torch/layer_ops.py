@@ -13,6 +13,7 @@ from draftwing.ops.contracts import (
     BlockGemm,
     FewRowsGemm,
     GroupGemm,
+    HeadProducts,
     HeadTopK,
     LayerWeights,
     MixtureWeights,
@@ -256,6 +257,13 @@ class LayerOps(ExpertOps):
 
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
         """A GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or None."""
+        return None
+
+    def head_products(
+        self, weight: Tensor | Sequence[BlockRows], heads: int, dtype: torch.dtype
+    ) -> HeadProducts | None:
+        """weight [heads * out, in], or the parts of one in blocks, which are copied; None where the device multiplies
+        them as those of experts. dtype: of x and of the result."""
         return None
 
     def whole_mixture(self, weights: MixtureWeights) -> WholeMixture | None:

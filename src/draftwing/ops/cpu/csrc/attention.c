@@ -264,11 +264,11 @@ static void finish(const Tile *t) {
             keep = exp2_16(before - top);
             sum = sum * keep + exp2_16(own - top);
         }
-        for (int64_t c = 0; c < a->dim; c += LANES)
-            store(a->out, (query * a->heads + head) * a->dim + c, a->dim - c, (int)a->half,
+        for (int64_t c = 0; c < a->values; c += LANES)
+            store(a->out, (query * a->heads + head) * a->values + c, a->values - c, (int)a->half,
                   loadf(t->whole.values + r * a->padded + c) * keep / sum);
     }
-    const int64_t size = t->group * a->dim;
+    const int64_t size = t->group * a->values;
     for (int64_t i = 0; i < t->queries && a->rounded; i++)
         round_part(a->rounded, a->out, t->query + i, t->head * size, (t->head + 1) * size, a->half);
 }
@@ -389,7 +389,8 @@ Attention attention_of(const int64_t *n) {
                    .window = n[23],
                    .sinks = POINTER(n[24]),
                    .scalar = n[25],
-                   .parts = n[26]};
+                   .parts = n[26],
+                   .values = n[27] ? n[27] : n[6]};
     a.padded = round_up(a.dim, LANES);
     a.scratch = (float *)(a.tickets + TICKETS);
     a.stored = a.scratch + a.workers->most * thread_floats(&a);

@@ -268,7 +268,7 @@ PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
          PyModule_AddFunctions(made, ngram_methods) || PyModule_AddFunctions(made, merge_methods) ||
          PyModule_AddFunctions(made, suffix_methods) || PyModule_AddFunctions(made, head_methods) ||
          PyModule_AddFunctions(made, delta_methods) || PyModule_AddFunctions(made, conv_methods) ||
-         PyModule_AddFunctions(made, attention_methods) ||
+         PyModule_AddFunctions(made, attention_methods) || PyModule_AddFunctions(made, latent_methods) ||
          PyModule_AddIntConstant(made, "has_product", has_product) ||
          PyModule_AddIntConstant(made, "has_openmp", has_openmp()) ||
          PyModule_AddIntConstant(made, "can_adapt", can_adapt()) ||

@@ -403,6 +403,7 @@ typedef struct {
     Workers *workers;
     int64_t window, scalar; /* as `AttentionKind` has them */
     int64_t parts;          /* of what a head keeps: 2, key and value; 1: its value is its key */
+    int64_t values;         /* elements of a value that come out, from the first on: dim or fewer */
     const float *sinks;     /* of heads, or NULL */
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
     int64_t padded;         /* dim up to 16s */
@@ -412,8 +413,8 @@ typedef struct {
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
-   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them; parts. */
-#define ATTENTION 27
+   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them; parts; values, 0: dim. */
+#define ATTENTION 28
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* Attends until nothing is left to take, in thread `thread` of those that share `taken`. */
 HIDDEN void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next);
@@ -502,6 +503,7 @@ enum { OTHER, MODEL, LOOKUP };
 INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
-/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c, short_conv.c and attention.c add to the module. */
+/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c, short_conv.c, attention.c and latent.c add to
+   the module. */
 HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
-    head_methods[], delta_methods[], conv_methods[], attention_methods[];
+    head_methods[], delta_methods[], conv_methods[], attention_methods[], latent_methods[];
