@@ -98,6 +98,7 @@ class FakeEngine:
         """Is as it was made, but for what runs."""
         self.burst, self.pause = self._speed
         self.flushed = self.steps = 0
+        self.forgotten = list[str]()  # clients
         self.crash: Exception | None = None
         self.closed = False
         for memory in (self.requests, self.aborted, self.cached, self.traced):
@@ -117,6 +118,10 @@ class FakeEngine:
     def flush_cache(self) -> bool:
         self.flushed += 1
         return not self.running
+
+    def forget_client(self, client: str) -> int:
+        self.forgotten.append(client)
+        return 2
 
     def stats(self) -> dict[str, Any]:
         return {

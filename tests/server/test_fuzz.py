@@ -23,6 +23,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "/api/show": {"model": "m"},
     "/generate": {"text": "abc"},
     "/abort_request": {"rid": "a"},
+    "/delete_traffic": {"client": "a"},
     "/tokenize": {"prompt": "abc"},
     "/detokenize": {"tokens": [1, 2]},
 }

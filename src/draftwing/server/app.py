@@ -25,6 +25,7 @@ from draftwing.server.ollama.routes import add_ollama_routes
 from draftwing.server.openai.routes import add_openai_routes
 from draftwing.server.reference import add_reference
 from draftwing.server.service import Service
+from draftwing.server.telemetry.collector import Collector
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
 from draftwing.server.ui.routes import add_ui_routes, is_file
@@ -42,7 +43,9 @@ def create_app(
     Raises ConfigError for keys that cannot be read.
     """
     keys = read_keys(engine.info.options)
-    service = Service(engine, tokenizer)
+    options = engine.info.options
+    collector = None if options.learn is None else Collector.of(options, tokenizer.vocabulary_hash)
+    service = Service(engine, tokenizer, collector)
     allowances = Allowances(keys)
     metrics = Metrics(
         service.model,
@@ -50,7 +53,8 @@ def create_app(
         engine.stats,
         service.options.drafts,
     )
-    engine.observer = observer = Observer([metrics.requests, allowances, *watchers])
+    collectors = [] if collector is None else [collector]
+    engine.observer = observer = Observer([metrics.requests, allowances, *collectors, *watchers])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

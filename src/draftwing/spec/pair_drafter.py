@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from draftwing.config.trees import max_nodes
@@ -12,7 +14,7 @@ from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import new_calibration
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
-from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
+from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
 from draftwing.spec.model_drafter import ModelDrafter
 
 
@@ -97,6 +99,9 @@ class PairDrafter(Drafter):
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """One more than the lookup's, for the model can always propose."""
         return self.model.ops.raise_confidence(self.lookup.confidence(table, rows, max_kv_len, out))
+
+    def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:
+        self.lookup.remember(table, texts)
 
     def flush(self) -> None:
         self.model.flush()

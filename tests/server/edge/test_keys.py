@@ -126,7 +126,10 @@ def test_how_long_a_key_is_looked_for_tells_nothing(keyed: Any, monkeypatch: pyt
     assert len(every) == 3
 
 
-ADMIN = [("POST", "/abort_request", {"rid": "x"}), ("POST", "/flush_cache", None), ("GET", "/flush_cache", None)]
+ADMIN = [
+    ("POST", "/abort_request", {"rid": "x"}), ("POST", "/flush_cache", None), ("GET", "/flush_cache", None),
+    ("POST", "/delete_traffic", {"client": "x"}),
+]  # fmt: skip
 
 
 @pytest.mark.slow

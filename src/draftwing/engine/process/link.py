@@ -65,6 +65,14 @@ class Drop(NamedTuple):
     number: int
 
 
+class Forget(NamedTuple):
+    """A client, of whose requests nothing is to be remembered. A `Reply` of this number comes back: how many answers
+    were kept of it, or in words what went wrong."""
+
+    number: int
+    client: str
+
+
 class Close(NamedTuple):
     pass
 
@@ -129,7 +137,7 @@ class EngineLink:
             thread.start()
             self._threads.append(thread)
 
-    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Close) -> None:
+    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Close) -> None:
         """Queues a message; of a dead engine it goes nowhere."""
         # A thread of its own writes: a full pipe must not stop the event loop.
         self._outbox.put(message)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
-from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply
+from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Forget, Refused, Reply
 from draftwing.engine.process.spawn import joined
 from draftwing.errors import CheckpointError, ConfigError, RequestError
 from draftwing.log import configure_logging
@@ -114,7 +114,7 @@ class Worker:
         except BaseException as error:
             self.die(error)
 
-    def obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop) -> None:
+    def obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget) -> None:
         """Does what the server sent, or sees to it that it is done."""
         if isinstance(message, list):
             for request in message:
@@ -134,6 +134,12 @@ class Worker:
         elif isinstance(message, Drop):
             if self._compiling.drop(message.number):
                 self.post(Reply(message.number, None))  # it is compiled no more
+        elif isinstance(message, Forget):
+            try:
+                forgotten: int | str = engine.forget_client(message.client)
+            except OSError as error:
+                forgotten = f"what is kept for lookups could not be removed: {error}"
+            self.post(Reply(message.number, forgotten))
         else:
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
