@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.ops.contracts import FewRowsGemm
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
@@ -134,6 +135,11 @@ class LinearOp:
     def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
         """hidden [..., in], ids [..., K] -> the outputs `ids` summed in float32, [..., K] float32."""
         return ops.exact_logits(hidden, self.dense_weight(), ids)
+
+    def copy_from(self, other: LinearOp) -> None:
+        """Takes the values of another layer's packed operation of the same kind and sizes, in the memory where its own
+        are; parameters are the layer's. Raises ConfigError where it cannot."""
+        raise ConfigError(f"weights of {type(self).__name__} cannot be replaced while they are in use")
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         """The operation for inference on this device, which may drop the layer's parameters; raises ConfigError for a

@@ -1,0 +1,89 @@
+"""Puts the values of one draft head into another that is in use: graphs and recorded calls go on with the memory that
+they know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwing.errors import ConfigError
+from draftwing.layers.linear import Linear
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.eagle3 import Eagle3Head
+
+
+class HeadSwap:
+    """The head that is in use, and how another is loaded as it was."""
+
+    def __init__(self, head: FeatureHead, load: Callable[[Path], FeatureHead]) -> None:
+        """load: a packed head from a folder."""
+        self._head, self._load = head, load
+
+    def read(self, folder: Path) -> FeatureHead:
+        """Loads a head that can take its place. Raises CheckpointError and ConfigError."""
+        found = self._load(folder)
+        check_alike(self._head, found)
+        return found
+
+    def take(self, head: FeatureHead) -> None:
+        copy_head(head, self._head)
+
+
+def check_alike(first: FeatureHead, other: FeatureHead) -> None:
+    """Raises ConfigError unless the values of one of two packed heads can be put into the other."""
+    found = differences(first, other)
+    if found:
+        raise ConfigError(f"the head cannot take the place of the one that is served, from which it differs in "
+                          f"{'; '.join(found)}: restart with it")  # fmt: skip
+
+
+@torch.no_grad()
+def copy_head(source: FeatureHead, into: FeatureHead) -> None:
+    """Copies parameters, packed weights and the draft vocabulary. Both are packed, and alike (`check_alike`)."""
+    for param, own in zip(source.parameters(), into.parameters(), strict=True):
+        own.copy_(param)
+    for part, mine in zip(source.modules(), into.modules(), strict=True):
+        if isinstance(mine, Linear):
+            assert isinstance(part, Linear)
+            mine.op.copy_from(part.op)
+    if into.target_ids is not None:
+        assert source.target_ids is not None
+        into.target_ids.copy_(source.target_ids)
+
+
+def differences(first: FeatureHead, other: FeatureHead) -> list[str]:
+    """Returns what two heads do not have in common, as `name: of the first, of the other`; empty for heads that differ
+    in weights, and perhaps in which tokens they draft, alone."""
+    mine, theirs = _traits(first), _traits(other)
+    return [
+        f"{name}: {mine.get(name)}, {theirs.get(name)}"
+        for name in mine | theirs
+        if mine.get(name) != theirs.get(name)
+    ]  # fmt: skip
+
+
+def _traits(head: FeatureHead) -> dict[str, Any]:
+    """Returns how a head computes, apart from its weights and draft tokens."""
+    # Of its config not what it was published as, for which length, and names in its file.
+    unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm", "ranks"}
+    config = asdict(head.config)
+    first = config.pop("layers")[0]  # those of heads are alike
+    parts = first.pop("norm"), first.pop("mixer"), first
+    del config["norm"]
+    traits = {"kind": type(head).__name__, "num_layers": head.config.num_layers, **config}
+    for part in parts:
+        traits |= part
+    if isinstance(head, Eagle3Head):
+        traits |= asdict(head.eagle)
+    if isinstance(head, BlockHead):
+        traits |= asdict(head.config_of_block)
+    traits = {name: value for name, value in traits.items() if name not in unlike}
+    shapes = {f"shape of {name}": list(parameter.shape) for name, parameter in head.named_parameters()}
+    sizes = {f"weight of {name}": part.op.sizes for name, part in head.named_modules() if isinstance(part, Linear)}
+    tokens = {"draft tokens": None if head.target_ids is None else len(head.target_ids)}
+    return traits | {"aux_layers": head.aux_layers} | shapes | sizes | tokens
