@@ -1,0 +1,148 @@
+"""Draft heads that were trained one from another, with what is known of each: `DIR/heads/<number>/`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+from draftwing.errors import ConfigError
+from draftwing.files import write_json, write_text
+from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, sync_folder
+
+FACTS = "head.json"
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """A head. folder: as `--speculative-draft-model-path` takes it.  parent: the number of the head that it was trained
+    from, None for the command line's.  algorithm: of `draftwing train`.  made: unix seconds.  data: exchanges that it
+    was trained with, by client, and their times.  figures: of the judge.  deleted: clients whose exchanges were deleted
+    since.  sha256: of its files."""
+
+    number: int
+    folder: Path
+    parent: int | None
+    algorithm: str
+    made: float
+    data: dict[str, Any]
+    figures: dict[str, Any]
+    deleted: tuple[str, ...]
+    sha256: str
+
+
+class HeadHistory:
+    """The heads of a folder. Each change is whole or did not happen, whenever the process is stopped. Numbers begin at
+    1 and are never given twice."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: `DIR/heads`, which need not be there."""
+        self.folder = Path(folder)
+
+    def add(self, head: Path, facts: Mapping[str, Any]) -> int:
+        """Copies a head and returns its number. It is not served yet.
+
+        head: a folder as `draftwing train` writes it; folders in it are left out.  facts: `parent`, `algorithm`,
+        `data` and `figures` of `HeadRecord`, each of which may be left out, as JSON has them.
+        """
+        unknown = set(facts) - {"parent", "algorithm", "data", "figures"}
+        if unknown:
+            raise ValueError(f"unknown facts: {', '.join(sorted(unknown))}")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_partial(self.folder)
+        number = 1 + max([self._last(), *self._numbers()])
+        partial = self.folder / f".{number}{PARTIAL}"
+        partial.mkdir(mode=0o700)
+        for path in _files(head):
+            shutil.copyfile(path, partial / path.name)
+            with (partial / path.name).open("rb") as file:
+                os.fsync(file.fileno())
+        write_json(partial / FACTS, {**facts, "made": time.time(), "sha256": _digest(partial)})
+        write_text(self.folder / "last", f"{number}\n")
+        partial.rename(self.folder / str(number))
+        sync_folder(self.folder)
+        return number
+
+    def list(self) -> list[HeadRecord]:
+        """Returns all heads, the oldest first."""
+        return [self.get(number) for number in self._numbers()]
+
+    def get(self, number: int) -> HeadRecord:
+        """Returns a head. Raises ConfigError where there is none, or what is known of it cannot be read."""
+        folder = self.folder / str(number)
+        if number not in self._numbers():
+            known = ", ".join(map(str, self._numbers())) or "none"
+            raise ConfigError(f"no head {number} in {self.folder}; found {known}")
+        try:
+            facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            return HeadRecord(
+                number, folder, facts.get("parent"), facts.get("algorithm", ""), facts["made"], facts.get("data", {}),
+                facts.get("figures", {}), tuple(facts.get("deleted", ())), facts["sha256"],
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{folder / FACTS} cannot be read ({error}): remove {folder}") from None
+
+    def current(self) -> int | None:
+        """Returns the number of the head that is served, None for the command line's."""
+        try:
+            number = int((self.folder / "current").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return number if number in self._numbers() else None
+
+    def use(self, number: int | None) -> None:
+        """Says which head is served, None for the command line's. Raises ConfigError for one that is not there, or
+        whose files have changed."""
+        if number is None:
+            (self.folder / "current").unlink(missing_ok=True)
+            return
+        record = self.get(number)
+        if _digest(record.folder) != record.sha256:
+            raise ConfigError(f"{record.folder} is damaged: its files have changed since it was made")
+        write_text(self.folder / "current", f"{number}\n")
+
+    def remove(self, number: int) -> None:
+        """Removes a head. Raises ConfigError for one that is not there, or is served."""
+        self.get(number)
+        if number == self.current():
+            raise ConfigError(f"head {number} is served: use another one first")
+        remove_folder(self.folder / str(number))
+
+    def mark_deleted(self, client: str) -> list[int]:
+        """Notes that a client's exchanges were deleted. Returns the heads that were trained with them, which have their
+        weights from them still."""
+        found = [record for record in self.list() if client in record.data.get("clients", {})]
+        for record in found:
+            path = record.folder / FACTS
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
+        return [record.number for record in found]
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
+
+    def _last(self) -> int:
+        """The highest number that was ever given."""
+        try:
+            return int((self.folder / "last").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return 0
+
+
+def _files(head: Path) -> list[Path]:
+    return sorted(path for path in head.iterdir() if path.is_file() and path.name != FACTS)
+
+
+def _digest(head: Path) -> str:
+    """A hash of all files with their names."""
+    digest = sha256()
+    for path in _files(head):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,201 @@
+"""One client's exchanges on the disk: lines of JSON in files, its segments, and an index of them in memory.
+
+A line goes to the system in one write, so a process that is killed loses no line that was written. After a crash of
+the machine a file may end with half a line, or hold blocks that were never written: `Segments` cuts such lines out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from draftwing.files import replace_file
+
+PARTIAL = ".partial"  # ends names of files and folders that are not yet, or no longer, there
+_HEAD, _IDENTITY, _ANSWER, _TAIL = b'{"at":', b'"client":', b'"answer":', b"]}\n"  # of every line, in this order
+
+
+MIN_BYTES = 1024  # that a line counts, for what the index has of it is in memory
+
+
+class Entry(NamedTuple):
+    """What the index has of a line. at: unix seconds; bytes: what it counts; exchange, answer: hashes of what it holds."""
+
+    at: float
+    bytes: int
+    exchange: bytes
+    answer: bytes
+
+
+def entry_of(line: bytes) -> Entry | None:
+    """Returns the entry of a line with its line end; None if it is none that was written whole."""
+    if not (line.startswith(_HEAD) and line.endswith(_TAIL)):
+        return None
+    before, _, identity = line.partition(_IDENTITY)
+    answer = identity.rpartition(_ANSWER)[2]
+    try:
+        at = float(before[len(_HEAD) : before.index(b",")])
+    except ValueError:
+        return None
+    return Entry(at, max(len(line), MIN_BYTES), _hash(identity), _hash(answer))
+
+
+def segment_files(folder: Path) -> list[Path]:
+    """Returns a client's segments, the oldest first."""
+    return sorted((p for p in folder.glob("*.jsonl") if p.stem.isdecimal()), key=lambda path: int(path.stem))
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all that is in it: at once for who looks for it, whenever this is stopped."""
+    gone = folder.with_name(f".{folder.name}{PARTIAL}")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    sync_folder(folder.parent)
+    shutil.rmtree(gone)
+
+
+def remove_partial(folder: Path) -> None:
+    """Removes what a process that was stopped left of files and folders in `folder`."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+class Segments:
+    """A client's exchanges. bytes: what all lines count.  answers: how often each answer is there, by its hash.
+    newest: the time of the newest exchange, 0 where there is none."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        """Reads what is in `folder`, which need not be there, and mends it. size: bytes after which a new file is
+        begun."""
+        self._folder, self._size = folder, size
+        self._load()
+
+    def _load(self) -> None:
+        self._exchanges: set[bytes] = set()
+        self._unsynced: set[Path] = set()
+        self.answers: Counter[bytes] = Counter()
+        self.bytes, self.newest = 0, 0.0
+        remove_partial(self._folder)
+        self._files = segment_files(self._folder)  # the oldest first
+        for path in self._files:
+            lines = path.read_bytes().splitlines(keepends=True)
+            whole = [line for line in lines if entry_of(line) is not None]
+            if len(whole) < len(lines):
+                self._write(path, whole)
+            for entry in map(entry_of, whole):
+                self._count(entry)
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry.exchange in self._exchanges
+
+    def append(self, line: bytes, entry: Entry) -> None:
+        """Adds a line that is not there yet, and not older than others."""
+        if self._files and not self._files[-1].exists():  # somebody removed files
+            self._load()
+        path = self._files[-1] if self._files else None
+        if path is None or path.stat().st_size + len(line) > self._size:
+            number = int(entry.at) if path is None else max(int(entry.at), int(path.stem) + 1)
+            path = self._folder / f"{number}.jsonl"
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files.append(path)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            before = os.fstat(file).st_size
+            if os.write(file, line) < len(line):  # the disk is full
+                os.ftruncate(file, before)
+                raise OSError(f"{path}: no room for {len(line)} bytes")
+        finally:
+            os.close(file)
+        self._unsynced.add(path)
+        self._count(entry)
+
+    def drop_oldest(self) -> None:
+        """Removes the oldest file, or of the only one the older half."""
+        if not self._files[0].exists():  # somebody removed files
+            self._load()
+            return
+        lines = self._lines(self._files[0])
+        self._drop(lines, len(lines) if len(self._files) > 1 else (len(lines) + 1) // 2)
+
+    def drop_before(self, at: float) -> None:
+        """Removes what is older."""
+        old = True
+        while self._files and old:
+            lines = self._lines(self._files[0])
+            count = sum(entry.at < at for entry in map(entry_of, lines) if entry)
+            self._drop(lines, count)
+            old = count == len(lines)
+
+    def sync(self) -> None:
+        """Waits until all lines are on the disk."""
+        with suppress(FileNotFoundError):
+            for path in self._unsynced:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            if self._unsynced:
+                sync_folder(self._folder)
+        self._unsynced.clear()
+
+    def _count(self, entry: Entry | None) -> None:
+        assert entry is not None
+        self._exchanges.add(entry.exchange)
+        self.answers[entry.answer] += 1
+        self.bytes += entry.bytes
+        self.newest = max(self.newest, entry.at)
+
+    def _lines(self, path: Path) -> list[bytes]:
+        return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+    def _drop(self, lines: list[bytes], count: int) -> None:
+        """Removes the first lines of the oldest file, which has these."""
+        gone = [entry for entry in map(entry_of, lines[:count]) if entry is not None]
+        self.bytes -= sum(entry.bytes for entry in gone)
+        self._exchanges.difference_update(entry.exchange for entry in gone)
+        self.answers -= Counter(entry.answer for entry in gone)
+        if count == len(lines):
+            self._unsynced.discard(self._files[0])
+            self._files.pop(0).unlink(missing_ok=True)
+        elif count:
+            self._write(self._files[0], lines[count:])
+
+    def _write(self, path: Path, lines: list[bytes]) -> None:
+        """Replaces a file."""
+        partial = path.with_name(path.name + PARTIAL)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.writelines(lines)
+        replace_file(partial, path)
+
+
+def read_lines(folder: Path) -> Iterator[bytes]:
+    """Yields whole lines of a client, the oldest first; what is removed meanwhile may be among them."""
+    for path in segment_files(folder):
+        try:
+            lines = path.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            continue
+        yield from (line for line in lines if entry_of(line) is not None)
+
+
+def _hash(part: bytes) -> bytes:
+    return blake2b(part, digest_size=8).digest()

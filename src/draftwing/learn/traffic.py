@@ -1,0 +1,243 @@
+"""What clients asked and were answered, as token ids in files of one folder: what a draft head can learn from.
+
+`DIR/clients/<client>/<unix seconds>.jsonl` has a line for each exchange. One process writes; others may read meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote
+
+from draftwing.errors import ConfigError
+from draftwing.files import write_json
+from draftwing.learn.segments import Segments, entry_of, read_lines, remove_folder, remove_partial
+
+ANONYMOUS = "anonymous"  # the client of requests without a key
+MIN_ANSWER = 4  # tokens; of fewer a draft saves nothing
+MAX_COPIES = 8  # of one answer to different prompts, by client: a head has learnt it by then
+_VERSION = 1
+_SEGMENTS = 64  # the folder's limit is that of so many files: what goes at once where room is made
+_MAX_SEGMENT = 4 * 2**20  # bytes
+_MAX_NAME = 100  # characters of a folder's name; a file system takes 255 bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A prompt and its answer, as token ids. at: unix seconds at which the answer was complete.  client: the name of
+    the key.  salt: the request's `cache_salt`."""
+
+    at: float
+    client: str
+    salt: str | None
+    prompt: list[int]
+    answer: list[int]
+    temperature: float
+
+
+@dataclass(frozen=True)
+class TrafficLimits:
+    """bytes: of all files together, of which an exchange counts at least 1,024.  seconds: age of an exchange after
+    which it goes."""
+
+    bytes: int = 256 * 2**20
+    seconds: float = 30 * 86400.0
+
+
+@dataclass(frozen=True)
+class ClientTraffic:
+    """What is kept of a client. tokens: of answers.  first, last: unix seconds."""
+
+    client: str
+    exchanges: int
+    tokens: int
+    bytes: int
+    first: float
+    last: float
+
+
+def client_folder(client: str) -> str:
+    """Returns the name of a client's folder: the client's own where that is possible, and for each client another."""
+    name = quote(client or ANONYMOUS, safe=" @+=,").replace(".", "%2E")
+    return name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}-{sha256(client.encode()).hexdigest()[:32]}"
+
+
+class TrafficStore:
+    """Exchanges of all clients. Not for several threads at once.
+
+    Where the folder is full, the oldest exchanges of whoever holds most go, so that no client's traffic drives out
+    another's. The first change makes this process the writer, until `close`: then ConfigError is raised where another
+    process is.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: TrafficLimits | None = None,
+        vocabulary: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """folder: that of --learn.  vocabulary: a hash of the tokenizer; ConfigError is raised where the folder has
+        tokens of another one. Empty: whichever it is, to read or to delete."""
+        self.folder, self.limits, self._clock = Path(folder), limits or TrafficLimits(), clock
+        self._clients: dict[str, Segments] = {}  # by the folder's name
+        self._lock: IO[str] | None = None
+        self._given = vocabulary
+        found = self.vocabulary
+        if vocabulary and found and vocabulary != found:
+            raise ConfigError(
+                f"{self.folder} has traffic of another tokenizer: name another folder, or remove this one"
+            )
+
+    @property
+    def vocabulary(self) -> str:
+        """Returns the hash of the tokenizer whose tokens are kept, an empty one where nothing is kept yet."""
+        try:
+            facts = json.loads(self._facts.read_text(encoding="utf-8"))
+            if facts["version"] != _VERSION:
+                raise ConfigError(f"{self._facts}: expected version {_VERSION}, found {facts['version']}")
+            return str(facts["vocabulary"])
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self._facts} cannot be read: {error}") from None
+
+    def add(self, exchange: Exchange) -> bool:
+        """Keeps an exchange. Returns False where it is not kept: a duplicate (the same prompt, answer and salt), one
+        more of an answer that is there `MAX_COPIES` times, too short, or so long that it alone is more than the
+        client's share."""
+        if len(exchange.answer) < MIN_ANSWER:
+            return False
+        self._own()
+        name = client_folder(exchange.client)
+        if name not in self._clients:
+            self._clients[name] = Segments(self._folder_of(name), self._segment)
+        segments = self._clients[name]
+        exchange = replace(exchange, at=max(exchange.at, segments.newest))  # where the clock was set back
+        line = _line(exchange)
+        entry = entry_of(line)
+        assert entry is not None
+        if entry in segments or segments.answers[entry.answer] >= MAX_COPIES or not self._make_room(name, entry.bytes):
+            return False
+        segments.append(line, entry)
+        return True
+
+    def read(self, since: float = 0.0, until: float = math.inf) -> Iterator[Exchange]:
+        """Yields exchanges with since <= at < until, in order of time. What is added or removed meanwhile may be among
+        them or not."""
+        clients = [_exchanges(folder) for folder in self._folders()]
+        for exchange in heapq.merge(*clients, key=lambda one: one.at):
+            if since <= exchange.at < until:
+                yield exchange
+
+    def clients(self) -> list[ClientTraffic]:
+        """Returns what is kept, by client."""
+        found = []
+        for folder in self._folders():
+            every = [(one.client, one.at, len(one.answer)) for one in _exchanges(folder)]
+            if every:
+                size = sum(len(line) for line in read_lines(folder))
+                tokens = sum(count for _, _, count in every)
+                found.append(ClientTraffic(every[0][0], len(every), tokens, size, every[0][1], every[-1][1]))
+        return sorted(found, key=lambda one: one.client)
+
+    def delete(self, client: str) -> int:
+        """Removes all that is kept of a client. Returns how many exchanges that were. Draft heads that were trained
+        with them stay: see `HeadHistory.mark_deleted`."""
+        self._own()
+        name = client_folder(client)
+        segments = self._clients.pop(name, None)
+        if self._folder_of(name).is_dir():
+            remove_folder(self._folder_of(name))
+        return 0 if segments is None else len(segments)
+
+    def sweep(self) -> None:
+        """Removes what is older than the limit."""
+        self._own()
+        for segments in self._clients.values():
+            segments.drop_before(self._clock() - self.limits.seconds)
+
+    def sync(self) -> None:
+        """Waits until all that was added is on the disk. A process that is killed loses nothing of it in any case."""
+        for segments in self._clients.values():
+            segments.sync()
+
+    def close(self) -> None:
+        """Syncs, and lets another process write."""
+        self.sync()
+        self._clients.clear()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def _facts(self) -> Path:
+        return self.folder / "traffic.json"
+
+    @property
+    def _segment(self) -> int:
+        return min(self.limits.bytes // _SEGMENTS, _MAX_SEGMENT)
+
+    def _folder_of(self, name: str) -> Path:
+        return self.folder / "clients" / name
+
+    def _folders(self) -> list[Path]:
+        return sorted(path for path in self._folder_of("").glob("[!.]*") if path.is_dir())
+
+    def _own(self) -> None:
+        """Becomes the writer and reads what is there, unless that was done."""
+        if self._lock is not None:
+            return
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise ConfigError(f"another process writes to {self.folder}: stop it, or ask it") from None
+        self._lock = lock
+        if not self.vocabulary:
+            write_json(self._facts, {"version": _VERSION, "vocabulary": self._given})
+        remove_partial(self._folder_of(""))
+        self._clients = {path.name: Segments(path, self._segment) for path in self._folders()}
+        self.sweep()
+
+    def _make_room(self, name: str, size: int) -> bool:
+        """Drops the oldest exchanges of who holds most, counting what is to be added for its client. Returns whether
+        there is room then."""
+        while sum(one.bytes for one in self._clients.values()) + size > self.limits.bytes:
+            held = {other: one.bytes + size * (other == name) for other, one in self._clients.items()}
+            most = max(held, key=lambda other: held[other])
+            if not self._clients[most].bytes:
+                return False
+            self._clients[most].drop_oldest()
+        return True
+
+
+def _line(exchange: Exchange) -> bytes:
+    """Returns a line as `entry_of` reads it: what makes an exchange another one comes last, the answer at the end."""
+    fields: dict[str, Any] = {
+        "at": exchange.at,
+        "temperature": exchange.temperature,
+        "client": exchange.client or ANONYMOUS,
+        "salt": exchange.salt,
+        "prompt": exchange.prompt,
+        "answer": exchange.answer,
+    }
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _exchanges(folder: Path) -> Iterator[Exchange]:
+    for line in read_lines(folder):
+        try:
+            yield Exchange(**json.loads(line))
+        except (ValueError, TypeError):  # a line that a crash of the machine left
+            continue

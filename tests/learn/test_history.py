@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftwing.errors import ConfigError
+from draftwing.learn.history import HeadHistory
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    folder = tmp_path / "trained"
+    (folder / "state").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_a_head_is_copied_with_what_is_known_of_it(tmp_path: Path, head: Path) -> None:
+    history = HeadHistory(tmp_path / "heads")
+    assert history.list() == [] and history.current() is None
+    first = history.add(head, {"algorithm": "eagle3", "data": {"clients": {"alice": 3}}})
+    (head / "model.safetensors").write_bytes(b"better")
+    second = history.add(head, {"algorithm": "eagle3", "parent": first, "figures": {"accept_length": 2.5}})
+    assert (first, second) == (1, 2)
+    one, two = HeadHistory(tmp_path / "heads").list()
+    assert (one.number, one.parent, one.data, one.figures) == (1, None, {"clients": {"alice": 3}}, {})
+    assert (two.number, two.parent, two.algorithm, two.figures) == (2, 1, "eagle3", {"accept_length": 2.5})
+    assert 0 < one.made <= two.made and one.sha256 != two.sha256
+    assert (one.folder / "model.safetensors").read_bytes() == b"weights"
+    assert sorted(path.name for path in two.folder.iterdir()) == ["config.json", "head.json", "model.safetensors"]
+
+
+def test_one_is_served_until_another_is(tmp_path: Path, head: Path) -> None:
+    history = HeadHistory(tmp_path / "heads")
+    for _ in range(2):
+        history.add(head, {})
+    history.use(1)
+    assert HeadHistory(tmp_path / "heads").current() == 1
+    with pytest.raises(ConfigError, match="served"):
+        history.remove(1)
+    with pytest.raises(ConfigError, match="no head 3"):
+        history.use(3)
+    history.use(2)
+    history.remove(1)
+    assert [one.number for one in history.list()] == [2] and history.current() == 2
+    history.use(None)
+    assert history.current() is None
+    history.remove(2)
+    assert history.add(head, {}) == 3  # numbers are not given twice, for parents name them
+
+
+def test_what_is_damaged_is_not_served(tmp_path: Path, head: Path) -> None:
+    history = HeadHistory(tmp_path / "heads")
+    history.add(head, {})
+    history.use(1)
+    (tmp_path / "heads" / "1" / "model.safetensors").write_bytes(b"w")
+    with pytest.raises(ConfigError, match="damaged"):
+        history.use(1)
+    (tmp_path / "heads" / "1" / "head.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        history.list()
+
+
+def test_a_copy_that_was_stopped_is_no_head(tmp_path: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = HeadHistory(tmp_path / "heads")
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        history.add(head, {})
+    monkeypatch.undo()
+    assert history.list() == []
+    number = history.add(head, {})
+    assert [one.number for one in history.list()] == [number]
+    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == sorted([str(number), "last"])
+
+
+def test_heads_of_deleted_clients_are_marked(tmp_path: Path, head: Path) -> None:
+    history = HeadHistory(tmp_path / "heads")
+    for clients in ({"alice": 1}, {"alice": 1, "bob": 2}, {"bob": 1}):
+        history.add(head, {"data": {"clients": clients}})
+    assert history.mark_deleted("alice") == [1, 2]
+    assert history.mark_deleted("bob") == [2, 3]
+    assert [one.deleted for one in history.list()] == [("alice",), ("alice", "bob"), ("bob",)]
+    history.use(2)  # its files are as they were
