@@ -29,8 +29,8 @@ from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
-from draftwing.models.heads.base import FeatureHead
 from draftwing.models.generation import sampling_defaults, stop_ids
+from draftwing.models.heads.base import FeatureHead
 from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest

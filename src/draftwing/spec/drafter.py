@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftwing.config.options import Options
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
+from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
