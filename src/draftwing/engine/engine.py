@@ -195,6 +195,7 @@ class Engine:
             "accept_length": self.reporter.accept_length,
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
+            "chain_seconds": self.parts.chain_seconds(),
             "graph_replays": self.parts.executor.replays,
             "explain": self.explainer and self.explainer.now,
             **self._state_stats(),

@@ -31,7 +31,7 @@ from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train import heads
 from draftwing.train.blocks import checked_mask, fresh_block, unused_token
-from draftwing.train.capture import FeatureModel, bytes_per_token, capture, target_aux_layers
+from draftwing.train.capture import SHARD_BYTES, FeatureModel, bytes_per_token, capture, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Prompt, Skipped, held_out, original
@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 class Stages:
     """The stages of one run. Data is read once, and before any model."""
+
+    shard_bytes = SHARD_BYTES  # of hidden states, which a kill loses at most
 
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.settings
@@ -224,7 +226,7 @@ class Stages:
                 f"the features take {needed / 1e9:.1f} GB, and {self.features} has room for {free / 1e9:.1f}: give "
                 "--online to compute them while training, or fewer prompts"
             )
-        capture(target, store, tokens)
+        capture(target, store, tokens, shard_bytes=self.shard_bytes)
         size = f"{store.bytes / 1e9:.2f} GB"
         logger.info("%s: %d conversations, %d tokens, %s", store.folder, len(store), store.tokens, size)
         del target

@@ -44,6 +44,8 @@ COSTS = "costs.json"  # in DIR: seconds of steps with 1, 2, .. drafts, as the en
 class TrafficStages(Stages):
     """The stages of a run whose settings have `traffic`. General text lies in `DIR/general`, for later runs, too."""
 
+    shard_bytes = 16 << 20  # a machine that learns in idle time may be slow, and is interrupted
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         assert run.settings.traffic is not None

@@ -14,14 +14,15 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
-from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply
+from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply, Swap
 from draftwing.engine.process.spawn import joined
-from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, RequestError
 from draftwing.log import configure_logging
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
@@ -114,7 +115,7 @@ class Worker:
         except BaseException as error:
             self.die(error)
 
-    def obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop) -> None:
+    def obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Swap) -> None:
         """Does what the server sent, or sees to it that it is done."""
         if isinstance(message, list):
             for request in message:
@@ -134,6 +135,8 @@ class Worker:
         elif isinstance(message, Drop):
             if self._compiling.drop(message.number):
                 self.post(Reply(message.number, None))  # it is compiled no more
+        elif isinstance(message, Swap):  # a head takes a while to load, and requests come by this thread
+            threading.Thread(target=self._swap, args=(engine, message), name="draftwing-swap", daemon=True).start()
         else:
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
@@ -187,6 +190,16 @@ class Worker:
             self.post(Reply(asked.number, (str(error), error.param)))
         else:
             self.post(Reply(asked.number, None))
+
+    def _swap(self, engine: Engine, asked: Swap) -> None:
+        refused = None
+        try:
+            engine.swap_draft(Path(asked.folder))
+        except DraftwingError as error:
+            refused = str(error)
+        except BaseException as error:
+            self.die(error)
+        self.post(Reply(asked.number, refused))
 
 
 if __name__ == "__main__":

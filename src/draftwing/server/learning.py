@@ -1,0 +1,160 @@
+"""Has a server draft with the head that its folder of learning names, and trains others while nothing else runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftwing.config.drafters import TRAINED
+from draftwing.config.options import Options
+from draftwing.engine.process.link import EngineDead
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.files import write_json
+from draftwing.learn.history import HeadHistory
+from draftwing.learn.idle import IdleTraining
+from draftwing.learn.live import LiveAcceptance
+from draftwing.machine import free_memory
+from draftwing.server.telemetry.observer import AnswerRecord, Watcher
+
+if TYPE_CHECKING:
+    from draftwing.server.engine_client import AsyncEngine
+
+logger = logging.getLogger(__name__)
+SECONDS = 1.0  # between looks
+MEMORY_SHARE = 0.5  # of the memory that is free when the server is ready, which training may take
+COSTS = "costs.json"  # in the folder: seconds of steps by depth of their drafts, for training to judge by
+_OF_MODEL = ("model", "revision", "tokenizer_path", "chat_template", "device", "dtype", "context_length")
+
+
+class Learning(Watcher):
+    """Follows `DIR/heads/current`. Belongs to the event loop, on which `run` is a task."""
+
+    def __init__(self, engine: AsyncEngine, folder: Path, training: IdleTraining | None = None) -> None:
+        self._engine, self._folder, self._training = engine, folder, training
+        self.live = LiveAcceptance()
+        self.swaps = 0
+        self.head: int | None = None  # that drafts, None: the command line's
+        self._history = HeadHistory(folder / "heads")
+        self._link: Any = None  # of the engine that has this head
+        self._refused: int | None = None  # a head that the engine did not take
+
+    @classmethod
+    def of(cls, engine: AsyncEngine) -> Learning:
+        """For a server of options with `learn`. Raises ConfigError."""
+        options = engine.info.options
+        folder = Path(options.learn or "").expanduser()
+        training = None
+        if options.learn_while_idle:
+            free = free_memory()
+            memory = resource.RLIM_INFINITY if free is None else int(MEMORY_SHARE * free)
+            training = IdleTraining(folder, arguments(options), memory)
+        return cls(engine, folder, training)
+
+    # -- as a watcher -------------------------------------------------------------------------------------------------
+
+    def began(self, answer: AnswerRecord) -> None:
+        if self._training is not None:
+            self._training.busy()
+
+    def finished(self, answer: AnswerRecord) -> None:
+        drafts, steps = (answer.meta.get(name, 0) for name in ("spec_num_correct_drafts", "spec_verify_ct"))
+        self.live.add(time.time(), drafts, steps)
+
+    # -- as a task ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Looks every second, until it is cancelled."""
+        try:
+            while True:
+                try:
+                    await self._look()
+                except EngineDead:
+                    pass  # another one is being started
+                except (OSError, DraftwingError) as error:
+                    logger.warning("learning: %s", error)
+                await asyncio.sleep(SECONDS)
+        finally:
+            if self._training is not None:
+                self._training.close()
+
+    async def _look(self) -> None:
+        if self._training is not None:
+            await self._train(self._training)
+        current = await asyncio.to_thread(self._history.current)
+        if (current, self._engine.link) != (self.head, self._link) and current != self._refused:
+            await self._swap(current)
+        elif current is not None and self.live.fell:
+            parent = self._history.get(current).parent
+            logger.warning("learning: fewer drafts are accepted with head %d than before: swapped back", current)
+            await asyncio.to_thread(self._history.use, parent)
+
+    async def _train(self, training: IdleTraining) -> None:
+        if self._engine.active:
+            training.busy()
+        training.look()
+        if training.due() and await asyncio.to_thread(training.work_left) and not self._engine.active:
+            write_json(self._folder / COSTS, (await self._engine.stats())["chain_seconds"])
+            training.start()
+
+    async def _swap(self, number: int | None) -> None:
+        link = self._engine.link
+        if number is None and self._link in (None, link) and self.head is None:
+            self._link = link  # it was started with that one
+            return
+        folder = self._engine.info.options.speculative_draft_model_path
+        if number is not None:
+            folder = str(self._history.get(number).folder)
+        refused = "there is no head on the command line" if folder is None else None
+        if folder is not None:
+            refused = await self._engine.swap_draft(Path(folder))
+        if refused is not None:
+            logger.warning("learning: head %s is not used: %s", number, refused)
+            self._refused = number
+            return
+        again = self._link is not link  # an engine that was started anew
+        self.head, self._link, self._refused = number, link, None
+        self.swaps += 1
+        self.live.swapped(time.time(), number)
+        logger.info("learning: drafts come from head %s%s", "of the command line" if number is None else number,
+                    " again" if again and self.swaps > 1 else "")  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        """What the page and the metrics show."""
+        return {
+            "head": self.head,
+            "swaps": self.swaps,
+            "training": self._training is not None and self._training.active,
+            "curve": [[point.at, point.tokens / point.steps] for point in self.live.points],
+            "swapped": [[swap.at, swap.head] for swap in self.live.swaps],
+        }
+
+
+def arguments(options: Options) -> list[str]:
+    """Returns what `draftwing train` is to be told of the model that is served, and of its head. Raises ConfigError for
+    drafters whose heads are not trained."""
+    spec = options.drafter_spec
+    heads = (spec.parts[0] if spec.parts else spec).heads
+    algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)
+    if algorithm is None or TRAINED[algorithm].training is None:
+        raise ConfigError(f"--learn-while-idle: expected a draft head, found --speculative-algorithm {options.drafter}")
+    words = [
+        "--algorithm",
+        algorithm,
+        "--num-threads",
+        "1",
+        "--max-running-requests",
+        "4",
+        "--max-total-tokens",
+        "8192",
+    ]
+    if options.speculative_draft_model_path is not None:
+        words += ["--speculative-draft-model-path", options.speculative_draft_model_path]
+    for name in _OF_MODEL:
+        value = getattr(options, name)
+        if value is not None and value != getattr(Options, name):
+            words += ["--" + name.replace("_", "-"), str(value)]
+    return words
