@@ -17,6 +17,7 @@ from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import TrafficStore
 
 logger = logging.getLogger(__name__)
+_MODULE = "draftwing.learn.low_priority"
 NEW = 64  # exchanges since the newest head, for another one to be trained: fewer hardly change it
 RETRY_SECONDS = 600.0  # after a run that failed
 LOOK_SECONDS = 30.0  # between looks at the folder, which are read whole
@@ -75,7 +76,7 @@ class IdleTraining:
         """Starts the process."""
         words = ["train", "--from", str(self.folder), "--out", str(self.out), *self._arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "draftwing.learn.low_priority", str(os.getpid()), str(self._memory), *words],
+            [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )

@@ -57,6 +57,14 @@ class LiveAcceptance:
         self._before.extend(self._since)
         self._since.clear()
 
+    def curve(self, most: int) -> list[Point]:
+        """Returns at most so many points, of neighbours put together."""
+        points, size = list(self.points), -(-len(self.points) // most)
+        groups = [points[i : i + size] for i in range(0, len(points), max(size, 1))]
+        return [
+            Point(group[0].at, sum(one.tokens for one in group), sum(one.steps for one in group)) for group in groups
+        ]
+
     @property
     def fell(self) -> bool:
         """Whether it is lower since the last swap than before, by more than requests differ anyway."""

@@ -20,6 +20,7 @@ from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Al
 from draftwing.server.edge.throttle import ResponseThrottle
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import install_error_handlers
+from draftwing.server.learning import Learning
 from draftwing.server.native.routes import add_native_routes
 from draftwing.server.ollama.routes import add_ollama_routes
 from draftwing.server.openai.routes import add_openai_routes
@@ -43,19 +44,26 @@ def create_app(
     """
     keys = read_keys(engine.info.options)
     service = Service(engine, tokenizer)
+    learning = None if engine.info.options.learn is None else Learning.of(engine)
     allowances = Allowances(keys)
     metrics = Metrics(
         service.model,
         lambda: engine.info.max_total_tokens,
         engine.stats,
         service.options.drafts,
+        dict if learning is None else learning.numbers,
     )
-    engine.observer = observer = Observer([metrics.requests, allowances, *watchers])
+    engine.observer = observer = Observer(
+        [metrics.requests, allowances, *([] if learning is None else [learning]), *watchers]
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        task = None if learning is None else asyncio.create_task(learning.run())
         yield
+        if task is not None:
+            task.cancel()
         await engine.stop(drain)
         service.pools.close()
         await asyncio.to_thread(observer.close)
@@ -78,7 +86,7 @@ def create_app(
     add_metrics_route(app, metrics)
     add_reference(app)
     if not service.options.disable_ui:
-        add_ui_routes(app, service, chats)
+        add_ui_routes(app, service, chats, learning)
     _add_heads(app)
     app.add_middleware(BodyLimit, max_size=service.options.max_body_size)
     free = _free(service.options)

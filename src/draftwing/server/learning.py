@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between looks
 MEMORY_SHARE = 0.5  # of the memory that is free when the server is ready, which training may take
+CURVE = 120  # points of the page's
 COSTS = "costs.json"  # in the folder: seconds of steps by depth of their drafts, for training to judge by
 _OF_MODEL = ("model", "revision", "tokenizer_path", "chat_template", "device", "dtype", "context_length")
 
@@ -122,14 +123,24 @@ class Learning(Watcher):
         logger.info("learning: drafts come from head %s%s", "of the command line" if number is None else number,
                     " again" if again and self.swaps > 1 else "")  # fmt: skip
 
+    # -- for others ---------------------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Returns whether a head is being trained right now."""
+        return self._training is not None and self._training.active
+
+    def numbers(self) -> dict[str, Any]:
+        """Returns what metrics show."""
+        return {"draft_head": {str(self.head or 0): 1}, "head_swaps": self.swaps, "training": int(self.training)}
+
     def facts(self) -> dict[str, Any]:
-        """What the page and the metrics show."""
+        """Returns what the page shows."""
         return {
             "head": self.head,
-            "swaps": self.swaps,
-            "training": self._training is not None and self._training.active,
-            "curve": [[point.at, point.tokens / point.steps] for point in self.live.points],
-            "swapped": [[swap.at, swap.head] for swap in self.live.swaps],
+            "training": self.training,
+            "curve": [[point.at, round(point.tokens / point.steps, 3)] for point in self.live.curve(CURVE)],
+            "swaps": [[swap.at, swap.head] for swap in self.live.swaps],
         }
 
 
