@@ -41,7 +41,7 @@ class Learning(Watcher):
         self.head: int | None = None  # that drafts, None: the command line's
         self._history = HeadHistory(folder / "heads")
         self._link: Any = None  # of the engine that has this head
-        self._refused: int | None = None  # a head that the engine did not take
+        self._refused: tuple[int | None, ...] = ()  # a head that the engine did not take
 
     @classmethod
     def of(cls, engine: AsyncEngine) -> Learning:
@@ -86,7 +86,7 @@ class Learning(Watcher):
         if self._training is not None:
             await self._train(self._training)
         current = await asyncio.to_thread(self._history.current)
-        if (current, self._engine.link) != (self.head, self._link) and current != self._refused:
+        if (current, self._engine.link) != (self.head, self._link) and current not in self._refused:
             await self._swap(current)
         elif current is not None and self.live.fell:
             parent = self._history.get(current).parent
@@ -114,10 +114,10 @@ class Learning(Watcher):
             refused = await self._engine.swap_draft(Path(folder))
         if refused is not None:
             logger.warning("learning: head %s is not used: %s", number, refused)
-            self._refused = number
+            self._refused = (number,)
             return
         again = self._link is not link  # an engine that was started anew
-        self.head, self._link, self._refused = number, link, None
+        self.head, self._link, self._refused = number, link, ()
         self.swaps += 1
         self.live.swapped(time.time(), number)
         logger.info("learning: drafts come from head %s%s", "of the command line" if number is None else number,
