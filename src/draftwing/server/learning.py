@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftwing.config.drafters import TRAINED
+from draftwing.config.drafters import TRAINED, training
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError, DraftwingError
@@ -150,7 +150,7 @@ def arguments(options: Options) -> list[str]:
     spec = options.drafter_spec
     heads = (spec.parts[0] if spec.parts else spec).heads
     algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)
-    if algorithm is None or TRAINED[algorithm].training is None:
+    if algorithm is None or training(algorithm).block:
         raise ConfigError(f"--learn-while-idle: expected a draft head, found --speculative-algorithm {options.drafter}")
     words = [
         "--algorithm",

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 LEAST = 32  # exchanges to learn from: fewer say little of what comes, and nothing of how well it is drafted
 PROMPTS = 64  # that the model is asked to write at a time
 ANSWER = 80  # tokens of an answer to those, about
+KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 JUDGED = 0.2  # share of general texts that is not trained on
 COSTS = "costs.json"  # in DIR: seconds of steps with 1, 2, .. drafts, as the engine that serves has measured them
 
@@ -169,6 +170,7 @@ class TrafficStages(Stages):
         number = history.add(out / "head", self._facts(found))
         if found.taken:
             history.use(number)
+        _forget_oldest(history)
         logger.info("%s", in_words(number, found))
         return []
 
@@ -204,6 +206,15 @@ class TrafficStages(Stages):
             "data": {"clients": dict(learnt), "until": self._until, **self.used},
             "figures": found.report(),
         }
+
+
+def _forget_oldest(history: HeadHistory) -> None:
+    """Removes heads beyond `KEPT`, but for the one that is served and the one that it would be swapped back to."""
+    records = history.list()
+    current = history.current()
+    needed = {current, *(record.parent for record in records if record.number == current)}
+    for record in [record for record in records if record.number not in needed][: max(len(records) - KEPT, 0)]:
+        history.remove(record.number)
 
 
 def in_words(number: int, found: Judgement) -> str:
