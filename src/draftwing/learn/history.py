@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -69,7 +69,7 @@ class HeadHistory:
         sync_folder(self.folder)
         return number
 
-    def list(self) -> list[HeadRecord]:
+    def list(self) -> Sequence[HeadRecord]:
         """Returns all heads, the oldest first."""
         return [self.get(number) for number in self._numbers()]
 
@@ -114,7 +114,7 @@ class HeadHistory:
             raise ConfigError(f"head {number} is served: use another one first")
         remove_folder(self.folder / str(number))
 
-    def mark_deleted(self, client: str) -> list[int]:
+    def mark_deleted(self, client: str) -> Sequence[int]:
         """Notes that a client's exchanges were deleted. Returns the heads that were trained with them, which have their
         weights from them still."""
         found = [record for record in self.list() if client in record.data.get("clients", {})]
@@ -124,7 +124,7 @@ class HeadHistory:
             write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
         return [record.number for record in found]
 
-    def _numbers(self) -> list[int]:
+    def _numbers(self) -> Sequence[int]:
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
 
     def _last(self) -> int:

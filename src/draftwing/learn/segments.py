@@ -25,10 +25,10 @@ MIN_BYTES = 1024  # that a line counts, for what the index has of it is in memor
 
 
 class Entry(NamedTuple):
-    """What the index has of a line. at: unix seconds; bytes: what it counts; exchange, answer: hashes of what it holds."""
+    """What is known of a line. at: unix seconds.  size: bytes that it counts.  exchange, answer: hashes of these."""
 
     at: float
-    bytes: int
+    size: int
     exchange: bytes
     answer: bytes
 
@@ -82,10 +82,10 @@ class Segments:
     """A client's exchanges. bytes: what all lines count.  answers: how often each answer is there, by its hash.
     newest: the time of the newest exchange, 0 where there is none."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        """Reads what is in `folder`, which need not be there, and mends it. size: bytes after which a new file is
-        begun."""
-        self._folder, self._size = folder, size
+    def __init__(self, folder: Path, file_size: int) -> None:
+        """Reads what is in `folder`, which need not be there, and mends it. file_size: most bytes of a file with
+        several lines."""
+        self._folder, self._file_size = folder, file_size
         self._load()
 
     def _load(self) -> None:
@@ -114,7 +114,7 @@ class Segments:
         if self._files and not self._files[-1].exists():  # somebody removed files
             self._load()
         path = self._files[-1] if self._files else None
-        if path is None or path.stat().st_size + len(line) > self._size:
+        if path is None or path.stat().st_size + len(line) > self._file_size:
             number = int(entry.at) if path is None else max(int(entry.at), int(path.stem) + 1)
             path = self._folder / f"{number}.jsonl"
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ class Segments:
         assert entry is not None
         self._exchanges.add(entry.exchange)
         self.answers[entry.answer] += 1
-        self.bytes += entry.bytes
+        self.bytes += entry.size
         self.newest = max(self.newest, entry.at)
 
     def _lines(self, path: Path) -> list[bytes]:
@@ -170,7 +170,7 @@ class Segments:
     def _drop(self, lines: list[bytes], count: int) -> None:
         """Removes the first lines of the oldest file, which has these."""
         gone = [entry for entry in map(entry_of, lines[:count]) if entry is not None]
-        self.bytes -= sum(entry.bytes for entry in gone)
+        self.bytes -= sum(entry.size for entry in gone)
         self._exchanges.difference_update(entry.exchange for entry in gone)
         self.answers -= Counter(entry.answer for entry in gone)
         if count == len(lines):

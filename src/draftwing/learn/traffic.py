@@ -125,7 +125,7 @@ class TrafficStore:
         line = _line(exchange)
         entry = entry_of(line)
         assert entry is not None
-        if entry in segments or segments.answers[entry.answer] >= MAX_COPIES or not self._make_room(name, entry.bytes):
+        if entry in segments or segments.answers[entry.answer] >= MAX_COPIES or not self._make_room(name, entry.size):
             return False
         segments.append(line, entry)
         return True
