@@ -34,7 +34,7 @@ def main() -> None:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with LLM(asked.model) as llm:
         llm.generate(PROMPT, params)
-        training.start()
+        training.start(str(llm.engine.options.speculative_draft_model_path))
         training.busy()
         for number in range(2 * asked.requests):
             trains = number % 2 == 1

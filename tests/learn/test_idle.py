@@ -63,7 +63,7 @@ def add(folder: Path, first: int, number: int) -> None:
 
 
 def test_it_stands_still_as_soon_as_there_is_a_request(training: IdleTraining, clock: Clock) -> None:
-    training.start()
+    training.start("parent")
     until(lambda: count(training) > 2)
     assert training.active
     clock.now += 100
@@ -94,10 +94,10 @@ def end(training: IdleTraining) -> bool:
 
 
 def test_a_run_that_is_complete_leaves_nothing_of_what_clients_sent(training: IdleTraining) -> None:
-    training.start()
+    training.start("parent")
     until(lambda: count(training) > 0)
     words = (training.out / "train.json").read_text()
-    assert f"--from {training.folder} --out {training.out} --algorithm EAGLE3" in words
+    assert f"--from {training.folder} --out {training.out} --algorithm EAGLE3 --init-head parent" in words
     (training.out / "end").write_text("0")
     assert end(training) and not training.out.exists() and not training.active
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_complete_leaves_nothing_of_what_clients_sent(training: Id
 def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
     training: IdleTraining, clock: Clock, how: str
 ) -> None:
-    training.start()
+    training.start("parent")
     until(lambda: count(training) > 0)
     if how == "killed":
         assert training._process is not None
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
 
 
 def test_a_deletion_ends_the_run(training: IdleTraining) -> None:
-    training.start()
+    training.start("parent")
     until(lambda: count(training) > 0)
     training.forget()
     assert not training.out.exists() and not training.active and not training.look()
@@ -149,7 +149,7 @@ def test_another_head_is_trained_when_enough_is_new(training: IdleTraining, cloc
 @pytest.mark.slow
 def test_it_gets_what_others_leave(tmp_path: Path) -> None:
     training = IdleTraining(tmp_path, [], 3 << 30)
-    training.start()
+    training.start("parent")
     assert training._process is not None
     pid = training._process.pid
     try:

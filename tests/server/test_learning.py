@@ -41,8 +41,8 @@ class Training:
         self.calls, self.active, self.wanted = list[str](), False, True
 
     def __getattr__(self, name: str) -> Any:
-        def call() -> bool:
-            self.calls.append(name)
+        def call(*args: Any) -> bool:
+            self.calls.append(" ".join((name, *args)))
             return self.wanted
 
         return call
@@ -136,10 +136,10 @@ def test_training_runs_while_no_request_does(tmp_path: Path) -> None:
     assert training.calls == ["busy"]
     training.wanted = False
     looked(learning)
-    assert "busy" in training.calls[1:] and "start" not in training.calls
+    assert "busy" in training.calls[1:] and "start first" not in training.calls
     engine.active, training.wanted = 0, True
     looked(learning)
-    assert training.calls[-1] == "start" and (tmp_path / COSTS).read_text().split() == ["[", "0.01,", "0.02", "]"]
+    assert training.calls[-1] == "start first" and (tmp_path / COSTS).read_text().split() == ["[", "0.01,", "0.02", "]"]
 
 
 def test_a_loop_that_is_cancelled_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,8 @@ def test_what_training_is_told_of_the_model() -> None:
     )
     words = arguments(options)
     assert words[words.index("--algorithm") + 1] == "MTP" and words[words.index("--model") + 1] == "/m"
-    assert words[words.index("--speculative-draft-model-path") + 1] == "/h" and "--dtype" not in words
-    with pytest.raises(ConfigError, match="expected a draft head, found --speculative-algorithm NGRAM"):
-        arguments(Options.from_kwargs(speculative_algorithm="NGRAM"))
+    assert "--dtype" not in words
+    refused = {"NGRAM": "found NGRAM", "NEXTN": "layers of the checkpoint", "DSPARK": "EAGLE or EAGLE3 or NEXTN, found"}
+    for algorithm, found in refused.items():
+        with pytest.raises(ConfigError, match=found):
+            arguments(Options.from_kwargs(speculative_algorithm=algorithm))

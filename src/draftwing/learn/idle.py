@@ -72,9 +72,11 @@ class IdleTraining:
         since = max((float(one.data.get("until", 0.0)) for one in records), default=0.0)
         return sum(1 for _ in TrafficStore(self.folder).read(since)) >= NEW
 
-    def start(self) -> None:
-        """Starts the process."""
+    def start(self, head: str) -> None:
+        """Starts the process, which trains on from a head's folder, or goes on with the run that is there."""
         words = ["train", "--from", str(self.folder), "--out", str(self.out), *self._arguments]
+        if not (self.out / "train.json").exists():
+            words += ["--init-head", head]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
             stdin=subprocess.DEVNULL,

@@ -99,19 +99,23 @@ class Learning(Watcher):
         training.look()
         if training.due() and await asyncio.to_thread(training.work_left) and not self._engine.active:
             write_json(self._folder / COSTS, (await self._engine.stats())["chain_seconds"])
-            training.start()
+            training.start(self._folder_of(self.head))
+
+    def _folder_of(self, number: int | None) -> str:
+        """Raises ConfigError where there is none."""
+        if number is not None:
+            return str(self._history.get(number).folder)
+        folder = self._engine.info.options.speculative_draft_model_path
+        if folder is None:
+            raise ConfigError("there is no head on the command line")
+        return folder
 
     async def _swap(self, number: int | None) -> None:
         link = self._engine.link
         if number is None and self._link in (None, link) and self.head is None:
             self._link = link  # it was started with that one
             return
-        folder = self._engine.info.options.speculative_draft_model_path
-        if number is not None:
-            folder = str(self._history.get(number).folder)
-        refused = "there is no head on the command line" if folder is None else None
-        if folder is not None:
-            refused = await self._engine.swap_draft(Path(folder))
+        refused = await self._engine.swap_draft(Path(self._folder_of(number)))
         if refused is not None:
             logger.warning("learning: head %s is not used: %s", number, refused)
             self._refused = (number,)
@@ -151,7 +155,11 @@ def arguments(options: Options) -> list[str]:
     heads = (spec.parts[0] if spec.parts else spec).heads
     algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)
     if algorithm is None or training(algorithm).block:
-        raise ConfigError(f"--learn-while-idle: expected a draft head, found --speculative-algorithm {options.drafter}")
+        able = " or ".join(spec.name for name, spec in TRAINED.items() if not training(name).block)
+        raise ConfigError(f"--learn-while-idle: expected --speculative-algorithm {able}, found {options.drafter}")
+    if options.speculative_draft_model_path is None:
+        raise ConfigError("--learn-while-idle: expected a head in a folder, --speculative-draft-model-path; found the "
+                          "prediction layers of the checkpoint")  # fmt: skip
     words = [
         "--algorithm",
         algorithm,
@@ -162,8 +170,6 @@ def arguments(options: Options) -> list[str]:
         "--max-total-tokens",
         "8192",
     ]
-    if options.speculative_draft_model_path is not None:
-        words += ["--speculative-draft-model-path", options.speculative_draft_model_path]
     for name in _OF_MODEL:
         value = getattr(options, name)
         if value is not None and value != getattr(Options, name):

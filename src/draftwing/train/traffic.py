@@ -104,17 +104,6 @@ def _shared(
 
 
 @torch.no_grad()
-def unlikely(source: FeatureSource, target: TargetHead) -> set[str]:
-    """Keys of samples whose answers the target finds less likely than `LEAST_LIKELY`: what was drawn at a high
-    temperature, or did not come from this target."""
-    found = set()
-    for key, mean in log_probabilities(source, target):
-        if mean < LEAST_LIKELY:
-            found.add(key)
-    return found
-
-
-@torch.no_grad()
 def log_probabilities(source: FeatureSource, target: TargetHead) -> Iterator[tuple[str, float]]:
     """Gives the key of each sample and the mean log probability of the tokens in its loss, in nats."""
     whole, numbers = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))

@@ -29,7 +29,7 @@ from draftwing.train.judge import Comparison, Judgement, draft_along, judge
 from draftwing.train.settings import Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
-from draftwing.train.traffic import Traffic, choose_traffic, unlikely
+from draftwing.train.traffic import LEAST_LIKELY, Traffic, choose_traffic, log_probabilities
 from draftwing.train.vocabulary import covered, renewed
 
 logger = logging.getLogger(__name__)
@@ -132,11 +132,19 @@ class TrafficStages(Stages):
     ) -> tuple[Part, Part]:
         wanted = {one.key for one in tokens}
         train, watch = parts(source, wanted, self._judged())
-        odd = unlikely(train, target)
+        odd = self._unlikely(train, target)
         if odd:
             logger.info("left out: %d exchanges: unlikely for this model", len(odd))
             train, _ = parts(source, wanted - self._judged() - odd, set())
         return train, watch
+
+    def _unlikely(self, train: Part, target: heads.TargetHead) -> set[str]:
+        """Keys of what the target would hardly have said. Found once: it takes a pass over all answers."""
+        file = self.run.data / "likelihood.json"
+        if not file.exists():
+            write_json(file, dict(log_probabilities(train, target)), None)
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {key for key, mean in found.items() if mean < LEAST_LIKELY}
 
     def _judged(self) -> set[str]:
         """Keys of what is not trained on."""
