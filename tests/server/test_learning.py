@@ -97,7 +97,7 @@ def test_an_engine_that_was_started_anew_gets_the_head_again(tmp_path: Path, his
     looked(learning, 2)
     engine.link = object()
     looked(learning, 2)
-    assert engine.swapped == ["1", "1"]
+    assert engine.swapped == ["1", "1"] and learning.swaps == 1
 
 
 def test_a_head_that_is_refused_is_not_tried_again_and_another_is(tmp_path: Path, history: HeadHistory) -> None:
@@ -115,16 +115,22 @@ def test_a_head_that_is_refused_is_not_tried_again_and_another_is(tmp_path: Path
 def test_it_is_swapped_back_where_live_requests_say_so(tmp_path: Path, history: HeadHistory) -> None:
     engine: Any = Engine(tmp_path)
     learning = Learning(engine, tmp_path)
+    history.use(1)
+    looked(learning)
     requests(learning, 10)
     history.use(2)
     looked(learning)
     requests(learning, 10)
     looked(learning, 2)
-    assert engine.swapped == ["2"]
+    assert engine.swapped == ["1", "2"]
     for _ in range(4):
         requests(learning, 2)
     looked(learning, 2)
-    assert engine.swapped == ["2", "1"] and history.current() == 1, "the parent"
+    assert engine.swapped == ["1", "2", "1"] and history.current() == 1, "the parent"
+    for _ in range(4):  # harder requests say nothing of a head that was there before
+        requests(learning, 0)
+    looked(learning, 2)
+    assert engine.swapped == ["1", "2", "1"]
     assert len(learning.facts()["curve"]) in (1, 2)
 
 

@@ -41,6 +41,7 @@ class Learning(Watcher):
         self.head: int | None = None  # that drafts, None: the command line's
         self._history = HeadHistory(folder / "heads")
         self._link: Any = None  # of the engine that has this head
+        self._on_trial = False  # whether it took the place of the head that it was trained from
         self._refused: tuple[int | None, ...] = ()  # a head that the engine did not take
 
     @classmethod
@@ -88,7 +89,7 @@ class Learning(Watcher):
         current = await asyncio.to_thread(self._history.current)
         if (current, self._engine.link) != (self.head, self._link) and current not in self._refused:
             await self._swap(current)
-        elif current is not None and self.live.fell:
+        elif current is not None and self._on_trial and self.live.fell:
             parent = self._history.get(current).parent
             logger.warning("learning: fewer drafts are accepted with head %d than before: swapped back", current)
             await asyncio.to_thread(self._history.use, parent)
@@ -111,8 +112,8 @@ class Learning(Watcher):
         return folder
 
     async def _swap(self, number: int | None) -> None:
-        link = self._engine.link
-        if number is None and self._link in (None, link) and self.head is None:
+        link, before = self._engine.link, self.head
+        if number is None and before is None:
             self._link = link  # it was started with that one
             return
         refused = await self._engine.swap_draft(Path(self._folder_of(number)))
@@ -120,12 +121,12 @@ class Learning(Watcher):
             logger.warning("learning: head %s is not used: %s", number, refused)
             self._refused = (number,)
             return
-        again = self._link is not link  # an engine that was started anew
         self.head, self._link, self._refused = number, link, ()
-        self.swaps += 1
-        self.live.swapped(time.time(), number)
-        logger.info("learning: drafts come from head %s%s", "of the command line" if number is None else number,
-                    " again" if again and self.swaps > 1 else "")  # fmt: skip
+        if number != before:  # else it is an engine that was started anew
+            self.swaps += 1
+            self.live.swapped(time.time(), number)
+            self._on_trial = number is not None and self._history.get(number).parent == before
+        logger.info("learning: drafts come from head %s", "of the command line" if number is None else number)
 
     # -- for others ---------------------------------------------------------------------------------------------------
 
