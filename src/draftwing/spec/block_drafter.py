@@ -9,15 +9,11 @@ where the head has one, and their top-k.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.swap import HeadSwap
 from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import BlockInputs, Continuations, Draft, First, RowTensors
@@ -49,14 +45,6 @@ class BlockDrafter(Drafter):
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
         self._attn: AttnBackend | None = None
         self._first_layer = 0
-        self.swap: HeadSwap | None = None  # of heads that are read from a folder
-
-    def read_head(self, folder: Path) -> FeatureHead:
-        return super().read_head(folder) if self.swap is None else self.swap.read(folder)
-
-    def take_head(self, head: FeatureHead) -> None:
-        assert self.swap is not None
-        self.swap.take(head)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
         self._attn, self._first_layer = attn, first_layer

@@ -79,7 +79,8 @@ def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
     else:
         head = _packed_head(context, context.draft_path)
     drafter = _drafter(context, head)
-    drafter.swap = HeadSwap(head, lambda folder: _packed_head(context, folder))
+    if isinstance(drafter, ModelDrafter):
+        drafter.swap = HeadSwap(head, lambda folder: _packed_head(context, folder))
     return drafter
 
 

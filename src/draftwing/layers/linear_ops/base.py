@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.errors import ConfigError
 from draftwing.ops.contracts import FewRowsGemm
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
@@ -138,8 +137,12 @@ class LinearOp:
 
     def copy_from(self, other: LinearOp) -> None:
         """Takes the values of another layer's packed operation of the same kind and sizes, in the memory where its own
-        are; parameters are the layer's. Raises ConfigError where it cannot."""
-        raise ConfigError(f"weights of {type(self).__name__} cannot be replaced while they are in use")
+        are; parameters are the layer's. Only where it `can_copy`."""
+        raise NotImplementedError
+
+    @property
+    def can_copy(self) -> bool:
+        return type(self).copy_from is not LinearOp.copy_from
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         """The operation for inference on this device, which may drop the layer's parameters; raises ConfigError for a

@@ -31,6 +31,10 @@ class _Parallel(LinearOp):
         assert isinstance(other, _Parallel)
         self._op.copy_from(other._op)
 
+    @property
+    def can_copy(self) -> bool:
+        return self._op.can_copy
+
     def dense_weight(self) -> Tensor:
         """Returns this rank's share."""
         return self._op.dense_weight()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from draftwing.errors import ConfigError
+from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
@@ -35,7 +36,13 @@ class HeadSwap:
 
 
 def check_alike(first: FeatureHead, other: FeatureHead) -> None:
-    """Raises ConfigError unless the values of one of two packed heads can be put into the other."""
+    """Raises ConfigError unless the values of one of two packed heads can be put into the other: of layers with plain
+    attention and an MLP, whose memory is all known here."""
+    fixed = {type(part.op).__name__ for part in first.modules() if isinstance(part, Linear) and not part.op.can_copy}
+    strange = [layer for layer in first.config.layers if layer.experts or not isinstance(layer.mixer, AttentionConfig)]
+    if fixed or strange or isinstance(first, BlockHead):
+        what = f"weights of {', '.join(sorted(fixed))}" if fixed else type(first).__name__
+        raise ConfigError(f"a head with layers or weights of this kind ({what}) cannot be replaced: restart with it")
     found = differences(first, other)
     if found:
         raise ConfigError(f"the head cannot take the place of the one that is served, from which it differs in "
