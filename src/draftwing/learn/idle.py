@@ -19,6 +19,7 @@ from draftwing.learn.traffic import TrafficStore
 logger = logging.getLogger(__name__)
 _MODULE = "draftwing.learn.low_priority"
 NEW = 64  # exchanges since the newest head, for another one to be trained: fewer hardly change it
+THREADS = 1  # of the process: those of others are the server's, even while it waits
 RETRY_SECONDS = 600.0  # after a run that failed
 LOOK_SECONDS = 30.0  # between looks at the folder, which are read whole
 
@@ -77,10 +78,11 @@ class IdleTraining:
         words = ["train", "--from", str(self.folder), "--out", str(self.out), *self._arguments]
         if not (self.out / "train.json").exists():
             words += ["--init-head", head]
+        found = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": str(THREADS)},
         )
         self._running = True
         logger.info("learning: a head is being trained")
