@@ -29,7 +29,7 @@ class Served:
     """A target, the head it is served with, and a folder of traffic."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.target = folder, learnable.write_target(folder / "target")
+        self.folder, self.target = folder, learnable.write_target(folder / "target", max_position_embeddings=512)
         model = load_model(self.target, torch.float32, "cpu")
         kept = torch.arange(0, 258, 2)  # half of the tokens
         self.head = save_head(new_eagle3_head(model, kept), folder / "head", torch.float32)
@@ -95,8 +95,11 @@ def test_too_little_traffic_is_refused(served: Served, capsys: pytest.CaptureFix
 
 def test_general_text_is_the_models_own_and_serves_later_runs(served: Served) -> None:
     served.add("mixed", learnable.texts(served.target, 60, 4))
-    served.train("mixed", "--general-share", "0.2", "--epochs", "1", "--max-tokens", "16")
     general = served.folder / "mixed" / "general"
+    general.mkdir()
+    prompts = [json.dumps({"turns": [f"prompt {i}"]}) for i in range(40)]  # that an earlier run has let it write
+    (general / "prompts-000.jsonl").write_text("\n".join(prompts))
+    served.train("mixed", "--general-share", "0.2", "--epochs", "1", "--max-tokens", "16")
     answers = (general / "responses.jsonl").read_bytes()
     assert answers.count(b"\n") >= 2
     (record,) = HeadHistory(served.folder / "mixed" / "heads").list()

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LEAST = 32  # exchanges to learn from: fewer say little of what comes, and nothing of how well it is drafted
 PROMPTS = 64  # that the model is asked to write at a time
+WRITINGS = 32  # times at most, for all runs of a folder
 ANSWER = 80  # tokens of an answer to those, about
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 JUDGED = 0.2  # share of general texts that is not trained on
@@ -101,11 +102,17 @@ class TrafficStages(Stages):
         if self.tokenizer.chat_template is None:
             logger.warning("without a chat template there is no general text: what is forgotten is not seen")
             return
-        while len(self.data.prompts) < self._wanted:
-            number = len(list(self.answers.glob("prompts-*.jsonl")))
-            self._write_prompts(number)
+        for number in range(len(list(self.answers.glob("prompts-*.jsonl"))), WRITINGS):
+            if len(self.data.prompts) >= self._wanted:
+                break
+            try:
+                self._write_prompts(number)
+            except ConfigError as error:
+                logger.warning("less general text than --general-share asks for: %s", error)
+                break
             del self.data
-        super().generate()
+        if self.data.prompts:
+            super().generate()
 
     def _write_prompts(self, number: int) -> None:
         from draftwing.engine.engine import Engine

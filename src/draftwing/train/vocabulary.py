@@ -53,17 +53,18 @@ def covered(tokens: Iterable[Tokens], ids: Sequence[int], vocab: int) -> Vocabul
 
 def renewed(ids: Sequence[int], tokens: Iterable[Tokens], vocab: int, ending: Iterable[int]) -> list[int]:
     """Returns a draft vocabulary of the same size, ascending, with the tokens of these answers that `ids` lack, the
-    most frequent first, in place of those that no answer has: the highest ids first, which are a tokenizer's rarest.
+    most frequent first, in place of those that are less than half as frequent: the rarest first, of equals the highest
+    id, which is a tokenizer's rarest.
 
     At most a share of `RENEWED` changes at once. ending: ids that are kept in any case.
     """
     counts, _ = _counted(tokens, vocab)
     known, kept = set(ids), set(ending)
-    lacking = [token for token in np.argsort(-counts, kind="stable").tolist() if token not in known]
-    wanted = [token for token in lacking if counts[token] >= SEEN]
-    spare = [token for token in sorted(known - kept, reverse=True) if not counts[token]]
-    room = min(len(wanted), len(spare), int(RENEWED * len(known)))
-    return sorted(known.difference(spare[:room]).union(wanted[:room]))
+    wanted = [token for token in np.argsort(-counts, kind="stable").tolist() if token not in known]
+    spare = sorted(known - kept, key=lambda token: (counts[token], -token))
+    pairs = zip(wanted[: int(RENEWED * len(known))], spare, strict=False)
+    changed = [(new, old) for new, old in pairs if counts[new] >= max(SEEN, 2 * counts[old] + 1)]
+    return sorted(known.difference(old for _, old in changed).union(new for new, _ in changed))
 
 
 def _counted(tokens: Iterable[Tokens], vocab: int) -> tuple[NDArray[np.int64], int]:
