@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def cache_folder() -> Path:
@@ -13,6 +14,17 @@ def cache_folder() -> Path:
     # The specification of XDG_CACHE_HOME says that relative paths are to be ignored.
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "draftwing"
+
+
+def lock_file(path: Path) -> IO[str]:
+    """Opens a file that this process alone has, until it is closed. Raises BlockingIOError where another has it."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    return file
 
 
 def replace_file(partial: Path, path: Path) -> None:

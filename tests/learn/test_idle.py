@@ -158,3 +158,14 @@ def test_it_gets_what_others_leave(tmp_path: Path) -> None:
         assert os.sched_getscheduler(pid) in (os.SCHED_IDLE, os.SCHED_OTHER)
     finally:
         training.close()
+
+
+def test_nothing_of_a_run_is_left_when_a_clients_traffic_is_deleted(tmp_path: Path) -> None:
+    add(tmp_path, 1, 3)
+    run = tmp_path / "training" / "features"
+    run.mkdir(parents=True)
+    (run / "shard").write_text("hidden states")
+    store = TrafficStore(tmp_path, clock=lambda: 0.0)
+    assert store.delete("a") == 3
+    store.close()
+    assert not run.parent.exists()

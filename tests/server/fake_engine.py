@@ -100,6 +100,7 @@ class FakeEngine:
         """Is as it was made, but for what runs."""
         self.burst, self.pause = self._speed
         self.flushed = 0
+        self.forgotten = list[str]()  # clients
         for memory in (self.requests, self.aborted, self.cached, self.traced):
             memory.clear()  # type: ignore[attr-defined]
 
@@ -117,6 +118,10 @@ class FakeEngine:
     def flush_cache(self) -> bool:
         self.flushed += 1
         return not self.running
+
+    def forget_client(self, client: str) -> int:
+        self.forgotten.append(client)
+        return 2
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -274,7 +274,7 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
         return made
 
     class Asking:
-        predicted = asked_id = body = cache_salt = priority = length = speculative = None
+        predicted = asked_id = body = cache_salt = priority = length = speculative = learnable = None
         ignored = ()
         id_prefix, traced, place = "", False, ExitStack()
 

@@ -23,7 +23,7 @@ class ApiKey:
 
     name: by which logs know the client, and by which its requests take turns.  admin: whether it may use the
     endpoints that concern other clients' requests.  Limits are for each minute; None is no limit.  max_priority: the
-    highest `priority` that its requests may have; None is no limit.
+    highest `priority` that its requests may have; None is no limit.  learn: whether `--learn` keeps its requests.
     """
 
     name: str
@@ -32,6 +32,7 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_priority: int | None = None
+    learn: bool = True
 
 
 def read_keys(options: Options) -> tuple[ApiKey, ...]:
@@ -75,7 +76,7 @@ def _from_table(where: str, name: str, table: Any) -> ApiKey:
     for setting, value in table.items():
         if setting not in known:
             raise ConfigError(f"{where} has an unknown setting {setting!r}; expected {', '.join(known)}")
-        kind: Any = {"key": str, "admin": bool}.get(setting, int)
+        kind: Any = {"key": str, "admin": bool, "learn": bool}.get(setting, int)
         minimum = -math.inf if setting == "max_priority" else 1
         if type(value) is not kind or (kind is int and value < minimum):
             number = "a whole number" + (" of at least 1" if minimum == 1 else "")

@@ -26,6 +26,7 @@ TOKEN_MAPS = ("token_map.json", "token_map.txt", "token_map.pt")
 CHAIN, LLAMA_TREE = TreeShape(3, 1, 4), TreeShape(5, 4, 16)
 MATCHES, SUFFIXES = TreeShape(11, 10, 12), TreeShape(15, 4, 16)
 DRAFT_MODEL, TOKEN_MAP = "speculative_draft_model_path", "speculative_token_map"
+MEMORY_FILE = "speculative_memory"
 _OPTION = "speculative_algorithm"
 PAIR = "EAGLE3+NGRAM"  # an example of one
 
@@ -111,6 +112,7 @@ DRAFTERS = (
             "speculative_ngram_max_bfs_breadth",
             "speculative_ngram_branch_length",
             "speculative_ngram_capacity",
+            MEMORY_FILE,
         ),
         tree=MATCHES,
         matched=True,
@@ -118,7 +120,12 @@ DRAFTERS = (
     DrafterSpec(
         "SUFFIX",
         "draftwing.spec.build:suffix",
-        options=("speculative_suffix_max_depth", "speculative_suffix_min_prob", "speculative_suffix_capacity"),
+        options=(
+            "speculative_suffix_max_depth",
+            "speculative_suffix_min_prob",
+            "speculative_suffix_capacity",
+            MEMORY_FILE,
+        ),
         tree=SUFFIXES,
         matched=True,
     ),

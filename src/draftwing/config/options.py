@@ -101,7 +101,9 @@ class Options:
         None, SERVER, "key that clients must send, as a bearer token (default: no key)", common=True
     )
     admin_api_key: str | None = option(
-        None, SERVER, "only this key may use /abort_request and /flush_cache (default: the one of --api-key)"
+        None,
+        SERVER,
+        "only this key may use /abort_request, /flush_cache and /delete_traffic (default: the one of --api-key)",
     )
     api_key_file: str | None = option(
         None, SERVER, "TOML file of several keys, with names and limits of requests and tokens per minute"
@@ -292,6 +294,11 @@ class Options:
         False, SPECULATION,
         "log every ten seconds what is drafted and why: the cost and the gain of drafts (also in /server_info)",
     )  # fmt: skip
+    speculative_memory: str | None = option(
+        None, SPECULATION,
+        "file that keeps the answers NGRAM and SUFFIX draft from, by client, for the next start (default: they are "
+        "forgotten)", metavar="FILE",
+    )  # fmt: skip
     speculative_ngram_min_match_window_size: int = option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_CONFIDENCE
     )
@@ -339,6 +346,17 @@ class Options:
         "for timing: accept drafts at random, with the largest tree this many tokens per step on average, the target's "
         "own included; the text is worthless, and every output says so", minimum=1,
     )  # fmt: skip
+
+    learn: str | None = option(
+        None, LEARNING,
+        "folder that keeps token ids of prompts and answers, for draft heads to be trained with, and these heads "
+        "(default: nothing is kept)", metavar="DIR",
+    )  # fmt: skip
+    learn_size: int = option(
+        256 * 2**20, LEARNING, "most bytes of prompts and answers; the oldest of the client that has most go first",
+        minimum=2**20, maximum=2**40,
+    )  # fmt: skip
+    learn_age: float = option(30.0, LEARNING, "days after which they go in any case", minimum=0.001, maximum=36500)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:

@@ -10,12 +10,15 @@ import logging
 import random
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.drafters import MEMORY_FILE
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
@@ -23,6 +26,7 @@ from draftwing.engine.build import Parts, build
 from draftwing.engine.executor import Executor
 from draftwing.engine.heartbeat import Heartbeat
 from draftwing.engine.input_queue import InputQueue
+from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import BAN_IDS
@@ -39,6 +43,7 @@ from draftwing.requests.stop_regex import Searches
 from draftwing.sched.explain import Explainer
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req, ReqState
+from draftwing.spec.drafter import PastText
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer
@@ -58,12 +63,22 @@ class CacheNamespaces:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
+        self._forgotten: Counter[str] = Counter()  # how often each client was
 
     def of(self, request: GenerationRequest) -> int:
         """63 bits; 0 where there is neither a client's name nor a `cache_salt`."""
-        if not request.client and request.cache_salt is None:
+        return self.named(request.client, request.cache_salt)
+
+    def named(self, client: str, cache_salt: str | None) -> int:
+        """Returns `of` a request of this client with this `cache_salt`."""
+        forgotten = self._forgotten[client]
+        if not client and cache_salt is None and not forgotten:
             return 0
-        return self._hash([request.client, request.cache_salt])
+        return self._hash([client, cache_salt, forgotten])
+
+    def forget(self, client: str) -> None:
+        """From now on the client's requests share nothing with those before."""
+        self._forgotten[client] += 1
 
     def of_drafts(self, request: GenerationRequest, show_texts: bool) -> int:
         """Returns a namespace of drafters' memories. A request that gets drafts would see whatever they come from, so
@@ -84,14 +99,19 @@ class Engine:
         options = options.resolve()
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
         tokenizer = model_tokenizer(options, path)
-        parts = build(options, path, tokenizer, rank_failed)
-        self.options = parts.options
-        try:
+        with ExitStack() as made:
+            memory = None
+            if options.speculative_memory is not None and MEMORY_FILE in options.drafter_spec.options:
+                memory = LookupMemory(options.speculative_memory, tokenizer.vocabulary_hash)
+                made.callback(memory.close)
+            parts = build(options, path, tokenizer, rank_failed)
+            made.callback(parts.executor.close)
+            self.options = parts.options
             defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
             self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
-        except BaseException:
-            parts.executor.close()
-            raise
+            if memory is not None:
+                self._remember(memory)
+            made.pop_all()
 
     def _start(
         self, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int], defaults: Mapping[str, Any] | None = None
@@ -138,6 +158,33 @@ class Engine:
         self._heartbeat.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
         self._namespaces, self._searches = CacheNamespaces(), Searches()
+        self._memory: LookupMemory | None = None
+
+    def _remember(self, memory: LookupMemory) -> None:
+        """Has the drafter learn the answers of a memory, which gets those to come."""
+        texts = [
+            PastText(self._namespaces.named(past.client, past.salt), past.tokens, past.first)
+            for past in memory.answers()
+            if past.tokens.max() < self.info.vocab_size
+        ]
+        self.parts.executor.run_on_all_ranks(Executor.remember, texts)
+        log.info("--speculative-memory: %d answers of before are remembered", len(texts))
+        self._memory = memory
+        self.parts.sched.answered = self._keep
+        memory.start()
+
+    def _keep(self, req: Req) -> None:
+        """Keeps what a request was answered, unless it opts out, shares its memory with nobody, or is of a client that
+        was forgotten meanwhile."""
+        request = req.request
+        if self._memory is not None and request.learn and req.draft_salt == self._namespaces.of(request):
+            self._memory.add(request.client, request.cache_salt, req.tokens, req.prompt_len)
+
+    def forget_client(self, client: str) -> int:
+        """Forgets what a client's requests left for drafts and as cached prefixes, those that run included. Returns how
+        many answers `--speculative-memory` had of it."""
+        self._namespaces.forget(client)
+        return 0 if self._memory is None else self._memory.delete(client)
 
     def measure_read_rate(self) -> None:
         """Fills `info.read_rate`. Not to be called while steps run."""
@@ -162,6 +209,8 @@ class Engine:
             if not self._loop.idle or not self.parts.sched.flush_cache():
                 return False
             self.parts.executor.run_on_all_ranks(Executor.flush)
+            if self._memory is not None:
+                self._memory.clear()
             return True
 
     def swap_draft(self, folder: Path) -> None:
@@ -241,6 +290,8 @@ class Engine:
             if parts is not None:
                 parts.keep_costs()
                 parts.executor.close()
+                if self._memory is not None:
+                    self._memory.close()
             for name in ("_loop", "_page_table_check", "reporter", "explainer"):
                 self.__dict__.pop(name, None)
 

@@ -39,7 +39,7 @@ from draftwing.ops.attention import Attend, AttnBackend, Batch, MixedAttend, Til
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
 from draftwing.sched.guidance import Guides
-from draftwing.spec.drafter import Drafter, DraftStep
+from draftwing.spec.drafter import Drafter, DraftStep, PastText
 from draftwing.spec.simulate import Simulation
 
 T = TypeVar("T")
@@ -176,6 +176,12 @@ class Executor:
         """Lets the drafter forget what it has learnt."""
         if self.drafter is not None:
             self.drafter.flush()
+
+    @torch.inference_mode()
+    def remember(self, texts: Sequence[PastText]) -> None:
+        """Lets the drafter learn from requests before this engine. Nothing may run."""
+        if self.drafter is not None:
+            self.drafter.remember(self.table, texts)
 
     @torch.inference_mode()
     def clear(self, slots: IntArray) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from draftwing.learn.history import HeadHistory
-from draftwing.learn.traffic import TrafficStore
+from draftwing.learn.traffic import RUN, TrafficStore
 
 logger = logging.getLogger(__name__)
 _MODULE = "draftwing.learn.low_priority"
@@ -41,7 +41,7 @@ class IdleTraining:
     ) -> None:
         """arguments: of `draftwing train`, besides where from and where to: the model's.  memory: most bytes of the
         process."""
-        self.folder, self.out, self._arguments = folder, folder / "training", list(arguments)
+        self.folder, self.out, self._arguments = folder, folder / RUN, list(arguments)
         self._memory, self._idle_seconds, self._clock = memory, idle_seconds, clock
         self._process: subprocess.Popen[bytes] | None = None
         self._running = False  # whether it may, where there is one

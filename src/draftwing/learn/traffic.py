@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import heapq
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,9 +18,10 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from draftwing.errors import ConfigError
-from draftwing.files import write_json
+from draftwing.files import lock_file, write_json
 from draftwing.learn.segments import Segments, entry_of, read_lines, remove_folder, remove_partial
 
+RUN = "training"  # a run of `draftwing train` in the works, with hidden states of all clients' texts
 ANONYMOUS = "anonymous"  # the client of requests without a key
 MIN_ANSWER = 4  # tokens; of fewer a draft saves nothing
 MAX_COPIES = 8  # of one answer to different prompts, by client: a head has learnt it by then
@@ -74,8 +75,7 @@ class TrafficStore:
     """Exchanges of all clients. Not for several threads at once.
 
     Where the folder is full, the oldest exchanges of whoever holds most go, so that no client's traffic drives out
-    another's. The first change makes this process the writer, until `close`: then ConfigError is raised where another
-    process is.
+    another's. The first change makes this process the writer, as `open` does.
     """
 
     def __init__(
@@ -110,13 +110,29 @@ class TrafficStore:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._facts} cannot be read: {error}") from None
 
+    def open(self) -> None:
+        """Becomes the writer and reads what is there, unless that was done. Raises ConfigError where another process
+        writes."""
+        if self._lock is not None:
+            return
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._lock = lock_file(self.folder / "lock")
+        except BlockingIOError:
+            raise ConfigError(f"another process writes to {self.folder}: stop it, or ask it") from None
+        if not self.vocabulary:
+            write_json(self._facts, {"version": _VERSION, "vocabulary": self._given})
+        remove_partial(self._folder_of(""))
+        self._clients = {path.name: Segments(path, self._segment) for path in self._folders()}
+        self.sweep()
+
     def add(self, exchange: Exchange) -> bool:
         """Keeps an exchange. Returns False where it is not kept: a duplicate (the same prompt, answer and salt), one
         more of an answer that is there `MAX_COPIES` times, too short, or so long that it alone is more than the
         client's share."""
         if len(exchange.answer) < MIN_ANSWER:
             return False
-        self._own()
+        self.open()
         name = client_folder(exchange.client)
         if name not in self._clients:
             self._clients[name] = Segments(self._folder_of(name), self._segment)
@@ -152,7 +168,8 @@ class TrafficStore:
     def delete(self, client: str) -> int:
         """Removes all that is kept of a client. Returns how many exchanges that were. Draft heads that were trained
         with them stay: see `HeadHistory.mark_deleted`."""
-        self._own()
+        self.open()
+        shutil.rmtree(self.folder / RUN, ignore_errors=True)
         name = client_folder(client)
         segments = self._clients.pop(name, None)
         if self._folder_of(name).is_dir():
@@ -161,7 +178,7 @@ class TrafficStore:
 
     def sweep(self) -> None:
         """Removes what is older than the limit."""
-        self._own()
+        self.open()
         for segments in self._clients.values():
             segments.drop_before(self._clock() - self.limits.seconds)
 
@@ -191,24 +208,6 @@ class TrafficStore:
 
     def _folders(self) -> list[Path]:
         return sorted(path for path in self._folder_of("").glob("[!.]*") if path.is_dir())
-
-    def _own(self) -> None:
-        """Becomes the writer and reads what is there, unless that was done."""
-        if self._lock is not None:
-            return
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise ConfigError(f"another process writes to {self.folder}: stop it, or ask it") from None
-        self._lock = lock
-        if not self.vocabulary:
-            write_json(self._facts, {"version": _VERSION, "vocabulary": self._given})
-        remove_partial(self._folder_of(""))
-        self._clients = {path.name: Segments(path, self._segment) for path in self._folders()}
-        self.sweep()
 
     def _make_room(self, name: str, size: int) -> bool:
         """Drops the oldest exchanges of who holds most, counting what is to be added for its client. Returns whether

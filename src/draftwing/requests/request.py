@@ -92,6 +92,7 @@ class GenerationRequest(NamedTuple):
     bad_word_ids: the token sequences of its parameters' `bad_words`; None where they are yet to be found.
     thinking: of its parameters' `thinking_budget`, as the model's markers and its prompt make it.
     traced: outputs report what was drafted for it.  client: the name of the API key that asked, where there are keys.
+    learn: whether it and its answer may be kept on the disk, for drafters to learn from.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.
     """
@@ -111,6 +112,7 @@ class GenerationRequest(NamedTuple):
     client: str = ""
     arrived: float | None = None
     thinking: ThinkingBudget | None = None
+    learn: bool = True
 
     @property
     def together(self) -> tuple[str, float] | None:

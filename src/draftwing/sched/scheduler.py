@@ -92,6 +92,7 @@ class Scheduler:
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = DraftExtendPlanner(config.lagging, config.lag, config.deferral, config.slots)
+        self.answered: Callable[[Req], None] = lambda req: None  # is told each request that was not aborted, at its end
         self._news: list[Output] = []
         self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
 
@@ -376,6 +377,7 @@ class Scheduler:
         output = Output(req.uid, []) if output is None else output
         if reason["type"] != "abort":
             self.choice.answered(req)
+            self.answered(req)
         self._news.append(replace(output, finish_reason=reason, meta=finish_meta(req, self.config.credited)))
 
     # -- small things -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from draftwing.server.ollama.routes import add_ollama_routes
 from draftwing.server.openai.routes import add_openai_routes
 from draftwing.server.reference import add_reference
 from draftwing.server.service import Service
+from draftwing.server.telemetry.collector import Collector
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
 from draftwing.server.ui.routes import add_ui_routes, is_file
@@ -43,8 +44,10 @@ def create_app(
     Raises ConfigError for keys that cannot be read.
     """
     keys = read_keys(engine.info.options)
-    service = Service(engine, tokenizer)
-    learning = None if engine.info.options.learn is None else Learning.of(engine)
+    options = engine.info.options
+    learning = None if options.learn is None else Learning.of(engine)
+    collector = None if options.learn is None else Collector.of(options, tokenizer.vocabulary_hash)
+    service = Service(engine, tokenizer, collector, learning)
     allowances = Allowances(keys)
     metrics = Metrics(
         service.model,
@@ -53,9 +56,8 @@ def create_app(
         service.options.drafts,
         dict if learning is None else learning.numbers,
     )
-    engine.observer = observer = Observer(
-        [metrics.requests, allowances, *([] if learning is None else [learning]), *watchers]
-    )
+    learners = [one for one in (collector, learning) if one is not None]
+    engine.observer = observer = Observer([metrics.requests, allowances, *learners, *watchers])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

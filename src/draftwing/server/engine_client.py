@@ -14,7 +14,18 @@ from typing import Any
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead, EngineLink, Listener, Reply, Swap
+from draftwing.engine.process.link import (
+    Abort,
+    Ask,
+    Compile,
+    Drop,
+    EngineDead,
+    EngineLink,
+    Forget,
+    Listener,
+    Reply,
+    Swap,
+)
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
@@ -203,6 +214,13 @@ class AsyncEngine:
         refused: str | None = await self._reply(Swap(next(self._numbers), str(folder)))
         return refused
 
+    async def forget_client(self, client: str) -> int:
+        """Forgets what drafts for a client are looked up in, and what of it is on the disk. Returns how many answers
+        were there."""
+        self._check()
+        answers: int = await self._reply(Forget(next(self._numbers), client))
+        return answers
+
     async def compile(self, grammar: Grammar, text: str, param: str | None, client: str) -> None:
         """Has a grammar compiled, so that requests which have it begin at once; clients take turns. Raises RequestError
         as `GrammarCompiler.compile` and for one that has stopped engines before, GenerationError where the engine
@@ -243,7 +261,7 @@ class AsyncEngine:
     async def _ask(self, what: str) -> Any:
         return await self._reply(Ask(next(self._numbers), what))
 
-    async def _reply(self, question: Ask | Compile | Swap) -> Any:
+    async def _reply(self, question: Ask | Compile | Forget | Swap) -> Any:
         future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         try:
             self.link.send(question)

@@ -37,6 +37,8 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 A = TypeVar("A", bound=GenerationBody)
 
+LEARN_HEADER = "x-draftwing-learn"  # with one of these, as `"learn": false` in the body
+_OFF = ("off", "false", "no", "0")
 _MAX_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
 _MAX_ERRORS = 1000  # each takes time and memory
@@ -190,6 +192,8 @@ async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
     before the body is looked at, where there is no room."""
     with ExitStack() as place:
         body = await read_body(request, model, place)
+        if request.headers.get(LEARN_HEADER, "").strip().lower() in _OFF:
+            body.learn = False
         body.place.push(place)
         yield body
 

@@ -66,6 +66,11 @@ class Learning(Watcher):
         drafts, steps = (answer.meta.get(name, 0) for name in ("spec_num_correct_drafts", "spec_verify_ct"))
         self.live.add(time.time(), drafts, steps)
 
+    def forget(self) -> None:
+        """Traffic is to be deleted: ends a run that has begun to learn it, and removes what it has made."""
+        if self._training is not None:
+            self._training.forget()
+
     # -- as a task ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

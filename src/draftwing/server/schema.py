@@ -274,6 +274,7 @@ class GenerationBody(Body):
     speculative: Speculative | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
+    learn: bool | None = None
 
     @functools.cached_property
     def ignored(self) -> tuple[str, ...]:
@@ -368,6 +369,11 @@ class GenerationBody(Body):
     def wanted_logprobs(self) -> LogprobParams | None:
         """The log probabilities that are asked for. Raises RequestError."""
         return None
+
+    @property
+    def learnable(self) -> bool:
+        """Returns whether the request may be kept: neither `learn` nor OpenAI's `store` is false."""
+        return self.learn is not False and getattr(self, "store", None) is not False
 
     @property
     def predicted(self) -> str:

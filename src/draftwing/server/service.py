@@ -17,14 +17,17 @@ from draftwing.core import TokenLogprobs
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, RequestError
 from draftwing.grammar.translation import Translator
+from draftwing.learn.traffic import ANONYMOUS
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.edge.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.learning import Learning
 from draftwing.server.logprob_quota import first_logprobs, fit_logprobs
 from draftwing.server.parsers.budgets import Reasoning
 from draftwing.server.schema import GenerationBody, split_prompts
+from draftwing.server.telemetry.collector import Collector, Deleted
 from draftwing.server.worker_pools import WorkerPools
 from draftwing.text.answer import Answer
 from draftwing.text.bad_words import bad_word_ids
@@ -106,8 +109,13 @@ class Generation:
 
 
 class Service:
-    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+    def __init__(
+        self, engine: AsyncEngine, tokenizer: Tokenizer, collector: Collector | None = None,
+        learning: Learning | None = None,
+    ) -> None:  # fmt: skip
+        """collector, learning: of `--learn`."""
+        self._learning = learning
+        self.engine, self.tokenizer, self._collector = engine, tokenizer, collector
         self.options = engine.info.options
         self.model = engine.info.model_name
         self.started = time.time()
@@ -233,9 +241,9 @@ class Service:
         self.check_room(count)
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
-        shared["arrived"] = self.engine.observer.arrived
+        shared["arrived"], shared["learn"] = self.engine.observer.arrived, body.learnable
         if (key := client.get()) is not None:
-            shared["client"] = key.name
+            shared["client"], shared["learn"] = key.name, body.learnable and key.learn
             if key.max_priority is not None and shared["priority"] > key.max_priority:
                 found = f"for this key (max_priority); found {shared['priority']}"
                 raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
@@ -282,6 +290,14 @@ class Service:
         else:
             found = await self.pools.run(size, tokenized)
         return [one._replace(bad_word_ids=found[one.params.bad_words]) for one in asked]
+
+    async def delete_traffic(self, client: str) -> dict[str, Any]:
+        """Removes what is kept of a client's requests; see `Collector.delete`. Raises EngineDead."""
+        if self._learning is not None:
+            self._learning.forget()
+        found = Deleted(0, []) if self._collector is None else await self._collector.delete(client)
+        lookups = await self.engine.forget_client("" if client == ANONYMOUS else client)
+        return {**found._asdict(), "lookups": lookups}
 
     def name_for(self, asked: str | None) -> str:
         """The model name of a response: what was asked for, since every name is served by the one model there is."""

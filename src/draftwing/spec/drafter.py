@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.config.options import Options
-from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
+from draftwing.core import MAX_CONFIDENCE, PLAIN, IntArray, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear_ops.base import WeightFormat
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel
     from draftwing.models.heads.base import FeatureHead
 
-__all__ = ["Draft", "DraftContext", "DraftStep", "Drafter", "SeenTokens"]
+__all__ = ["Draft", "DraftContext", "DraftStep", "Drafter", "PastText", "SeenTokens"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,15 @@ class SeenTokens(NamedTuple):
     def width(self) -> int:
         """Queries of each row's path, garbage included; not for prefill."""
         return self.next_ids.shape[0] // self.batch.rows.shape[0]
+
+
+class PastText(NamedTuple):
+    """What a request was answered before this engine. salt: that such a request has now.  tokens [n] int32: the end of
+    its prompt and the answer.  first: the index of the answer's first token."""
+
+    salt: int
+    tokens: IntArray
+    first: int
 
 
 class Drafter(ABC):
@@ -218,6 +227,9 @@ class Drafter(ABC):
     def take_head(self, head: FeatureHead) -> None:
         """Drafts as `head` of `read_head` does from now on. What it kept of a text so far stays."""
         raise NotImplementedError
+
+    def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:  # noqa: B027
+        """Learns from requests before this engine, of each salt the oldest first. No row runs, and all may be used."""
 
     def flush(self) -> None:  # noqa: B027
         """Forgets what was learnt from past requests (the prefix cache is being flushed)."""

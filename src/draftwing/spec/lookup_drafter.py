@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
 from torch import Tensor
 
 from draftwing.config.drafters import SUFFIXES
@@ -10,7 +14,7 @@ from draftwing.errors import ConfigError
 from draftwing.ops.reference.ngram import NGramIndex, NGramOps
 from draftwing.ops.reference.suffix import LENGTHS, SuffixIndex, SuffixOps
 from draftwing.ops.types import Draft, RowTensors
-from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
+from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
 
 
 class LookupDrafter(Drafter):
@@ -25,6 +29,20 @@ class LookupDrafter(Drafter):
 
     def flush(self) -> None:
         self.index.flush()
+
+    def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:
+        """Learns from what followed the first token of each answer, as when it was generated."""
+        for at in range(0, len(texts), table.rows):
+            part = texts[at : at + table.rows]
+            length = min(max(len(text.tokens) for text in part), table.length)
+            host = np.zeros((len(part), length), np.int64)
+            for row, text in enumerate(part):
+                host[row, : len(text.tokens)] = text.tokens[:length]
+            facts = [(text.salt, text.first, max(len(text.tokens[:length]) - 1 - text.first, 0)) for text in part]
+            salt, first, count = torch.tensor(facts, device=table.tokens.device).unbind(1)
+            table.tokens[: len(part), :length] = torch.from_numpy(host).to(table.tokens.device)
+            table.salt[: len(part)] = salt
+            self.index.remember(table, torch.arange(len(part), device=salt.device), first, count, length)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """Returns how good what was found is: see the index."""

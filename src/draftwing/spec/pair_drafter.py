@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import new_calibration
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
-from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
+from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
 from draftwing.spec.model_drafter import ModelDrafter
 
 
@@ -105,6 +106,9 @@ class PairDrafter(Drafter):
 
     def take_head(self, head: FeatureHead) -> None:
         self.model.take_head(head)
+
+    def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:
+        self.lookup.remember(table, texts)
 
     def flush(self) -> None:
         self.model.flush()

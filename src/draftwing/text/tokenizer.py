@@ -77,6 +77,12 @@ class Tokenizer:
         piece: str | None = self.backend.id_to_token(token)
         return piece
 
+    @property
+    def vocabulary_hash(self) -> str:
+        """Returns a hash of which id is which token: what is kept as ids means something with the same one alone."""
+        vocabulary = sorted((id, token) for token, id in self.backend.get_vocab(with_added_tokens=True).items())
+        return blake2b(repr(vocabulary).encode(), digest_size=16).hexdigest()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`. Special tokens written in it are recognised; `add_special_tokens` adds BOS and EOS
         as the checkpoint asks."""

@@ -72,6 +72,13 @@ class Swap(NamedTuple):
     folder: str
 
 
+class Forget(NamedTuple):
+    """A client, of whose requests nothing is to be remembered; a `Reply` of this number comes back."""
+
+    number: int
+    client: str
+
+
 class Close(NamedTuple):
     pass
 
@@ -136,7 +143,7 @@ class EngineLink:
             thread.start()
             self._threads.append(thread)
 
-    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Swap | Close) -> None:
+    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Swap | Close) -> None:
         """Queues a message; of a dead engine it goes nowhere."""
         # A thread of its own writes: a full pipe must not stop the event loop.
         self._outbox.put(message)

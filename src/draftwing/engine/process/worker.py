@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
-from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply, Swap
+from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Forget, Refused, Reply, Swap
 from draftwing.engine.process.spawn import joined
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, RequestError
 from draftwing.log import configure_logging
@@ -115,7 +115,9 @@ class Worker:
         except BaseException as error:
             self.die(error)
 
-    def obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Swap) -> None:
+    def obey(
+        self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Swap
+    ) -> None:
         """Does what the server sent, or sees to it that it is done."""
         if isinstance(message, list):
             for request in message:
@@ -137,6 +139,8 @@ class Worker:
                 self.post(Reply(message.number, None))  # it is compiled no more
         elif isinstance(message, Swap):  # a head takes a while to load, and requests come by this thread
             threading.Thread(target=self._swap, args=(engine, message), name="draftwing-swap", daemon=True).start()
+        elif isinstance(message, Forget):
+            self.post(Reply(message.number, engine.forget_client(message.client)))
         else:
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()

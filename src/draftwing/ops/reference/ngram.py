@@ -19,6 +19,7 @@ from draftwing.ops.reference.ngram_memory import CANDIDATES, NGramMemory
 from draftwing.ops.types import Draft, RowTensors
 
 OWN: Final = 8  # matches kept from the row's own history
+PART: Final = 30  # tokens of `NGramIndex.remember`; with two around them a power of two, as a kernel has them
 STEADY: Final = 3  # a match this long is what the row is copying from
 
 # Matches are ranked by a key, the least first. Its level is 4 * (max_window - length), plus 0 for a match that goes on
@@ -178,6 +179,14 @@ class NGramIndex:
     def insert(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
         """The newest count [B] tokens of rows that had prefix_len [B] enter the memory; limit: host bound of count."""
         self.memory.insert(table.tokens, rows, prefix_len, count, limit)
+
+    def remember(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
+        """Does as `begin` and then `insert` for any limit: in parts, as steps have them, and of a row that has no more
+        the newest token again."""
+        self.begin(table, rows)
+        for done in range(0, limit, PART):
+            before = torch.clamp(count, max=done)
+            self.insert(table, rows, prefix_len + before, torch.clamp(count - before, max=PART), PART)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """Finds and keeps the next candidates. max_kv_len: host bound of the rows' kv_len now.

@@ -169,6 +169,13 @@ class SuffixIndex:
                 for owner in range(1 + shared):
                     self._learn(context, self.owner[row, owner], token, known)
 
+    def remember(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
+        """Does as `insert` for requests of the rows' salts alone: the rows do not learn it."""
+        own, salt = self.owner.index_select(0, rows), table.salt.index_select(0, rows) * SALT + self.epoch
+        self.owner.index_copy_(0, rows, torch.stack((salt, salt), 1))
+        self.insert(table, rows, prefix_len, count, limit, shared=False)
+        self.owner.index_copy_(0, rows, own)
+
     def _learn(self, context: Tensor, owner: Tensor, token: Tensor, known: Tensor) -> None:
         """token [1] followed the last tokens of context [width] (ids + 1), where known [W] allows it."""
         bucket, check = self._bucket((self.factors * context).sum(-1) + owner)

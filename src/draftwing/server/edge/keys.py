@@ -16,7 +16,7 @@ from draftwing.config.api_keys import ApiKey
 from draftwing.server.http import error_response
 from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 
-ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})  # they concern what other clients do
+ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/delete_traffic"})  # they concern what other clients do
 FREE_PATHS = frozenset({"/health", "/health_generate", "/liveness", "/readiness"})
 METRICS_PATHS = frozenset({"/metrics", "/v1/loads"})
 DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})

@@ -24,7 +24,13 @@ from draftwing.server.json_encoding import encode
 from draftwing.server.native.flushing import Flushing
 from draftwing.server.native.probes import add_probes
 from draftwing.server.native.rendering import Generated
-from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from draftwing.server.native.schema import (
+    AbortRequest,
+    DeleteTraffic,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 from draftwing.server.schema import split_prompts
 from draftwing.server.service import Service
 
@@ -63,6 +69,12 @@ def _add_generate(app: FastAPI, service: Service) -> None:
             generation = await service.submit(requests, body)
             texts = service.texts if body.return_text_in_logprobs else None
         return await respond(request, Generated(generation, batched, texts), body.stream)
+
+    @app.post("/delete_traffic", openapi_extra=schema(DeleteTraffic))
+    async def delete_traffic(request: Request) -> dict[str, Any]:
+        """Removes what is kept of a client's requests: for training (`--learn`) and for drafts from lookups."""
+        body = await read_body(request, DeleteTraffic)
+        return {"client": body.client, **await service.delete_traffic(body.client)}
 
     @app.post("/abort_request", openapi_extra=schema(AbortRequest))
     async def abort_request(request: Request) -> Response:

@@ -187,6 +187,12 @@ class TokenizeRequest(Body):
         return every
 
 
+class DeleteTraffic(Body):
+    """Body of /delete_traffic."""
+
+    client: Name  # the name of a key; "anonymous" for requests without one
+
+
 class DetokenizeRequest(Body):
     """Body of /detokenize."""
 

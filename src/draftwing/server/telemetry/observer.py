@@ -35,6 +35,7 @@ class AnswerRecord:
     arrived: float
     answer: Answer | None = None
     tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)  # so many, where a watcher wants them
     first: float | None = None  # when its first token came
     latest: float | None = None  # when the newest tokens came
     ended: float | None = None
@@ -72,6 +73,7 @@ class Watcher:
     """
 
     body_bytes: int | None = 0  # how much of the requests' bodies it wants; None: all
+    wants_tokens = False  # whether it reads `AnswerRecord.token_ids`
 
     def began(self, answer: AnswerRecord) -> None:
         pass
@@ -96,6 +98,7 @@ class Observer:
         self.watchers = list(watchers)
         wanted = [watcher.body_bytes for watcher in watchers]
         self._body_bytes = None if None in wanted else max((one for one in wanted if one is not None), default=0)
+        self._wants_tokens = any(watcher.wants_tokens for watcher in watchers)
         self.clock = clock
         self._current: ContextVar[HttpRecord | None] = ContextVar("draftwing_http_request", default=None)
         self._open: dict[str, AnswerRecord] = {}  # by uid
@@ -156,6 +159,8 @@ class Observer:
         if output.token_ids:
             before, answer.latest = answer.latest, now
             answer.tokens += len(output.token_ids)
+            if self._wants_tokens:
+                answer.token_ids += output.token_ids
             if answer.first is None:
                 answer.first = now
             self._notify("progressed", answer, before, now, len(output.token_ids))
