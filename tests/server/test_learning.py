@@ -13,9 +13,10 @@ import pytest
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 from draftwing.learn.history import HeadHistory
+from draftwing.learn.idle import COSTS
 from draftwing.learn.live import ENOUGH
 from draftwing.server import learning as module
-from draftwing.server.learning import COSTS, Learning, arguments
+from draftwing.server.learning import Learning, arguments
 
 
 class Engine:

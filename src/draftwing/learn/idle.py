@@ -19,6 +19,9 @@ from draftwing.learn.traffic import RUN, TrafficStore
 logger = logging.getLogger(__name__)
 _MODULE = "draftwing.learn.low_priority"
 NEW = 64  # exchanges since the newest head, for another one to be trained: fewer hardly change it
+COSTS = (
+    "costs.json"  # in the folder: seconds of steps with 1, 2, .. drafts, as the engine that serves has measured them
+)
 THREADS = 1  # of the process: those of others are the server's, even while it waits
 RETRY_SECONDS = 600.0  # after a run that failed
 LOOK_SECONDS = 30.0  # between looks at the folder, which are read whole

@@ -15,7 +15,7 @@ from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.files import write_json
 from draftwing.learn.history import HeadHistory
-from draftwing.learn.idle import IdleTraining
+from draftwing.learn.idle import COSTS, IdleTraining
 from draftwing.learn.live import LiveAcceptance
 from draftwing.machine import free_memory
 from draftwing.server.telemetry.observer import AnswerRecord, Watcher
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between looks
 MEMORY_SHARE = 0.5  # of the memory that is free when the server is ready, which training may take
 CURVE = 120  # points of the page's
-COSTS = "costs.json"  # in the folder: seconds of steps by depth of their drafts, for training to judge by
 _OF_MODEL = ("model", "revision", "tokenizer_path", "chat_template", "device", "dtype", "context_length")
 
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
 from draftwing.learn.history import HeadHistory
+from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import TrafficStore
 from draftwing.models.heads.block import BlockHead
 from draftwing.train import heads
@@ -40,7 +41,6 @@ WRITINGS = 32  # times at most, for all runs of a folder
 ANSWER = 80  # tokens of an answer to those, about
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 JUDGED = 0.2  # share of general texts that is not trained on
-COSTS = "costs.json"  # in DIR: seconds of steps with 1, 2, .. drafts, as the engine that serves has measured them
 
 
 class TrafficStages(Stages):
@@ -204,12 +204,12 @@ class TrafficStages(Stages):
     @cached_property
     def _seconds(self) -> list[float]:
         """Of steps by depth; where nobody has measured them, all the same."""
-        try:
-            return [float(one) for one in json.loads((self.folder / COSTS).read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError):
-            kind = pick_device(self.engine_options.device).kind
-            shape = carried_shape(self.init_heads[0], kind, self.settings.drafter.tree) or self.settings.drafter.tree
-            return [1.0] * shape.depth
+        with suppress(OSError, ValueError, TypeError):
+            found = [float(one) for one in json.loads((self.folder / COSTS).read_text(encoding="utf-8"))]
+            if found:
+                return found
+        kind, tree = pick_device(self.engine_options.device).kind, self.settings.drafter.tree
+        return [1.0] * (carried_shape(self.init_heads[0], kind, tree) or tree).depth
 
     def _facts(self, found: Judgement) -> dict[str, Any]:
         """What `HeadHistory.add` is told of the head."""
