@@ -23,7 +23,9 @@ CLIENT_SHARE = 0.5  # of the tokens that are learnt: most of one client, where t
 LEAST_NEW, LOOP = 0.3, 4  # share of an answer's runs of so many tokens that are different ones
 MIN_LOOP = 32  # tokens of an answer of which that is asked
 ASKED = 32  # tokens of an answer whose likelihood is looked at
-LEAST_LIKELY = -4.0  # nats: mean log probability of an answer's tokens; at temperature 1 SmolLM2's texts have -1
+# Nats: mean log probability of an answer's tokens. 359 answers of SmolLM2 at temperatures of 0 to 1 had -0.9 in the
+# middle and -3.7 at least (docs/dev/learning.md); tokens at random have -10 and less.
+LEAST_LIKELY = -4.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ def _shared(
 
 @torch.no_grad()
 def log_probabilities(source: FeatureSource, target: TargetHead) -> Iterator[tuple[str, float]]:
-    """Gives the key of each sample and the mean log probability of tokens in its loss, in nats: of about `ASKED`, evenly
-    chosen, for each takes a product with the whole vocabulary."""
+    """Gives the key of each sample and the mean log probability of tokens in its loss, in nats: of about `ASKED`,
+    evenly chosen, for each takes a product with the whole vocabulary."""
     whole, numbers = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))
     for number in numbers:
         (sample,) = whole.read_many([number])
