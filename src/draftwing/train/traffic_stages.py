@@ -3,6 +3,7 @@ which the head is judged by later traffic and becomes one of `DIR/heads`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -26,6 +27,7 @@ from draftwing.models.heads.block import BlockHead
 from draftwing.train import heads
 from draftwing.train.data import Skipped, held_out, read_prompts
 from draftwing.train.dataset import Dataset
+from draftwing.train.fit_config import FitConfig
 from draftwing.train.judge import Comparison, Judgement, draft_along, judge
 from draftwing.train.settings import Run
 from draftwing.train.stages import Stages, parts
@@ -39,6 +41,9 @@ LEAST = 32  # exchanges to learn from: fewer say little of what comes, and nothi
 PROMPTS = 64  # that the model is asked to write at a time
 WRITINGS = 32  # times at most, for all runs of a folder
 ANSWER = 80  # tokens of an answer to those, about
+# Highest learning rate times the hidden size, of a head that is good already. At that of a fresh one, 0.4, the first
+# steps of an optimizer that knows nothing of the gradients yet spoil it (docs/dev/learning.md).
+RATE = 0.06
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 JUDGED = 0.2  # share of general texts that is not trained on
 
@@ -168,6 +173,10 @@ class TrafficStages(Stages):
             heads.renew_vocabulary(head, ids)
             self._note(covered(learnt, ids, self.config.vocab_size))
         return head
+
+    def _fit_config(self) -> FitConfig:
+        found = super()._fit_config()
+        return found if found.lr else dataclasses.replace(found, lr=RATE / self.config.hidden_size)
 
     def _extra(self) -> dict[str, Any]:
         """The parent's trees."""
