@@ -325,22 +325,6 @@ class Options:
         1_000_000, SPECULATION, "tokens of prompts and answers that SUFFIX remembers", minimum=1024, maximum=2**28
     )
 
-    learn: str | None = option(
-        None, LEARNING,
-        "folder that keeps token ids of prompts and answers, for draft heads to be trained with, and these heads "
-        "(default: nothing is kept)", metavar="DIR",
-    )  # fmt: skip
-    learn_size: int = option(
-        256 * 2**20, LEARNING, "most bytes of prompts and answers; the oldest of the client that has most go first",
-        minimum=2**20, maximum=2**40,
-    )  # fmt: skip
-    learn_age: float = option(30.0, LEARNING, "days after which they go in any case", minimum=0.001, maximum=36500)
-
-    learn_while_idle: bool = option(
-        False, LEARNING, "train the draft head on the traffic that --learn keeps, in a process of low priority that "
-        "stands still while requests run, and swap it for a better one"
-    )  # fmt: skip
-
     simulate_accept_length: float | None = option(
         None, SPECULATION,
         "for timing: accept drafts at random, with the largest tree this many tokens per step on average, the target's "
@@ -357,6 +341,10 @@ class Options:
         minimum=2**20, maximum=2**40,
     )  # fmt: skip
     learn_age: float = option(30.0, LEARNING, "days after which they go in any case", minimum=0.001, maximum=36500)
+    learn_while_idle: bool = option(
+        False, LEARNING, "train the draft head on the traffic that --learn keeps, in a process of low priority that "
+        "stands still while requests run, and swap it for a better one"
+    )  # fmt: skip
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:

@@ -149,13 +149,13 @@ def compare(before: Mapping[str, Drafted], after: Mapping[str, Drafted], seconds
     best = [int(times.sum(0).argmin()) for times in (old, new)]
     times = [each[:, depth] for each, depth in zip((old, new), best, strict=True)]
     tokens = sum(before[key].tokens for key in keys)
-    lengths = [float(tokens * cost[depth] / each.sum()) for each, depth in zip(times, best, strict=True)]
+    first, other = (float(tokens * cost[depth] / each.sum()) for each, depth in zip(times, best, strict=True))
     gain = float(times[0].sum() / times[1].sum())
     error = 0.0
     if len(keys) > 1:  # of a ratio of sums, from how texts differ
         squares = float(((times[0] - gain * times[1]) ** 2).sum())
         error = math.sqrt(squares * len(keys) / (len(keys) - 1)) / float(times[1].sum())
-    return Comparison(len(keys), *lengths, gain, error)
+    return Comparison(len(keys), first, other, gain, error)
 
 
 def judge(

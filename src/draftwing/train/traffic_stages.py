@@ -28,7 +28,7 @@ from draftwing.train import heads
 from draftwing.train.data import Skipped, held_out, read_prompts
 from draftwing.train.dataset import Dataset
 from draftwing.train.fit_config import FitConfig
-from draftwing.train.judge import Comparison, Judgement, draft_along, judge
+from draftwing.train.judge import Comparison, Drafted, Judgement, draft_along, judge
 from draftwing.train.settings import Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
@@ -203,12 +203,14 @@ class TrafficStages(Stages):
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
         _, part = parts(source, {one.key for one in self.tokens}, self._judged())
-        drafted = []
-        for folder in (self.init_heads[0], self.run.out / "head"):
+
+        def drafted(folder: Path) -> dict[str, Drafted]:
             head = heads.load_head(folder, target, self.settings.algorithm)
             assert not isinstance(head, BlockHead)
-            drafted.append(draft_along(head, part, len(self._seconds), self.settings.max_length))
-        return judge(*drafted, self.traffic.clients, self._seconds)
+            return draft_along(head, part, len(self._seconds), self.settings.max_length)
+
+        before, after = drafted(self.init_heads[0]), drafted(self.run.out / "head")
+        return judge(before, after, self.traffic.clients, self._seconds)
 
     @cached_property
     def _seconds(self) -> list[float]:

@@ -202,7 +202,7 @@ class PackedLinear(LinearOp):
         if self._ahead is not None:
             self._matrix()  # of the weight as it was
         for mine, part in zip(own, theirs, strict=True):
-            if isinstance(mine, Tensor):
+            if isinstance(mine, Tensor) and isinstance(part, Tensor):
                 mine.copy_(part)
 
     @property

@@ -54,6 +54,7 @@ class ShapePolicy(Protocol):
 
     def forget(self) -> None:
         """Another head drafts from now on: forgets how much of its drafts was accepted. What steps cost stays."""
+        return
 
     def saving(self, context: StepContext, at_best: bool = False) -> float | None:
         """Returns the seconds that drafts save for each token of such rows, all together; None where it is unknown.
