@@ -176,3 +176,5 @@ def test_what_training_is_told_of_the_model() -> None:
     for algorithm, found in refused.items():
         with pytest.raises(ConfigError, match=found):
             arguments(Options.from_kwargs(speculative_algorithm=algorithm))
+    with pytest.raises(ConfigError, match="learn_while_idle needs learn"):
+        Options.from_kwargs(learn_while_idle=True).resolve()
