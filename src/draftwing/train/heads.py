@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import ConfigError
@@ -38,6 +39,7 @@ from draftwing.train.checkpoint import aux_layer_ids
 AnyHead = EagleHead | Eagle3Head | MTPHead | BlockHead
 Head = TypeVar("Head", bound=FeatureHead)
 
+RIDGE = 1e-3  # of the mean square of a column: enough where there are fewer tokens than columns
 TRAINED = torch.float32  # what parameters are kept in
 
 
@@ -168,14 +170,20 @@ def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> AnyHead
 
 @torch.no_grad()
 def renew_vocabulary(head: FeatureHead, ids: Sequence[int]) -> None:
-    """Lets a head draft the target's tokens `ids`, as many as before, ascending. Rows of its lm_head that are new begin
-    as the target's."""
+    """Lets a head draft the target's tokens `ids`, as many as before, ascending.
+
+    Rows of its lm_head that are new begin as the linear map of the target's rows that gives the head's own best: the
+    target's rows themselves are of another scale, and their tokens would be drafted everywhere.
+    """
     assert head.target_ids is not None and head.lm_head is not None and len(ids) == len(head.target_ids)
     weight, new = head.lm_head.weight, torch.tensor(ids, device=head.target_ids.device)
     places = torch.full((head.target.config.vocab_size,), -1, device=new.device)
     places[head.target_ids] = torch.arange(len(ids), device=new.device)
     rows = places[new]  # where each was, -1 of new ones
-    fresh = _head_weight(head.target)[new].to(weight.dtype)
+    theirs = F.pad(_head_weight(head.target).double(), (0, 1), value=1.0)  # [V, hidden + 1]
+    known, gram = theirs[head.target_ids], torch.eye(theirs.shape[1], dtype=torch.float64, device=new.device)
+    gram = known.t() @ known + RIDGE * known.square().sum() / theirs.shape[1] * gram
+    fresh = (theirs[new] @ torch.linalg.solve(gram, known.t() @ weight.double())).to(weight.dtype)
     weight.copy_(torch.where((rows < 0).unsqueeze(1), fresh, weight[rows.clamp(min=0)]))
     head.draft_only(new)
 
