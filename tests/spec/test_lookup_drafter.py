@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from lookup_slots import Slots
@@ -16,7 +17,8 @@ from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.reference.ngram import OWN, STEADY
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.spec.drafter import Draft, DraftStep, SeenTokens
+from draftwing.ops.types import RowTensors
+from draftwing.spec.drafter import Draft, DraftStep, PastText, SeenTokens
 from draftwing.spec.lookup_drafter import LookupDrafter, NGramDrafter, SuffixDrafter
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -124,6 +126,28 @@ def test_an_answer_helps_later_requests_of_its_salt_only(ops: TorchOps, kind: ty
     drafter.flush()
     assert drafter.propose(again).alive.sum() == 1
     assert len(replay(drafter, slots, 2, [4, 5], answer, 5)) == 39
+
+
+@pytest.mark.further(ops="torch", kind=SuffixDrafter)
+@pytest.mark.parametrize("kind", [NGramDrafter, pytest.param(SuffixDrafter, marks=pytest.mark.slow)])
+def test_what_is_remembered_drafts_as_what_was_generated(ops: TorchOps, kind: type[LookupDrafter]) -> None:
+    """More texts than rows, of other lengths, one longer than a row, and rows that hold other texts."""
+    rng, table = random.Random(3), RowTensors(2, 100, 1, torch.device("cpu"))
+    said = [[rng.randrange(1000, 2000) for _ in range(length)] for length in (40, 90, 3, 1, 64)]
+    texts = [
+        PastText(salt, np.asarray([7, 8, 9, *answer, 5] * (2 if i == 4 else 1), np.int32), 3)
+        for i, (salt, answer) in enumerate(zip((5, 6, 5, 5, 6), said, strict=True))
+    ]
+    lived, drafter = (kind(3, ops, capacity=1 << 14) for _ in range(2))  # type: ignore[call-arg, arg-type]
+    slots = make_slots(2, 300)
+    for text in texts:
+        tokens = text.tokens[:100].tolist()
+        replay(lived, slots, 0, tokens[:3], tokens[3:], text.salt)
+    drafter.remember(table, texts)
+    for salt, number in ((5, 0), (6, 1), (5, 1), (6, 4), (0, 0)):
+        before, after = (replay(one, slots, 1, [1, 2], said[number], salt) for one in (lived, drafter))
+        assert before == after
+        assert (len(after) < len(said[number]) / 3) == ((salt, number) in {(5, 0), (6, 1), (6, 4)})
 
 
 @pytest.mark.parametrize(("kind", "in_parts", "whole"), [(NGramDrafter, 2, 2), (SuffixDrafter, 0, 1)])

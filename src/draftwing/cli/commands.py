@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftwing.cli.learning import add_learning_commands
 from draftwing.cli.models import add_model_commands
 from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments
 from draftwing.config.choices import LOG_LEVELS
@@ -45,7 +46,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
         "question", nargs="?", metavar="QUESTION", help="a text with white space is a question even without a MODEL"
     )
 
-    models = add_model_commands(commands)
+    models = add_model_commands(commands) | add_learning_commands(commands)
 
     bench = commands.add_parser(
         "bench",

@@ -46,8 +46,8 @@ class LookupMemory:
     """
 
     def __init__(self, path: str | Path, vocabulary: str, limit: int = TOKENS) -> None:
-        """Reads the file where there is one. vocabulary: a hash of the tokenizer. Raises ConfigError for a file of
-        another one or of another kind, and where another process has it."""
+        """Reads the file where there is one. vocabulary: a hash of the tokenizer; empty: whichever the file is of.
+        Raises ConfigError for a file of another one or of another kind, and where another process has it."""
         self._path, self._vocabulary, self._limit = Path(path).expanduser(), vocabulary, limit
         self._clients: dict[str, deque[PastAnswer]] = {}
         self._sizes: dict[str, int] = {}
@@ -171,6 +171,19 @@ class LookupMemory:
             ]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
             raise ConfigError(f"speculative_memory: {self._path} cannot be read ({error}): remove it") from None
+        self._vocabulary = self._vocabulary or about["vocabulary"]
         if about["vocabulary"] != self._vocabulary:
             raise ConfigError(f"speculative_memory: {self._path} is of another tokenizer; name another file")
         return answers
+
+
+def delete_client(path: str | Path, client: str) -> int:
+    """Removes a client's answers from a file that no engine has. client: the name of a key; empty: of requests without
+    one. Returns how many there were. Raises ConfigError."""
+    if not Path(path).expanduser().is_file():
+        raise ConfigError(f"speculative_memory: {path} is no file")
+    memory = LookupMemory(path, "")
+    try:
+        return memory.delete(client)
+    finally:
+        memory.close()
