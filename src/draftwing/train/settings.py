@@ -342,7 +342,7 @@ def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:
     """Returns the head that is served with a folder of traffic: the one that was learnt from it, else that of the
     engine's options or the model's own."""
     assert settings.traffic is not None
-    history = HeadHistory(Path(settings.traffic) / "heads")
+    history = HeadHistory(Path(settings.traffic).expanduser() / "heads")
     current = history.current()
     if current is not None:
         return str(history.folder / str(current))

@@ -56,7 +56,7 @@ class TrafficStages(Stages):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         assert run.settings.traffic is not None
-        self.folder = Path(run.settings.traffic)
+        self.folder = Path(run.settings.traffic).expanduser().resolve()
 
     @cached_property
     def _until(self) -> float:
@@ -224,7 +224,7 @@ class TrafficStages(Stages):
 
     def _facts(self, found: Judgement) -> dict[str, Any]:
         """What `HeadHistory.add` is told of the head."""
-        parent = self.init_heads[0]
+        parent = self.init_heads[0].resolve()
         learnt = Counter(self.traffic.clients[one.key] for one in self.traffic.learnt)
         return {
             "parent": int(parent.name) if parent.parent == self.folder / "heads" else None,
