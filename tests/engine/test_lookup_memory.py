@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
+from draftwing.engine import lookup_memory
 from draftwing.engine.engine import Engine
 from draftwing.engine.lookup_memory import BEFORE, LookupMemory
 from draftwing.errors import ConfigError
@@ -107,9 +109,11 @@ def test_what_comes_before_an_answer_is_cut(tmp_path: Path) -> None:
     memory.add("alice", None, [*range(100), 7, 8, 9], 100)
     memory.add("", "é", [1, 2, 3], 1)
     memory.add("bob", None, [1, 2], 1)  # nothing follows a token of the answer
+    memory.learnt = lambda: {"menu": [[3, 1]]}
     memory.close()
     assert stat.S_IMODE((tmp_path / "memory").stat().st_mode) == 0o600
     again = LookupMemory(tmp_path / "memory", "v")
+    assert again.before == {"menu": [[3, 1]]}
     assert answers(again) == [("alice", None, [*range(100 - BEFORE, 100), 7, 8, 9], BEFORE), ("", "é", [1, 2, 3], 1)]
     again.close()
 
@@ -138,13 +142,43 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     memory.close()
     with pytest.raises(ConfigError, match="tokenizer"):
         LookupMemory(path, "two")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        LookupMemory(path / "below", "one")
     whole = path.read_bytes()
     for damaged in (b"", b"{}", whole[: len(whole) // 2], whole[:-4]):
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match="cannot be read"):
             LookupMemory(path, "one")
+    about = {"version": "1", "vocabulary": "one", "owners": '[["alice", null]]', "learnt": "{}"}
+    for tokens, lengths, firsts in (
+        ([1, 2, 3], [3], [2]),
+        ([1, 2, 3], [2], [0]),
+        ([1, -2, 3], [3], [1]),
+        ([], [0], [0]),
+    ):
+        parts = {"tokens": tokens, "lengths": lengths, "firsts": firsts, "owners": [0]}
+        path.write_bytes(save({name: np.asarray(part, np.int64) for name, part in parts.items()}, about))
+        with pytest.raises(ConfigError, match="cannot be read"):
+            LookupMemory(path, "one")
     path.write_bytes(whole)
     LookupMemory(path, "one").close()
+
+
+def test_a_client_is_deleted_even_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = LookupMemory(tmp_path / "memory", "v")
+    for client in ("alice", "bob"):
+        memory.add(client, None, [1, 2, 3], 1)
+    memory.write()
+
+    def full(partial: Path, path: Path) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lookup_memory, "replace_file", full)
+        assert memory.delete("alice") == 1
+    assert os.listdir(tmp_path) == ["memory.lock"]
+    memory.close()
+    assert [one.client for one in LookupMemory(tmp_path / "memory", "v").answers()] == ["bob"]
 
 
 WRITER = """

@@ -61,6 +61,10 @@ def test_what_is_damaged_is_not_served(tmp_path: Path, head: Path) -> None:
     (tmp_path / "heads" / "1" / "head.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         history.list()
+    assert history.mark_deleted("alice") == []
+    history.use(None)
+    history.remove(1)
+    assert history.list() == []
 
 
 def test_a_copy_that_was_stopped_is_no_head(tmp_path: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:

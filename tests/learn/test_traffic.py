@@ -118,6 +118,20 @@ def test_old_exchanges_go(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
+def test_a_clock_that_was_wrong_keeps_nothing_for_longer(tmp_path: Path) -> None:
+    now = [1e6]
+    store = TrafficStore(tmp_path, TrafficLimits(seconds=1e5), clock=lambda: now[0])
+    given = [exchange(at) for at in (1e6, 9e6, 1e6 + 10, 1e6 + 5, 1e6 + 20)]  # set ahead, and back
+    for one in given[:2]:
+        assert store.add(one)
+    now[0] = 1e6 + 30
+    for one in given[2:]:
+        assert store.add(one)
+    now[0] = 1e6 + 1e5 + 15
+    store.sweep()
+    assert [one.at for one in store.read()] == [1e6 + 20]
+
+
 def test_nothing_of_a_client_is_left_after_its_deletion(tmp_path: Path) -> None:
     limits = TrafficLimits(bytes=200 * 1024)
     store = opened(tmp_path, limits)

@@ -54,6 +54,8 @@ def add_learning_commands(commands: Any) -> dict[str, Run]:
 
 
 def _number_or_none(text: str) -> int | None:
+    if text != "none" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be the number of a head, or none; found {text!r}")
     return None if text == "none" else int(text)
 
 

@@ -169,6 +169,9 @@ class Engine:
         ]
         self.parts.executor.run_on_all_ranks(Executor.remember, texts)
         log.info("--speculative-memory: %d answers of before are remembered", len(texts))
+        policy = self.parts.sched.choice.policy
+        policy.recall(memory.before)
+        memory.learnt = policy.learnt
         self._memory = memory
         self.parts.sched.answered = self._keep
         memory.start()

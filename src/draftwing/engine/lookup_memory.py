@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -23,7 +24,7 @@ from draftwing.errors import ConfigError
 from draftwing.files import lock_file, replace_file
 
 log = logging.getLogger("draftwing")
-TOKENS = 1_000_000  # of all answers, as many as SUFFIX remembers by default: 4 MB, learnt again in about a second
+TOKENS = 1_000_000  # of all answers, as many as SUFFIX remembers by default: 4 MB, learnt again in half a second
 BEFORE = 32  # tokens before an answer: the longest context that a lookup looks at
 WRITE_SECONDS = 180.0  # between two times that it is written
 _VERSION = "1"
@@ -41,6 +42,8 @@ class PastAnswer(NamedTuple):
 class LookupMemory:
     """The answers of a file, and those that come. Any thread may call it.
 
+    before: what a policy had learnt of their drafts (`ShapePolicy.learnt`).  learnt: gives it when the file is written.
+
     Where they are more than `TOKENS` tokens, the oldest of the client that has most go. Written every few minutes where
     anything is new, and at the end; what is found is whole, whenever the process is killed.
     """
@@ -55,11 +58,15 @@ class LookupMemory:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._new = False
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.before: dict[str, Any] = {}
+        self.learnt: Callable[[], dict[str, Any]] = lambda: self.before
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_file(self._path.with_name(f"{self._path.name}.lock"))
         except BlockingIOError:
             raise ConfigError(f"speculative_memory: another process has {self._path}; name another file") from None
+        except OSError as error:
+            raise ConfigError(f"speculative_memory: {self._path} cannot be written: {error.strerror}") from None
         try:
             for answer in self._read():
                 self._add(answer)
@@ -87,11 +94,17 @@ class LookupMemory:
             self._new = True
 
     def delete(self, client: str) -> int:
-        """Removes a client's answers, here and in the file. Returns how many there were."""
+        """Removes a client's answers, here and in the file, which goes where it cannot be written. Returns how many
+        there were. Raises OSError where it cannot be removed either."""
         with self._changing:
             gone = len(self._clients.pop(client, ()))
             self._sizes.pop(client, None)
-        self.write()
+        try:
+            self.write()
+        except OSError:
+            self._new = True
+            for path in (self._partial, self._path):
+                path.unlink(missing_ok=True)
         return gone
 
     def clear(self) -> None:
@@ -149,8 +162,8 @@ class LookupMemory:
             "firsts": np.asarray([answer.first for answer in answers], np.int64),
             "owners": np.asarray([owners[answer.client, answer.salt] for answer in answers], np.int64),
         }
-        about = {"version": _VERSION, "vocabulary": self._vocabulary, "owners": json.dumps([*owners])}
-        return save(tensors, about)
+        words = {"owners": json.dumps([*owners]), "learnt": json.dumps(self.learnt())}
+        return save(tensors, {"version": _VERSION, "vocabulary": self._vocabulary, **words})
 
     def _read(self) -> list[PastAnswer]:
         self._partial.unlink(missing_ok=True)  # of a process that was killed
@@ -162,12 +175,15 @@ class LookupMemory:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if about["version"] != _VERSION:
                 raise ValueError(f"expected version {_VERSION}, found {about['version']}")
-            owners = json.loads(about["owners"])
-            parts = np.split(found["tokens"], np.cumsum(found["lengths"])[:-1]) if len(found["lengths"]) else []
+            owners, self.before = json.loads(about["owners"]), dict(json.loads(about["learnt"]))
+            tokens, lengths, firsts = (found[name] for name in ("tokens", "lengths", "firsts"))
+            if lengths.sum() != len(tokens) or (firsts < 0).any() or (lengths < firsts + 2).any() or (tokens < 0).any():
+                raise ValueError("its parts do not fit together")
+            parts = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
             by_owner = [owners[number] for number in found["owners"]]
             answers = [
                 PastAnswer(client, salt, part, int(first))
-                for (client, salt), part, first in zip(by_owner, parts, found["firsts"], strict=True)
+                for (client, salt), part, first in zip(by_owner, parts, firsts, strict=True)
             ]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
             raise ConfigError(f"speculative_memory: {self._path} cannot be read ({error}): remove it") from None

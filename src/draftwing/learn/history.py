@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -75,10 +76,7 @@ class HeadHistory:
 
     def get(self, number: int) -> HeadRecord:
         """Returns a head. Raises ConfigError where there is none, or what is known of it cannot be read."""
-        folder = self.folder / str(number)
-        if number not in self._numbers():
-            known = ", ".join(map(str, self._numbers())) or "none"
-            raise ConfigError(f"no head {number} in {self.folder}; found {known}")
+        folder = self._folder(number)
         try:
             facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
             return HeadRecord(
@@ -108,21 +106,31 @@ class HeadHistory:
         write_text(self.folder / "current", f"{number}\n")
 
     def remove(self, number: int) -> None:
-        """Removes a head. Raises ConfigError for one that is not there, or is served."""
-        self.get(number)
+        """Removes a head, or what is left of one. Raises ConfigError where there is none, or it is served."""
+        folder = self._folder(number)
         if number == self.current():
             raise ConfigError(f"head {number} is served: use another one first")
-        remove_folder(self.folder / str(number))
+        remove_folder(folder)
 
     def mark_deleted(self, client: str) -> Sequence[int]:
         """Notes that a client's exchanges were deleted. Returns the heads that were trained with them, which have their
         weights from them still."""
-        found = [record for record in self.list() if client in record.data.get("clients", {})]
-        for record in found:
-            path = record.folder / FACTS
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
-        return [record.number for record in found]
+        found = []
+        for number in self._numbers():
+            with suppress(ConfigError):  # where nothing is known of it
+                record = self.get(number)
+                if client in record.data.get("clients", {}):
+                    path = record.folder / FACTS
+                    facts = json.loads(path.read_text(encoding="utf-8"))
+                    write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
+                    found.append(number)
+        return found
+
+    def _folder(self, number: int) -> Path:
+        if number not in self._numbers():
+            known = ", ".join(map(str, self._numbers())) or "none"
+            raise ConfigError(f"no head {number} in {self.folder}; found {known}")
+        return self.folder / str(number)
 
     def _numbers(self) -> Sequence[int]:
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())

@@ -138,12 +138,13 @@ class Segments:
         lines = self._lines(self._files[0])
         self._drop(lines, len(lines) if len(self._files) > 1 else (len(lines) + 1) // 2)
 
-    def drop_before(self, at: float) -> None:
-        """Removes what is older."""
+    def drop_outside(self, since: float, until: float) -> None:
+        """Removes what is older than `since`, or newer than `until`, which a wrong clock has written."""
         old = True
         while self._files and old:
             lines = self._lines(self._files[0])
-            count = sum(entry.at < at for entry in map(entry_of, lines) if entry)
+            times = [entry.at for entry in map(entry_of, lines) if entry is not None]
+            count = next((i for i, at in enumerate(times) if since <= at <= until), len(lines))
             self._drop(lines, count)
             old = count == len(lines)
 

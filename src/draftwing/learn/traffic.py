@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ ANONYMOUS = "anonymous"  # the client of requests without a key
 MIN_ANSWER = 4  # tokens; of fewer a draft saves nothing
 MAX_COPIES = 8  # of one answer to different prompts, by client: a head has learnt it by then
 _VERSION = 1
+_DAY = 86400  # seconds
 _SEGMENTS = 64  # the folder's limit is that of so many files: what goes at once where room is made
 _MAX_SEGMENT = 4 * 2**20  # bytes
 _MAX_NAME = 100  # characters of a folder's name; a file system takes 255 bytes
@@ -50,7 +50,7 @@ class TrafficLimits:
     which it goes."""
 
     bytes: int = 256 * 2**20
-    seconds: float = 30 * 86400.0
+    seconds: float = 30.0 * _DAY
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class TrafficStore:
         self.folder, self.limits, self._clock = Path(folder), limits or TrafficLimits(), clock
         self._clients: dict[str, Segments] = {}  # by the folder's name
         self._lock: IO[str] | None = None
+        self._loaded = False
         self._given = vocabulary
         found = self.vocabulary
         if vocabulary and found and vocabulary != found:
@@ -111,20 +112,29 @@ class TrafficStore:
             raise ConfigError(f"{self._facts} cannot be read: {error}") from None
 
     def open(self) -> None:
-        """Becomes the writer and reads what is there, unless that was done. Raises ConfigError where another process
-        writes."""
+        """Becomes the writer, unless that was done. Raises ConfigError where another process is, or where the folder
+        cannot be written."""
         if self._lock is not None:
             return
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_file(self.folder / "lock")
+            if not self.vocabulary:
+                write_json(self._facts, {"version": _VERSION, "vocabulary": self._given})
         except BlockingIOError:
             raise ConfigError(f"another process writes to {self.folder}: stop it, or ask it") from None
-        if not self.vocabulary:
-            write_json(self._facts, {"version": _VERSION, "vocabulary": self._given})
-        remove_partial(self._folder_of(""))
-        self._clients = {path.name: Segments(path, self._segment) for path in self._folders()}
-        self.sweep()
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written: {error.strerror}") from None
+
+    def load(self) -> None:
+        """Reads what is there, as every change does once: some 10 ms for each MB. Raises as `open`."""
+        self.open()
+        if not self._loaded:
+            remove_partial(self.folder)
+            remove_partial(self._folder_of(""))
+            self._clients = {path.name: Segments(path, self._segment) for path in self._folders()}
+            self._loaded = True
+            self.sweep()
 
     def add(self, exchange: Exchange) -> bool:
         """Keeps an exchange. Returns False where it is not kept: a duplicate (the same prompt, answer and salt), one
@@ -132,12 +142,13 @@ class TrafficStore:
         client's share."""
         if len(exchange.answer) < MIN_ANSWER:
             return False
-        self.open()
+        self.load()
         name = client_folder(exchange.client)
         if name not in self._clients:
             self._clients[name] = Segments(self._folder_of(name), self._segment)
         segments = self._clients[name]
-        exchange = replace(exchange, at=max(exchange.at, segments.newest))  # where the clock was set back
+        if segments.newest <= self._clock():  # else a wrong clock has written it
+            exchange = replace(exchange, at=max(exchange.at, segments.newest))
         line = _line(exchange)
         entry = entry_of(line)
         assert entry is not None
@@ -168,8 +179,9 @@ class TrafficStore:
     def delete(self, client: str) -> int:
         """Removes all that is kept of a client. Returns how many exchanges that were. Draft heads that were trained
         with them stay: see `HeadHistory.mark_deleted`."""
-        self.open()
-        shutil.rmtree(self.folder / RUN, ignore_errors=True)
+        self.load()
+        if (self.folder / RUN).is_dir():
+            remove_folder(self.folder / RUN)
         name = client_folder(client)
         segments = self._clients.pop(name, None)
         if self._folder_of(name).is_dir():
@@ -177,10 +189,11 @@ class TrafficStore:
         return 0 if segments is None else len(segments)
 
     def sweep(self) -> None:
-        """Removes what is older than the limit."""
-        self.open()
+        """Removes what is older than the limit, or of more than a day ahead: then the clock was wrong."""
+        self.load()
+        now = self._clock()
         for segments in self._clients.values():
-            segments.drop_before(self._clock() - self.limits.seconds)
+            segments.drop_outside(now - self.limits.seconds, now + _DAY)
 
     def sync(self) -> None:
         """Waits until all that was added is on the disk. A process that is killed loses nothing of it in any case."""
@@ -191,6 +204,7 @@ class TrafficStore:
         """Syncs, and lets another process write."""
         self.sync()
         self._clients.clear()
+        self._loaded = False
         if self._lock is not None:
             self._lock.close()
             self._lock = None

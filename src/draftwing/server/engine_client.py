@@ -216,9 +216,11 @@ class AsyncEngine:
 
     async def forget_client(self, client: str) -> int:
         """Forgets what drafts for a client are looked up in, and what of it is on the disk. Returns how many answers
-        were there."""
+        were there. Raises GenerationError where that fails, or EngineDead."""
         self._check()
-        answers: int = await self._reply(Forget(next(self._numbers), client))
+        answers: int | str = await self._reply(Forget(next(self._numbers), client))
+        if isinstance(answers, str):
+            raise GenerationError(answers)
         return answers
 
     async def compile(self, grammar: Grammar, text: str, param: str | None, client: str) -> None:

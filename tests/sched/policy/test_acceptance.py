@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from worlds import TREE, World
@@ -68,3 +70,25 @@ def test_what_is_well_known_is_looked_at_in_every_second_step() -> None:
     numbers: set[int] = set()
     assert observed(range(2, 32), False) == 30 and observed(range(201, 221), True) == 20
     assert 50 <= observed(range(301, 401), False) <= 51
+
+
+def test_the_next_engine_begins_with_what_was_learnt() -> None:
+    menu = chain_menu(TreeShape(4, 1, 5))
+    first, world = Acceptance(menu), World(menu, 1.0, 0.0, 0.0)
+    for number in range(100):
+        first.observe(0, [MAX_CONFIDENCE, 3], world.step(menu[0], [0.9, 0.1]), number, False)
+    kept = json.loads(json.dumps(first.learnt()))
+    second, other = Acceptance(menu), Acceptance(chain_menu(TreeShape(6, 1, 7)))
+    untouched = [other.expected(0, {confidence: 1}) for confidence in (3, MAX_CONFIDENCE)]
+    for acceptance in (second, other):
+        acceptance.recall({})
+        assert not acceptance.known
+        acceptance.recall(kept)
+    for index in range(len(menu)):
+        for confidence in (3, 4, MAX_CONFIDENCE):
+            counts = {confidence: 2}
+            assert second.expected(index, counts) == first.expected(index, counts)
+    assert second.known and not other.known
+    assert [other.expected(0, {confidence: 1}) for confidence in (3, MAX_CONFIDENCE)] == untouched
+    second.observe(0, [MAX_CONFIDENCE], world.step(menu[0], [0.1]), 5, False)
+    assert second.expected(0, {MAX_CONFIDENCE: 1}) < first.expected(0, {MAX_CONFIDENCE: 1})

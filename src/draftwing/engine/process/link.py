@@ -73,7 +73,8 @@ class Swap(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """A client, of whose requests nothing is to be remembered; a `Reply` of this number comes back."""
+    """A client, of whose requests nothing is to be remembered. A `Reply` of this number comes back: how many answers
+    were kept of it, or in words what went wrong."""
 
     number: int
     client: str

@@ -140,7 +140,11 @@ class Worker:
         elif isinstance(message, Swap):  # a head takes a while to load, and requests come by this thread
             threading.Thread(target=self._swap, args=(engine, message), name="draftwing-swap", daemon=True).start()
         elif isinstance(message, Forget):
-            self.post(Reply(message.number, engine.forget_client(message.client)))
+            try:
+                forgotten: int | str = engine.forget_client(message.client)
+            except OSError as error:
+                forgotten = f"what is kept for lookups could not be removed: {error}"
+            self.post(Reply(message.number, forgotten))
         else:
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -57,11 +58,32 @@ class Acceptance:
             for at, shape in enumerate(menu)
         ]
         self._newest = [0] * len(self._menu)  # the last step that was learnt from
+        self._recalled = False
 
     @property
     def known(self) -> bool:
         """Returns whether anything was measured yet."""
-        return any(self._newest)
+        return self._recalled or any(self._newest)
+
+    def learnt(self) -> dict[str, Any]:
+        """Returns what is known, in numbers and lists, for the next engine to `recall`."""
+        return {
+            "menu": [list(shape) for shape in self._menu],
+            "drafts": [list(drafts) for drafts in self._drafts],
+            "rows": [list(rows) for rows in self._rows],
+            "promised": [list(promised) for promised in self._promised],
+        }
+
+    def recall(self, learnt: Mapping[str, Any]) -> None:
+        """Takes over what another one had learnt, if that was of the same menu."""
+        mine = self.learnt()
+        sizes = [[len(part) for part in found.get("drafts", ())] for found in (mine, learnt)]
+        if learnt.get("menu") != mine["menu"] or sizes[0] != sizes[1]:
+            return
+        self._drafts, self._rows = learnt["drafts"], learnt["rows"]
+        for promised, found in zip(self._promised, learnt["promised"], strict=True):
+            promised[:] = found
+        self._recalled = any(map(any, self._rows))
 
     def expected(self, index: int, counts: Mapping[int, int]) -> float:
         """Returns the drafts that an option will have accepted; counts: rows by confidence. What was chosen because it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from draftwing.core import PLAIN, StepResult, TreeShape
@@ -68,6 +68,14 @@ class ShapePolicy(Protocol):
     def seconds(self, rows: int, kv_tokens: int) -> float | None:
         """Returns about what a step of so many rows takes; None where it is unknown."""
         return None
+
+    def learnt(self) -> dict[str, Any]:
+        """Returns how much of drafts was accepted, in numbers and lists, for a policy of the next engine."""
+        return {}
+
+    def recall(self, learnt: Mapping[str, Any]) -> None:
+        """Begins with what a policy before has `learnt`, if that is of use."""
+        return
 
     def explain(self, context: StepContext) -> list[dict[str, Any]]:
         """Returns for each option what `choose` would decide by, now: `shape`, `price_ms`, `gain` (expected accepted

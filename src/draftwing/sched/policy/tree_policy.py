@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
@@ -250,6 +250,12 @@ class TreePolicy(ShapePolicy):
 
     def seconds(self, rows: int, kv_tokens: int) -> float | None:
         return self.cost.seconds(PLAIN, rows, kv_tokens)
+
+    def learnt(self) -> dict[str, Any]:
+        return self._acceptance.learnt()
+
+    def recall(self, learnt: Mapping[str, Any]) -> None:
+        self._acceptance.recall(learnt)
 
     def explain(self, context: StepContext) -> list[dict[str, Any]]:
         decision, held = self.decide(context), self._holding(context) if any(context.confidences) else None

@@ -98,6 +98,7 @@ class Collector(Watcher):
         self._thread.join()
 
     def _work(self) -> None:
+        self._attempt(self._store.load)
         every = min(SWEEP_SECONDS, self._store.limits.seconds / 100)
         synced = swept = time.monotonic()
         running = True
