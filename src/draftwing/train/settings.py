@@ -259,7 +259,8 @@ class Settings:
 # What is taken with traffic where nothing is asked for: little text, gone over soon and often from a head that is
 # good already, and chains as long as those that are served.
 _OF_TRAFFIC: dict[str, Any] = {
-    "batch_tokens": 2048, "ttt_steps": 4, "epochs": 4.0, "warmup": 0.2, "save_every": 20, "eval_every": 100,
+    "batch_tokens": 2048, "ttt_steps": 4, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20,
+    "eval_every": 100,
 }  # fmt: skip
 
 _FIELDS = {spec.name: {**spec.metadata, "default": spec.default} for spec in dataclasses.fields(Settings)}
