@@ -48,8 +48,8 @@ class Served:
         arguments = [
             "train", "--model", str(self.target), "--from", str(self.folder / name), "--out",
             str(self.folder / f"{name} run"), "--init-head", str(self.head), "--general-share", "0", "--max-length",
-            "128", "--batch-tokens", "512", "--optimizer", "adamw", "--lr", "0.01", "--ttt-steps", "3", "--device", "cpu", "--dtype",
-            "float32", "--num-threads", "1", *more,
+            "128", "--batch-tokens", "512", "--optimizer", "adamw", "--lr", "0.01", "--ttt-steps", "3", "--device",
+            "cpu", "--dtype", "float32", "--num-threads", "1", *more,
         ]  # fmt: skip
         assert main(arguments) == 0
         return HeadHistory(self.folder / name / "heads")
