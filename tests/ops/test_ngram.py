@@ -163,6 +163,22 @@ def test_rings_wrap(ops: TorchOps, few: int, monkeypatch: pytest.MonkeyPatch) ->
     assert int(pair.sides[1][0].memory.row[:-1, -1].min()) > 40  # twice around
 
 
+def test_what_is_remembered(ops: TorchOps) -> None:
+    """More tokens than go into the memory at once, rows of other lengths, one of them without any."""
+    pair, rng, salts = Pair(ops, 3, 200, capacity=10_000), random.Random(6), [5, 6, 5, 0]
+    texts = [[rng.randrange(5000) for _ in range(length)] for length in (100, 70, 2)]
+    for row, text in enumerate(texts):
+        pair.write(row, text, salts[row])
+    for index, slots in pair.sides:
+        rows, before, count = (torch.tensor(x, device=slots.tokens.device) for x in ([0, 1, 2], [3, 1, 1], [96, 68, 0]))
+        index.remember(slots, rows, before, count, 96)
+    pair.check()
+    pair.begin(2, texts[0][20:40], 5)
+    assert pair.step([2], {2: texts[0][40:43]}, 3, salts, SHAPES[0]) > 3
+    pair.begin(2, texts[0][20:40], 6)
+    assert pair.step([2], {2: texts[0][40:43]}, 3, [5, 6, 6, 0], SHAPES[0]) == 0
+
+
 def test_everything_collides(ops: TorchOps, few: int) -> None:
     """A table of four buckets: places of other windows and of overwritten ones fill it."""
     pair = Pair(ops, 4, 300, max_window=8, branch_length=5, capacity=1)

@@ -285,6 +285,24 @@ def test_prompts_stay_in_their_row_and_rows_forget(ops: TorchOps) -> None:
     assert int(world.step({0: [3, 4]}, 2)) == 0, "a row remembers another request"
 
 
+def test_what_is_remembered_is_for_its_salt_alone(ops: TorchOps) -> None:
+    world, rng = World(ops, 3, 100, capacity=1 << 16), random.Random(4)
+    texts = [[rng.randrange(4) for _ in range(length)] for length in (40, 25)]
+    world.salt[:2] = 5, 6
+    for row, (text, first) in enumerate(zip(texts, (3, 0), strict=True)):
+        world._write(row, text)
+        world.dictionary.insert(row, world.salt[row], text, first + 1, shared=True)
+        world.dictionary.life[row] += 1  # no row owns it
+    counts = [len(texts[0]) - 4, len(texts[1]) - 1]
+    world.index.remember(world.slots, *map(world.ids, ([0, 1], [3, 0], counts)), 40)
+    for salt, copied in ((5, texts[0]), (6, texts[1]), (0, texts[0])):
+        world.begin(2, copied[4:8], salt)
+        world.step({2: copied[8:11]}, 4)
+        assert (world.check_draft([2], SHAPES[0]) > 3) == (salt > 0)
+    world.begin(0, texts[0][4:8], 7)
+    assert int(world.step({0: [texts[0][8]]}, 1)) <= 1
+
+
 def test_nobody_can_compute_another_owners_context(ops: TorchOps) -> None:
     """The hash is linear. This context was computed, by lattice reduction, from the difference between two rows' owners
     when that was the same in every index: in the hash it met the one that the other row's prompt goes on from."""
