@@ -205,8 +205,9 @@ class Worker:
             engine.swap_draft(Path(asked.folder))
         except DraftwingError as error:
             refused = str(error)
-        except BaseException as error:
-            self.die(error)
+        except Exception as error:  # nothing has changed yet: the engine goes on with the head that it has
+            logger.error("a head could not be loaded", exc_info=error)
+            refused = f"{type(error).__name__}: {error}"
         self.post(Reply(asked.number, refused))
 
 

@@ -4,7 +4,7 @@ they know."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +78,23 @@ def _traits(head: FeatureHead) -> dict[str, Any]:
     """Returns how a head computes, apart from its weights and draft tokens."""
     # Of its config not what it was published as, for which length, and names in its file.
     unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm", "ranks"}
-    config = asdict(head.config)
-    first = config.pop("layers")[0]  # those of heads are alike
-    parts = first.pop("norm"), first.pop("mixer"), first
-    del config["norm"]
+    config, layer = _fields(head.config), _fields(head.config.layers[0])  # those of heads are alike
     traits = {"kind": type(head).__name__, "num_layers": head.config.num_layers, **config}
-    for part in parts:
+    for part in (_fields(layer["norm"]), _fields(layer["mixer"]), layer):
         traits |= part
+    for name in ("layers", "norm", "mixer"):
+        del traits[name]
     if isinstance(head, Eagle3Head):
-        traits |= asdict(head.eagle)
+        traits |= _fields(head.eagle)
     if isinstance(head, BlockHead):
-        traits |= asdict(head.config_of_block)
+        traits |= _fields(head.config_of_block)
     traits = {name: value for name, value in traits.items() if name not in unlike}
     shapes = {f"shape of {name}": list(parameter.shape) for name, parameter in head.named_parameters()}
     sizes = {f"weight of {name}": part.op.sizes for name, part in head.named_modules() if isinstance(part, Linear)}
     tokens = {"draft tokens": None if head.target_ids is None else len(head.target_ids)}
     return traits | {"aux_layers": head.aux_layers} | shapes | sizes | tokens
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Returns a dataclass's fields as they are: formats hold the device's operations, which nobody can copy."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
