@@ -16,9 +16,12 @@ from thread_ranks import shares_of
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, DraftDeferral, TreeShape
+from draftwing.engine.executor import Executor
 from draftwing.engine.startup.warm_up import try_prompts
 from draftwing.models.heads import base
 from draftwing.models.heads.base import DraftLM
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.swap import HeadSwap
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.requests.request import LogprobParams
@@ -113,6 +116,40 @@ def test_grammars_and_log_probabilities(case: Case) -> None:
         for mine, theirs in zip(spread.logprobs[uid], every, strict=True):
             assert mine.value == pytest.approx(theirs.value, rel=1e-4, abs=1e-4)
             assert mine.wanted == pytest.approx(theirs.wanted, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.further(case=["NEXTN 3 layers", "EAGLE3+NGRAM"])
+def test_heads_that_are_swapped_between_steps_change_no_token(case: Case) -> None:
+    """The folder's name is the seed of how far a head is from the one that the engine started with."""
+    if case.kind in ("STANDALONE", "DSPARK", "DFLASH"):
+        pytest.skip("not swapped")
+
+    def load(target: Any, folder: Path) -> Any:
+        if case.head is None:
+            head: Any = load_mtp_head(case.folder / "target", target, torch.float32, "cpu")
+        else:  # which the drafter was made of
+            head = load_draft_head(case.folder / "draft", target, case.kind, torch.float32, "cpu")
+        noise = torch.Generator().manual_seed(int(folder.name))
+        with torch.no_grad():
+            for param in head.parameters():
+                param += 0.02 * int(folder.name) * torch.randn(param.shape, generator=noise)
+        head.pack(make_ops(CPU))
+        return head
+
+    def drafter(target: Any) -> Any:
+        made = case.drafter(target)
+        model = made.model if isinstance(made, PairDrafter) else made
+        model.swap = HeadSwap(model.head, lambda folder: load(target, folder))
+        return made
+
+    rig, turns = case.h.Rig(case.target, shapes=(TREE,), drafter=drafter, rows=5, lag=1), iter(range(1000))
+
+    def swap(*args: Any) -> None:
+        if (turn := next(turns)) % 7 == 3:
+            rig.executor.run_on_all_ranks(Executor.swap_head, Path(f"{turn % 3}"))
+
+    assert rig.answer(case.prompts, case.params, between=swap).tokens == case.expected.tokens
+    assert next(turns) > 10 and rig.accept_length > 1.2
 
 
 def meet(executor: Any) -> None:

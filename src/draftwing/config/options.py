@@ -341,6 +341,10 @@ class Options:
         minimum=2**20, maximum=2**40,
     )  # fmt: skip
     learn_age: float = option(30.0, LEARNING, "days after which they go in any case", minimum=0.001, maximum=36500)
+    learn_while_idle: bool = option(
+        False, LEARNING, "train the draft head on the traffic that --learn keeps, in a process of low priority that "
+        "stands still while requests run, and swap it for a better one"
+    )  # fmt: skip
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:

@@ -48,6 +48,8 @@ def resolved(options: Options) -> Options:
         raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
     if options.processors and options.tp_size > 1:
         raise ConfigError(f"cpu_affinity and tp_size {options.tp_size} exclude each other; leave one of them out")
+    if options.learn_while_idle and options.learn is None:
+        raise ConfigError("learn_while_idle needs learn, the folder of what is learnt from")
     if options.chunked_prefill_size == 0:
         raise ConfigError("chunked_prefill_size must be at least 1, or -1 for no limit; found 0")
     parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}

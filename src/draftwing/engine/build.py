@@ -54,6 +54,7 @@ from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_diffe
 
 log = logging.getLogger("draftwing")
 
+CHAIN_TOKENS = 256  # in the KV of a request of which costs are told
 SLOTS_AHEAD = 32  # see `SchedulerConfig.ahead`
 
 
@@ -86,6 +87,22 @@ class Parts:
             else:
                 measure_steps(executor, self.pool, costs, until, batches)
         executor.run_on_all_ranks(Executor.flush)
+
+    def chain_seconds(self) -> list[float]:
+        """Returns about what steps of one request with 1, 2, .. levels of drafts take; nothing where costs are not
+        compared."""
+        policy = self.sched.choice.policy
+        if not isinstance(policy, TreePolicy):
+            return []
+        drafts = [shape for shape in policy.menu if shape.depth]
+        known = {shape: policy.cost.seconds(shape, 1, CHAIN_TOKENS) for shape in drafts}
+        found = []
+        for depth in range(1, max(shape.depth for shape in drafts) + 1):
+            able = [known[shape] for shape in drafts if shape.depth >= depth]
+            if None in able:
+                return []
+            found.append(min(seconds for seconds in able if seconds is not None))
+        return found
 
     def keep_costs(self) -> None:
         """Writes them down for the next start."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from draftwing.config.drafters import MEMORY_FILE
@@ -32,6 +33,7 @@ from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
 from draftwing.models.generation import sampling_defaults, stop_ids
+from draftwing.models.heads.base import FeatureHead
 from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
@@ -150,6 +152,7 @@ class Engine:
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
         self._page_table_check = PageTableCheck(parts.sched, parts.executor.table)
         self._input = InputQueue()
+        self._next_head: tuple[Path, FeatureHead] | None = None  # for the next step
         self._turning = threading.Lock()  # held while a step runs
         self._heartbeat = Heartbeat()
         self._heartbeat.watch_compilers()
@@ -213,6 +216,14 @@ class Engine:
                 self._memory.clear()
             return True
 
+    def swap_draft(self, folder: Path) -> None:
+        """Loads another draft head, which drafts from the next step on. Texts do not change; what runs goes on.
+
+        folder: of a head that differs from the one in use in its weights, and perhaps in which tokens it drafts, alone.
+        Raises CheckpointError and ConfigError, before anything changes."""
+        self._next_head = folder, self.parts.executor.read_head(folder)
+        self.wake()
+
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures for so many seconds what steps of these batch sizes cost. Nothing may run."""
         with self._turning:
@@ -236,6 +247,7 @@ class Engine:
             "accept_length": self.reporter.accept_length,
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
+            "chain_seconds": self.parts.chain_seconds(),
             "graph_replays": self.parts.executor.replays,
             "explain": self.explainer and self.explainer.now,
             **self._state_stats(),
@@ -259,6 +271,7 @@ class Engine:
             self._input.wait()
         with self._turning, self._heartbeat.step():
             self._receive()
+            self._swap()
             if not self._loop.idle:
                 self._turn()
                 if self.explainer is not None:
@@ -284,6 +297,17 @@ class Engine:
                     self._memory.close()
             for name in ("_loop", "_page_table_check", "reporter", "explainer"):
                 self.__dict__.pop(name, None)
+
+    def _swap(self) -> None:
+        """Takes the head that `swap_draft` has loaded."""
+        if self._next_head is None:
+            return
+        (folder, head), self._next_head = self._next_head, None
+        executor = self.parts.executor
+        executor.broadcast.call(Executor.swap_head, folder)
+        executor.take_head(head)
+        self.parts.sched.choice.policy.forget()
+        log.info("drafts come from the head in %s now", folder)
 
     def _turn(self) -> None:
         try:

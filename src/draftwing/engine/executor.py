@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -29,9 +30,11 @@ from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified, fetch_drafts
+from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, Narrowed
+from draftwing.models.heads.base import FeatureHead
 from draftwing.ops.attention import Attend, AttnBackend, Batch, MixedAttend, TiledAttention
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
@@ -200,6 +203,26 @@ class Executor:
     def scatter_routes(self, on: bool) -> None:
         """`DecoderModel.scatter_routes` of the target."""
         self.model.scatter_routes(on)
+
+    def read_head(self, folder: Path) -> FeatureHead:
+        """Loads a head for `take_head`. Changes nothing; see `Drafter.read_head`."""
+        if self.drafter is None:
+            raise ConfigError("nothing is drafted, so no head can be replaced")
+        head = self.drafter.read_head(folder)
+        self.device.synchronize()  # another thread's streams know nothing of this one's
+        return head
+
+    @torch.inference_mode()
+    def take_head(self, head: FeatureHead) -> None:
+        """Drafts with the values of this head from the next step on; how often drafts were right is learnt anew."""
+        assert self.drafter is not None
+        self.drafter.take_head(head)
+        for counts, fresh in zip(self.calibration, new_calibration(self.device.device), strict=True):
+            counts.copy_(fresh)
+
+    def swap_head(self, folder: Path) -> None:
+        """Both: what other ranks do."""
+        self.take_head(self.read_head(folder))
 
     def keep_calibration(self) -> None:
         """For `restore_calibration`: what follows says nothing of a drafter."""

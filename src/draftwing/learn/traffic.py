@@ -20,6 +20,7 @@ from draftwing.errors import ConfigError
 from draftwing.files import lock_file, write_json
 from draftwing.learn.segments import Segments, entry_of, read_lines, remove_folder, remove_partial
 
+RUN = "training"  # a run of `draftwing train` in the works, with hidden states of all clients' texts
 ANONYMOUS = "anonymous"  # the client of requests without a key
 MIN_ANSWER = 4  # tokens; of fewer a draft saves nothing
 MAX_COPIES = 8  # of one answer to different prompts, by client: a head has learnt it by then
@@ -129,6 +130,7 @@ class TrafficStore:
         """Reads what is there, as every change does once: some 10 ms for each MB. Raises as `open`."""
         self.open()
         if not self._loaded:
+            remove_partial(self.folder)
             remove_partial(self._folder_of(""))
             self._clients = {path.name: Segments(path, self._segment) for path in self._folders()}
             self._loaded = True
@@ -178,6 +180,8 @@ class TrafficStore:
         """Removes all that is kept of a client. Returns how many exchanges that were. Draft heads that were trained
         with them stay: see `HeadHistory.mark_deleted`."""
         self.load()
+        if (self.folder / RUN).is_dir():
+            remove_folder(self.folder / RUN)
         name = client_folder(client)
         segments = self._clients.pop(name, None)
         if self._folder_of(name).is_dir():

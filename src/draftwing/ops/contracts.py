@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -91,6 +91,10 @@ class BlockGemm(FewRowsGemm, Protocol):
 
     def dense(self) -> Tensor:
         """Returns the weight, [outputs, inputs]."""
+        ...
+
+    def copy_from(self, other: Self) -> None:
+        """Takes the weight of another one of the same parts, in its own memory."""
         ...
 
     def last(self, outputs: int) -> BlockGemm:

@@ -20,6 +20,7 @@ from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Al
 from draftwing.server.edge.throttle import ResponseThrottle
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import install_error_handlers
+from draftwing.server.learning import Learning
 from draftwing.server.native.routes import add_native_routes
 from draftwing.server.ollama.routes import add_ollama_routes
 from draftwing.server.openai.routes import add_openai_routes
@@ -44,22 +45,27 @@ def create_app(
     """
     keys = read_keys(engine.info.options)
     options = engine.info.options
+    learning = None if options.learn is None else Learning.of(engine)
     collector = None if options.learn is None else Collector.of(options, tokenizer.vocabulary_hash)
-    service = Service(engine, tokenizer, collector)
+    service = Service(engine, tokenizer, collector, learning)
     allowances = Allowances(keys)
     metrics = Metrics(
         service.model,
         lambda: engine.info.max_total_tokens,
         engine.stats,
         service.options.drafts,
+        dict if learning is None else learning.numbers,
     )
-    collectors = [] if collector is None else [collector]
-    engine.observer = observer = Observer([metrics.requests, allowances, *collectors, *watchers])
+    learners = [one for one in (collector, learning) if one is not None]
+    engine.observer = observer = Observer([metrics.requests, allowances, *learners, *watchers])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        task = None if learning is None else asyncio.create_task(learning.run())
         yield
+        if task is not None:
+            task.cancel()
         await engine.stop(drain)
         service.pools.close()
         await asyncio.to_thread(observer.close)
@@ -82,7 +88,7 @@ def create_app(
     add_metrics_route(app, metrics)
     add_reference(app)
     if not service.options.disable_ui:
-        add_ui_routes(app, service, chats)
+        add_ui_routes(app, service, chats, learning)
     _add_heads(app)
     app.add_middleware(BodyLimit, max_size=service.options.max_body_size)
     free = _free(service.options)

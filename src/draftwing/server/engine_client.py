@@ -9,11 +9,23 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead, EngineLink, Forget, Listener, Reply
+from draftwing.engine.process.link import (
+    Abort,
+    Ask,
+    Compile,
+    Drop,
+    EngineDead,
+    EngineLink,
+    Forget,
+    Listener,
+    Reply,
+    Swap,
+)
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
@@ -196,6 +208,12 @@ class AsyncEngine:
         self._check()
         return not self._streams and await self._ask("flush_cache")
 
+    async def swap_draft(self, folder: Path) -> str | None:
+        """Has the engine draft with the head in this folder. Returns None, or in words why that is refused."""
+        self._check()
+        refused: str | None = await self._reply(Swap(next(self._numbers), str(folder)))
+        return refused
+
     async def forget_client(self, client: str) -> int:
         """Forgets what drafts for a client are looked up in, and what of it is on the disk. Returns how many answers
         were there. Raises GenerationError where that fails, or EngineDead."""
@@ -245,7 +263,7 @@ class AsyncEngine:
     async def _ask(self, what: str) -> Any:
         return await self._reply(Ask(next(self._numbers), what))
 
-    async def _reply(self, question: Ask | Compile | Forget) -> Any:
+    async def _reply(self, question: Ask | Compile | Forget | Swap) -> Any:
         future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         try:
             self.link.send(question)

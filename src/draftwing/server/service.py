@@ -23,6 +23,7 @@ from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.edge.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.learning import Learning
 from draftwing.server.logprob_quota import first_logprobs, fit_logprobs
 from draftwing.server.parsers.budgets import Reasoning
 from draftwing.server.schema import GenerationBody, split_prompts
@@ -108,8 +109,12 @@ class Generation:
 
 
 class Service:
-    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, collector: Collector | None = None) -> None:
-        """collector: of `--learn`."""
+    def __init__(
+        self, engine: AsyncEngine, tokenizer: Tokenizer, collector: Collector | None = None,
+        learning: Learning | None = None,
+    ) -> None:  # fmt: skip
+        """collector, learning: of `--learn`."""
+        self._learning = learning
         self.engine, self.tokenizer, self._collector = engine, tokenizer, collector
         self.options = engine.info.options
         self.model = engine.info.model_name
@@ -288,6 +293,8 @@ class Service:
 
     async def delete_traffic(self, client: str) -> dict[str, Any]:
         """Removes what is kept of a client's requests; see `Collector.delete`. Raises EngineDead."""
+        if self._learning is not None:
+            self._learning.forget()
         found = Deleted(0, []) if self._collector is None else await self._collector.delete(client)
         lookups = await self.engine.forget_client("" if client == ANONYMOUS else client)
         return {**found._asdict(), "lookups": lookups}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from draftwing.errors import ConfigError
@@ -13,6 +14,7 @@ from draftwing.models.heads.base import DraftHead, DraftLM, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.swap import HeadSwap
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext
@@ -67,21 +69,30 @@ def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
 
 def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
     """A head drafts: the one that is given, or the target's own prediction layers."""
-    options, target, dtype, device = context.options, context.target, context.dtype, context.device
     head: FeatureHead
-    if options.speculative_draft_model_path is None:
+    if context.options.speculative_draft_model_path is None:
         head = load_mtp_head(
-            context.draft_path, target, dtype, device, token_ids=context.token_ids, dummy=options.dummy,
-            weight_format=context.head_weights,
+            context.draft_path, context.target, context.dtype, context.device, token_ids=context.token_ids,
+            dummy=context.options.dummy, weight_format=context.head_weights,
         )  # fmt: skip
+        head.pack(context.ops)
     else:
-        head = load_draft_head(
-            context.draft_path, target, options.drafter, dtype, device, token_ids=context.token_ids,
-            aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
-            dummy=options.dummy, weight_format=context.head_weights,
-        )  # fmt: skip
+        head = _packed_head(context, context.draft_path)
+    drafter = _drafter(context, head)
+    if isinstance(drafter, ModelDrafter):
+        drafter.swap = HeadSwap(head, lambda folder: _packed_head(context, folder))
+    return drafter
+
+
+def _packed_head(context: DraftContext, folder: Path) -> FeatureHead:
+    options = context.options
+    head = load_draft_head(
+        folder, context.target, options.drafter, context.dtype, context.device, token_ids=context.token_ids,
+        aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
+        dummy=options.dummy, weight_format=context.head_weights,
+    )  # fmt: skip
     head.pack(context.ops)
-    return _drafter(context, head)
+    return head
 
 
 def assistant(context: DraftContext) -> AssistantDrafter:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftwing.config.options import Options
 from draftwing.core import MAX_CONFIDENCE, PLAIN, IntArray, TreeShape
+from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
@@ -24,6 +25,7 @@ from draftwing.sched.policy.menus import half_menu, match_menu
 
 if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel
+    from draftwing.models.heads.base import FeatureHead
 
 __all__ = ["Draft", "DraftContext", "DraftStep", "Drafter", "PastText", "SeenTokens"]
 
@@ -216,6 +218,15 @@ class Drafter(ABC):
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
         """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
         [b], banned [b, V] bool; noisy: among them."""
+
+    def read_head(self, folder: Path) -> FeatureHead:
+        """Loads a head that `take_head` can put in the place of the drafter's own. Raises CheckpointError, and
+        ConfigError for one that differs in more than weights. Changes nothing, and may be called by another thread."""
+        raise ConfigError(f"{type(self).__name__} has no head that another could replace")
+
+    def take_head(self, head: FeatureHead) -> None:
+        """Drafts as `head` of `read_head` does from now on. What it kept of a text so far stays."""
+        raise NotImplementedError
 
     def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:  # noqa: B027
         """Learns from requests before this engine, of each salt the oldest first. No row runs, and all may be used."""

@@ -9,12 +9,14 @@ devices read these when a tree is wanted (`ops.reads_root_late`), for a step wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.models.heads.base import DraftHead
+from draftwing.models.heads.base import DraftHead, FeatureHead
+from draftwing.models.heads.swap import HeadSwap
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.contracts import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
@@ -52,6 +54,14 @@ class ModelDrafter(Drafter):
         self._constrained: tuple[Tensor, Continuations] | None = None
         self._attn: AttnBackend | None = None
         self._first_layer = 0
+        self.swap: HeadSwap | None = None  # of heads that are read from a folder
+
+    def read_head(self, folder: Path) -> FeatureHead:
+        return super().read_head(folder) if self.swap is None else self.swap.read(folder)
+
+    def take_head(self, head: FeatureHead) -> None:
+        assert self.swap is not None
+        self.swap.take(head)
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         """On a CPU chains, which are cheaper to draft."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from draftwing.config.trees import max_nodes
 from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, MODEL_ALONE, PLAIN, TreeShape
-from draftwing.models.heads.base import DraftHead
+from draftwing.models.heads.base import DraftHead, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import new_calibration
@@ -99,6 +100,12 @@ class PairDrafter(Drafter):
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """One more than the lookup's, for the model can always propose."""
         return self.model.ops.raise_confidence(self.lookup.confidence(table, rows, max_kv_len, out))
+
+    def read_head(self, folder: Path) -> FeatureHead:
+        return self.model.read_head(folder)
+
+    def take_head(self, head: FeatureHead) -> None:
+        self.model.take_head(head)
 
     def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:
         self.lookup.remember(table, texts)

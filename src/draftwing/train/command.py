@@ -7,14 +7,17 @@ import difflib
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftwing.config.arguments import add_arguments
 from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.fields import add_fields
 from draftwing.config.options import REQUESTS, SERVER
 from draftwing.errors import ConfigError
-from draftwing.train.settings import Settings, open_run
+from draftwing.train.settings import Run, Settings, open_run
+
+if TYPE_CHECKING:
+    from draftwing.train.stages import Stages
 
 STAGES = ("generate", "capture", "fit", "eval")
 
@@ -49,15 +52,23 @@ def run_train(arguments: dict[str, Any]) -> None:
     if stage == "generate" and "LOCAL_RANK" in os.environ:
         _one_gpu(int(os.environ["LOCAL_RANK"]))
     run = open_run(out, given, arguments)
-    from draftwing.train.stages import Stages  # late: it imports torch
-
-    stages = Stages(run)
+    stages = _stages(run)
     stages.check()
     if first:
         run.save()
     work = {"generate": stages.generate, "capture": stages.capture, "fit": stages.fit, "eval": stages.evaluate}
     for name in STAGES if stage is None else (stage,):
         work[name]()
+
+
+def _stages(run: Run) -> Stages:
+    if run.settings.traffic is not None:
+        from draftwing.train.traffic_stages import TrafficStages  # late: it imports torch
+
+        return TrafficStages(run)
+    from draftwing.train.stages import Stages
+
+    return Stages(run)
 
 
 def _stage(arguments: dict[str, Any]) -> str | None:

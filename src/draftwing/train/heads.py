@@ -4,11 +4,12 @@ unpacked."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import ConfigError
@@ -28,6 +29,7 @@ from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.heads.swap import differences
 from draftwing.models.loader import fill_parameters, open_checkpoint
 from draftwing.models.weight_map import checkpoint_names
 from draftwing.ops.torch.layer_ops import PLAIN
@@ -37,6 +39,7 @@ from draftwing.train.checkpoint import aux_layer_ids
 AnyHead = EagleHead | Eagle3Head | MTPHead | BlockHead
 Head = TypeVar("Head", bound=FeatureHead)
 
+RIDGE = 1e-3  # of the mean square of a column: enough where there are fewer tokens than columns
 TRAINED = torch.float32  # what parameters are kept in
 
 
@@ -165,6 +168,26 @@ def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> AnyHead
     return trainable(load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device))
 
 
+@torch.no_grad()
+def renew_vocabulary(head: FeatureHead, ids: Sequence[int]) -> None:
+    """Lets a head draft the target's tokens `ids`, as many as before, ascending.
+
+    Rows of its lm_head that are new begin as the linear map of the target's rows that gives the head's own best: the
+    target's rows themselves are of another scale, and their tokens would be drafted everywhere.
+    """
+    assert head.target_ids is not None and head.lm_head is not None and len(ids) == len(head.target_ids)
+    weight, new = head.lm_head.weight, torch.tensor(ids, device=head.target_ids.device)
+    places = torch.full((head.target.config.vocab_size,), -1, device=new.device)
+    places[head.target_ids] = torch.arange(len(ids), device=new.device)
+    rows = places[new]  # where each was, -1 of new ones
+    theirs = F.pad(_head_weight(head.target).double(), (0, 1), value=1.0)  # [V, hidden + 1]
+    known, gram = theirs[head.target_ids], torch.eye(theirs.shape[1], dtype=torch.float64, device=new.device)
+    gram = known.t() @ known + RIDGE * known.square().sum() / theirs.shape[1] * gram
+    fresh = (theirs[new] @ torch.linalg.solve(gram, known.t() @ weight.double())).to(weight.dtype)
+    weight.copy_(torch.where((rows < 0).unsqueeze(1), fresh, weight[rows.clamp(min=0)]))
+    head.draft_only(new)
+
+
 def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> AnyHead:
     """Returns the mean of heads that were trained on from the same one, which often accepts a little more than each of
     them (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.
@@ -175,11 +198,10 @@ def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> An
     sums = {name: parameter.detach().double() for name, parameter in mean.named_parameters()}
     for path in paths[1:]:
         other = load_head(path, target, algorithm)
-        differences = _differences(mean, other)
-        if differences:
-            raise ConfigError(
-                f"--init-head: there is no mean of {paths[0]} and {path}, which differ in {'; '.join(differences)}"
-            )
+        found = [*differences(mean, other), *([] if _drafts_alike(mean, other) else ["the tokens that they draft"])]
+        if found:
+            raise ConfigError(f"--init-head: there is no mean of {paths[0]} and {path}, which differ in "
+                              f"{'; '.join(found)}")  # fmt: skip
         for name, parameter in other.named_parameters():
             sums[name] += parameter.detach()
         del other  # before the next one is loaded
@@ -189,38 +211,9 @@ def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> An
     return mean
 
 
-def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
-    """Returns what two heads do not have in common, as `name: of the first, of the other`; empty for heads that differ
-    in weights alone."""
-    mine, theirs = _traits(first), _traits(other)
-    found = [
-        f"{name}: {mine.get(name)}, {theirs.get(name)}"
-        for name in mine | theirs
-        if mine.get(name) != theirs.get(name)
-    ]  # fmt: skip
+def _drafts_alike(first: FeatureHead, other: FeatureHead) -> bool:
     ids, others = first.target_ids, other.target_ids
-    same = ids is others if ids is None or others is None else torch.equal(ids, others)
-    return found if same else [*found, "the tokens that they draft"]
-
-
-def _traits(head: FeatureHead) -> dict[str, Any]:
-    """Returns how a head computes, apart from its weights and draft tokens."""
-    # Of its config not what it was published as, for which length, and names in its file.
-    unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm", "ranks"}
-    config = asdict(head.config)
-    first = config.pop("layers")[0]  # those of heads are alike
-    parts = first.pop("norm"), first.pop("mixer"), first
-    del config["norm"]
-    traits = {"kind": type(head).__name__, "num_layers": head.config.num_layers, **config}
-    for part in parts:
-        traits |= part
-    if isinstance(head, Eagle3Head):
-        traits |= asdict(head.eagle)
-    if isinstance(head, BlockHead):
-        traits |= asdict(head.config_of_block)
-    traits = {name: value for name, value in traits.items() if name not in unlike}
-    shapes = {f"shape of {name}": list(parameter.shape) for name, parameter in head.named_parameters()}
-    return traits | {"aux_layers": head.aux_layers} | shapes
+    return ids is others if ids is None or others is None else torch.equal(ids, others)
 
 
 def trainable(head: Head) -> Head:

@@ -20,6 +20,7 @@ from draftwing.config.trees import checked_shape
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
+from draftwing.learn.history import HeadHistory
 
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
 _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
@@ -35,7 +36,7 @@ _HOTTEST = 100  # as `SamplingParams.temperature`
 # What a run keeps for good: of a head that is trained, what may change is the saved state's matter.
 _FIXED = (
     "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
-    "held_out", "init_head",
+    "held_out", "init_head", "traffic", "general_share",
 )  # fmt: skip
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
@@ -61,6 +62,14 @@ class Settings:
         common=True,
     )
     regenerate: bool = option(False, DATA, "replace the answers in --conversations by the model's own")
+    traffic: str | None = option(
+        None, DATA, "folder of `serve --learn`: answers that clients got are learnt, from the head that is served, and "
+        "the head is judged by later ones", aliases=("from",), metavar="DIR", common=True,
+    )  # fmt: skip
+    general_share: float = option(
+        0.3, DATA, "share of general text beside traffic, which the model writes itself, prompts and answers, so that "
+        "nothing is forgotten", minimum=0, maximum=0.9,
+    )  # fmt: skip
     eval_prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts to measure acceptance on; prompts that share 13 words in a row with them are not "
         "trained on (default: some prompts are held out)", common=True,
@@ -183,6 +192,13 @@ class Settings:
             raise ConfigError("--clip: expected a norm above 0, found 0, with which nothing is learnt")
         if self.held_out == 1:
             raise ConfigError("--held-out: expected less than 1, found 1, which leaves nothing to train on")
+        if self.traffic is not None and self.training.block:
+            able = " and ".join(name for name in TRAINED if not training(name).block)
+            raise ConfigError(
+                f"--from: expected --algorithm {able}, found {self.algorithm}, whose drafts are not judged"
+            )
+        if self.traffic is not None and (odd := self._given(("prompts", "conversations", "regenerate"))):
+            raise ConfigError(f"{odd}: not with --from, whose general text the model writes itself")
         if self.regenerate and not self.conversations:
             raise ConfigError("--regenerate needs --conversations, whose answers it replaces")
         if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
@@ -239,6 +255,13 @@ class Settings:
             found.append(checked_shape([int(part) for part in parts], "--shapes"))
         return found
 
+
+# What is taken with traffic where nothing is asked for: little text, gone over soon and often from a head that is
+# good already, and chains as long as those that are served.
+_OF_TRAFFIC: dict[str, Any] = {
+    "batch_tokens": 2048, "ttt_steps": 4, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20,
+    "eval_every": 100,
+}  # fmt: skip
 
 _FIELDS = {spec.name: {**spec.metadata, "default": spec.default} for spec in dataclasses.fields(Settings)}
 
@@ -305,10 +328,30 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
             chosen = {name: value for name, value in chosen.items() if name in MODEL_OPTIONS}
         _check_same(Path(folder), kept, chosen, given, options)
         settings, asked = settings | kept, asked | chosen
-    run = Run(out, Settings(**{**settings, **given}), {**asked, **options})
+    settings, asked = {**settings, **given}, {**asked, **options}
+    if settings.get("traffic") is not None:
+        settings = _OF_TRAFFIC | settings
+        if not settings.get("init_head"):
+            settings["init_head"] = (_served_head(Settings(**settings), asked),)
+    run = Run(out, Settings(**settings), asked)
     run.settings.check()
     Options.from_kwargs(**run.engine_options()).resolve()
     return run
+
+
+def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:
+    """Returns the head that is served with a folder of traffic: the one that was learnt from it, else that of the
+    engine's options or the model's own."""
+    assert settings.traffic is not None
+    history = HeadHistory(Path(settings.traffic).expanduser() / "heads")
+    current = history.current()
+    if current is not None:
+        return str(history.folder / str(current))
+    asked = {"speculative_algorithm": settings.drafter.name, **options}
+    found = Options.from_kwargs(**asked).resolve().speculative_draft_model_path
+    if found is None:
+        raise ConfigError("--from: expected a head to start from: name one as --init-head")
+    return found
 
 
 def _begun(out: Path) -> bool:

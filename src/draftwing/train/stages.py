@@ -31,7 +31,7 @@ from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train import heads
 from draftwing.train.blocks import checked_mask, fresh_block, unused_token
-from draftwing.train.capture import FeatureModel, bytes_per_token, capture, target_aux_layers
+from draftwing.train.capture import SHARD_BYTES, FeatureModel, bytes_per_token, capture, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Prompt, Skipped, held_out, original
@@ -41,7 +41,7 @@ from draftwing.train.fit import Fit, FitReport, join_world, trains_in_half
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.forecast import Text, count_text, forecast, longest_text, product_rate
 from draftwing.train.generate import Sampling, finished, generate, usable
-from draftwing.train.sequences import read_responses, responses_files
+from draftwing.train.sequences import Response, read_responses, responses_files
 from draftwing.train.settings import Run
 from draftwing.train.store import FeatureStore, OnlineSource, Part, SourceMeta, Tokens
 from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 class Stages:
     """The stages of one run. Data is read once, and before any model."""
+
+    shard_bytes = SHARD_BYTES  # of hidden states, which a kill loses at most
 
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.settings
@@ -84,6 +86,11 @@ class Stages:
         """Reads and cleans the data. Raises ConfigError where nothing is left to train on."""
         return read_dataset(self.settings, lambda: self.tokenizer)
 
+    @property
+    def answers(self) -> Path:
+        """Returns the folder of the model's answers."""
+        return self.run.data
+
     def check(self) -> None:
         """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
         _ = self.aux_layers, checked_mask(self.settings, self.config.vocab_size)
@@ -108,9 +115,9 @@ class Stages:
             settings.max_tokens, settings.max_length, settings.greedy_share, (low, high), settings.seed
         )  # fmt: skip
         name = "responses.jsonl" if self.processes == 1 else f"responses-{self.rank}.jsonl"
-        file = self.run.data / name
+        file = self.answers / name
         done = finished(file, Skipped()) if self.run.data == self.run.out else set()
-        done |= {response.key for response in read_responses(responses_files(self.run.data), Skipped())}
+        done |= {response.key for response in read_responses(responses_files(self.answers), Skipped())}
         todo = [prompt for prompt in data.prompts if prompt.key not in done]
         mine = [one for one in todo if int(original(one.key), 16) % self.processes == self.rank]
         ready = usable(mine, self.tokenizer, sampling, data.skipped)  # of several processes, of this one's
@@ -153,16 +160,12 @@ class Stages:
     @cached_property
     def tokens(self) -> list[Tokens]:
         """Returns all sequences to train on: answers to this run's prompts, and conversations."""
-        broken, asked = Skipped(), {prompt.key for prompt in self.data.prompts}
         found, counts, prompts = list[Tokens](), Counter[str](), set[str]()
-        for response in read_responses(responses_files(self.run.data), broken):
-            if response.key not in asked:
-                continue
+        for response in self.responses():
             found.append(response.tokens())
             prompts.add(original(response.key))
             counts["answers"] += len(response.spans)
             counts["greedy"] += len(response.spans) * (response.temperature == 0)
-        broken.log()
         found += self.data.conversations
         self.used = {
             "prompts": len(prompts), "answers": counts["answers"], "greedy": counts["greedy"],
@@ -173,6 +176,13 @@ class Stages:
                 f"{len(found)} conversations to train on in {self.run.data}, 2 are needed at least: run `draftwing "
                 "train generate` first, or give more --prompts or --conversations"
             )
+        return found
+
+    def responses(self) -> list[Response]:
+        """Returns the answers to this run's prompts."""
+        broken, asked = Skipped(), {prompt.key for prompt in self.data.prompts}
+        found = [one for one in read_responses(responses_files(self.answers), broken) if one.key in asked]
+        broken.log()
         return found
 
     @cached_property
@@ -216,7 +226,7 @@ class Stages:
                 f"the features take {needed / 1e9:.1f} GB, and {self.features} has room for {free / 1e9:.1f}: give "
                 "--online to compute them while training, or fewer prompts"
             )
-        capture(target, store, tokens)
+        capture(target, store, tokens, shard_bytes=self.shard_bytes)
         size = f"{store.bytes / 1e9:.2f} GB"
         logger.info("%s: %d conversations, %d tokens, %s", store.folder, len(store), store.tokens, size)
         del target
@@ -235,10 +245,9 @@ class Stages:
         device = join_world(pick_device(self.engine_options.device).kind)
         target, source = self._source(tokens, device)
         head = self._head(target, tokens)
-        wanted = {one.key for one in tokens}
-        chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
-        train, watch = _parts(source, wanted, chosen)
-        report = Fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit").run()
+        target_head = heads.TargetHead(target)
+        train, watch = self._split(source, tokens, target_head)
+        report = Fit(head, target_head, train, watch, self._fit_config(), out / "fit").run()
         if not self.rank:
             self._save(head, report)
         if torch.distributed.is_initialized():
@@ -274,10 +283,7 @@ class Stages:
 
     def _forecast_answers(self, ready: Sequence[tuple[Prompt, list[int]]]) -> None:
         """Logs what the run takes at most: with the longest answers to the prompts in `ready`."""
-        asked = {prompt.key for prompt in self.data.prompts}
-        responses = read_responses(responses_files(self.run.data), Skipped())
-        found = [response.tokens() for response in responses if response.key in asked]
-        given = count_text([*found, *self.data.conversations])
+        given = count_text([*(response.tokens() for response in self.responses()), *self.data.conversations])
         self._forecast(longest_text(given, ready, self.settings), at_most=True)
 
     def _forecast(self, text: Text, at_most: bool = False) -> None:
@@ -330,6 +336,13 @@ class Stages:
         dtype = pick_dtype(self.engine_options.dtype, pick_device(self.engine_options.device), self.config.dtype)
         return heads.load_target_ends(self.path, dtype, device)
 
+    def _split(
+        self, source: FeatureStore | OnlineSource, tokens: Sequence[Tokens], target: heads.TargetHead
+    ) -> tuple[Part, Part]:
+        """Returns what is trained on, and what the loss is measured on."""
+        wanted = {one.key for one in tokens}
+        return parts(source, wanted, held_out(wanted, self.settings.held_out, self.settings.seed, "watch"))
+
     def _mean(self) -> None:
         """Writes the mean of --init-head as it is, once; by one process, and without a GPU."""
         if not self.rank and not (self.run.out / "head" / "config.json").exists():
@@ -378,16 +391,20 @@ class Stages:
     def _save(self, head: heads.AnyHead, report: FitReport) -> None:
         out = self.run.out
         dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
-        save_head(head, out / "head", dtype, self.settings.max_file_mb * 1_000_000)
+        save_head(head, out / "head", dtype, self.settings.max_file_mb * 1_000_000, self._extra())
         write_json(out / "fit.json", {**dataclasses.asdict(report), "used": self.used})
         logger.info("the head is in %s", out / "head")
+
+    def _extra(self) -> dict[str, Any]:
+        """Returns keys of the config that say nothing of how a head computes."""
+        return {}
 
     def _trim(self) -> None:
         gc.collect()
         pick_device(self.engine_options.device).trim()
 
 
-def _parts(source: FeatureStore | OnlineSource, wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
+def parts(source: FeatureStore | OnlineSource, wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
     """Splits the samples `wanted` into those that are trained on and the chosen ones; in the order of their keys,
     however they came into a store."""
     keys = source.order

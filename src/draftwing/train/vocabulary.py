@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from draftwing.errors import ConfigError
 from draftwing.train.store import Tokens
 
+SEEN = 2  # times that a token must be there to get a row: once may be a name that never comes back
+RENEWED = 0.125  # share of the rows: as many as the bundled head's rarest, which 1 of 300 tokens of a general text is
 MULTIPLE = 64  # rows of a product that run at full speed on a GPU
 
 
@@ -47,6 +49,22 @@ def covered(tokens: Iterable[Tokens], ids: Sequence[int], vocab: int) -> Vocabul
     """Counts a head's own draft vocabulary, ids of a target with `vocab` tokens, in other answers."""
     counts, total = _counted(tokens, vocab)
     return Vocabulary(tuple(ids), total, int(counts[list(ids)].sum()) / total)
+
+
+def renewed(ids: Sequence[int], tokens: Iterable[Tokens], vocab: int, ending: Iterable[int]) -> list[int]:
+    """Returns a draft vocabulary of the same size, ascending, with the tokens of these answers that `ids` lack, the
+    most frequent first, in place of those that are less than half as frequent: the rarest first, of equals the highest
+    id, which is a tokenizer's rarest.
+
+    At most a share of `RENEWED` changes at once. ending: ids that are kept in any case.
+    """
+    counts, _ = _counted(tokens, vocab)
+    known, kept = set(ids), set(ending)
+    wanted = [token for token in np.argsort(-counts, kind="stable").tolist() if token not in known]
+    spare = sorted(known - kept, key=lambda token: (counts[token], -token))
+    pairs = zip(wanted[: int(RENEWED * len(known))], spare, strict=False)
+    changed = [(new, old) for new, old in pairs if counts[new] >= max(SEEN, 2 * counts[old] + 1)]
+    return sorted(known.difference(old for _, old in changed).union(new for new, _ in changed))
 
 
 def _counted(tokens: Iterable[Tokens], vocab: int) -> tuple[NDArray[np.int64], int]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from draftwing.core import Output
-from draftwing.engine.process.link import Abort, Ask, Compile, Drop, Refused, Reply
+from draftwing.engine.process.link import Abort, Ask, Compile, Drop, Refused, Reply, Swap
 from draftwing.engine.process.worker import Worker
-from draftwing.errors import RequestError
+from draftwing.errors import ConfigError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -47,6 +48,7 @@ class Grammars:
 class Engine:
     def __init__(self) -> None:
         self.grammars, self.said = Grammars(), list[str]()
+        self.loads = threading.Semaphore(0)  # heads
 
     def submit(self, request: GenerationRequest) -> None:
         if request.params.grammar is not None:
@@ -55,6 +57,12 @@ class Engine:
 
     def abort(self, uid: str) -> None:
         self.said.append(f"abort {uid}")
+
+    def swap_draft(self, folder: Path) -> None:
+        assert self.loads.acquire(timeout=20)
+        if folder.name == "another":
+            raise ConfigError("it is of another shape")
+        self.said.append(f"swap {folder}")
 
     def stats(self) -> dict[str, Any]:
         return {"running": 1}
@@ -106,6 +114,18 @@ def test_it_goes_on_reading(worker: Posted) -> None:
     worker.until(lambda: Reply(1, None) in worker.messages)
     worker.does([request("known", A)])
     assert "known" in worker.engine.said  # at once
+
+
+def test_it_goes_on_reading_while_a_head_is_loaded(worker: Posted) -> None:
+    worker.does(Swap(1, "/heads/2"))
+    worker.does([request("plain")])
+    assert worker.engine.said == ["plain"] and not worker.messages
+    worker.engine.loads.release()
+    worker.until(lambda: worker.messages == [Reply(1, None)])
+    assert worker.engine.said == ["plain", "swap /heads/2"]
+    worker.engine.loads.release()
+    worker.does(Swap(2, "/heads/another"))
+    worker.until(lambda: worker.messages[-1] == Reply(2, "it is of another shape"))
 
 
 def test_refusals_are_told(worker: Posted) -> None:

@@ -325,3 +325,17 @@ def test_figures_of_an_answer(run: Run) -> None:
     ):
         assert part in words
     assert used == 141 and nothing is None
+
+
+def test_a_line_over_hours_with_marks(run: Run) -> None:
+    script = """
+    const { timeline } = await import("./charts.js");
+    const points = [[100, 2], [160, 2], [400, 4]];
+    give([timeline(points, [[250, "head 2"], [40, "too old"]], "words"), timeline([[1, 2]], [], "")]);"""
+    (tag, attributes, children), none = run(script, None)
+    assert tag == "svg" and attributes["aria-label"] == "words"
+    area, line, *marks = children
+    assert line[1]["d"] == "M0.00 21.00 L20.00 21.00 L100.00 3.00" and area[1]["class"] == "area"
+    ((_, mark, title),) = marks
+    assert mark["d"] == "M50.00 0 V40" and title == [["title", {}, ["head 2"]]]
+    assert none[0] == "p"

@@ -65,6 +65,13 @@ class Drop(NamedTuple):
     number: int
 
 
+class Swap(NamedTuple):
+    """A folder with another draft head. A `Reply` of this number comes back: None, or in words why it is refused."""
+
+    number: int
+    folder: str
+
+
 class Forget(NamedTuple):
     """A client, of whose requests nothing is to be remembered. A `Reply` of this number comes back: how many answers
     were kept of it, or in words what went wrong."""
@@ -137,7 +144,7 @@ class EngineLink:
             thread.start()
             self._threads.append(thread)
 
-    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Close) -> None:
+    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Swap | Close) -> None:
         """Queues a message; of a dead engine it goes nowhere."""
         # A thread of its own writes: a full pipe must not stop the event loop.
         self._outbox.put(message)

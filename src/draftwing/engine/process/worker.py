@@ -14,14 +14,15 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
-from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Forget, Refused, Reply
+from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Forget, Refused, Reply, Swap
 from draftwing.engine.process.spawn import joined
-from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, RequestError
 from draftwing.log import configure_logging
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
@@ -114,7 +115,9 @@ class Worker:
         except BaseException as error:
             self.die(error)
 
-    def obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget) -> None:
+    def obey(
+        self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Swap
+    ) -> None:
         """Does what the server sent, or sees to it that it is done."""
         if isinstance(message, list):
             for request in message:
@@ -134,6 +137,8 @@ class Worker:
         elif isinstance(message, Drop):
             if self._compiling.drop(message.number):
                 self.post(Reply(message.number, None))  # it is compiled no more
+        elif isinstance(message, Swap):  # a head takes a while to load, and requests come by this thread
+            threading.Thread(target=self._swap, args=(engine, message), name="draftwing-swap", daemon=True).start()
         elif isinstance(message, Forget):
             try:
                 forgotten: int | str = engine.forget_client(message.client)
@@ -193,6 +198,17 @@ class Worker:
             self.post(Reply(asked.number, (str(error), error.param)))
         else:
             self.post(Reply(asked.number, None))
+
+    def _swap(self, engine: Engine, asked: Swap) -> None:
+        refused = None
+        try:
+            engine.swap_draft(Path(asked.folder))
+        except DraftwingError as error:
+            refused = str(error)
+        except Exception as error:  # nothing has changed yet: the engine goes on with the head that it has
+            logger.error("a head could not be loaded", exc_info=error)
+            refused = f"{type(error).__name__}: {error}"
+        self.post(Reply(asked.number, refused))
 
 
 if __name__ == "__main__":

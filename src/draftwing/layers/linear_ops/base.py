@@ -135,6 +135,15 @@ class LinearOp:
         """hidden [..., in], ids [..., K] -> the outputs `ids` summed in float32, [..., K] float32."""
         return ops.exact_logits(hidden, self.dense_weight(), ids)
 
+    def copy_from(self, other: LinearOp) -> None:
+        """Takes the values of another layer's packed operation of the same kind and sizes, in the memory where its own
+        are; parameters are the layer's. Only where it `can_copy`."""
+        raise NotImplementedError
+
+    @property
+    def can_copy(self) -> bool:
+        return type(self).copy_from is not LinearOp.copy_from
+
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         """The operation for inference on this device, which may drop the layer's parameters; raises ConfigError for a
         mode that it cannot keep to. None: the fastest of those for dense weights, with `dense_weight` as of now."""

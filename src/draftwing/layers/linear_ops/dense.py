@@ -44,6 +44,9 @@ class Dense(LinearOp):
     def dense_weight(self) -> Tensor:
         return self.layer.weight
 
+    def copy_from(self, other: LinearOp) -> None:
+        """Its weight is a parameter."""
+
 
 def as_dense(layer: Linear) -> Tensor:
     """Makes the layer's weight a dense one, whose operation is still to be chosen."""
@@ -132,6 +135,10 @@ class OneDnn(LinearOp):
         if self.few_rows is not None and x.shape[0] <= FEW_ROWS:
             return self.few_rows(x, bias, residual)
         return onednn.gemm_alike(x, self._packed, bias, residual, self._alike)
+
+    def copy_from(self, other: LinearOp) -> None:
+        assert isinstance(other, OneDnn)
+        onednn.copy(other._packed, self._packed)
 
     @property
     def stored(self) -> Tensor | None:

@@ -195,6 +195,16 @@ class PackedLinear(LinearOp):
         self._side.join(done)
         return matrix
 
+    def copy_from(self, other: LinearOp) -> None:
+        assert isinstance(other, PackedLinear)
+        own, theirs = self._weight, other._weight
+        assert _traits(own) == _traits(theirs)
+        if self._ahead is not None:
+            self._matrix()  # of the weight as it was
+        for mine, part in zip(own, theirs, strict=True):
+            if isinstance(mine, Tensor) and isinstance(part, Tensor):
+                mine.copy_(part)
+
     @property
     def sizes(self) -> Counter[str]:
         return sizes_of(self._weight)
@@ -221,6 +231,11 @@ def _joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
     if len(packed) == len(parts):
         return join(packed)
     return MXRows(*map(torch.cat, zip(*parts, strict=True))) if not packed else None
+
+
+def _traits(weight: PackedGroups) -> list[object]:
+    """Returns all but the values."""
+    return [list(part.shape) if isinstance(part, Tensor) else part for part in weight]
 
 
 def multiplied_out(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:

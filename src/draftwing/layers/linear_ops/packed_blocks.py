@@ -47,6 +47,10 @@ class PackedBlocks(LinearOp):
             part = self._last[outputs] = self.few_rows.last(outputs)
         return part(x, None if bias is None else bias[-part.outputs :], None)[:, -outputs:]
 
+    def copy_from(self, other: LinearOp) -> None:
+        assert isinstance(other, PackedBlocks)
+        self.few_rows.copy_from(other.few_rows)
+
     def dense_weight(self) -> Tensor:
         return self.few_rows.dense()
 

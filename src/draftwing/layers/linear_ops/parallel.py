@@ -27,6 +27,14 @@ class _Parallel(LinearOp):
     def sizes(self) -> Counter[str]:
         return self._op.sizes
 
+    def copy_from(self, other: LinearOp) -> None:
+        assert isinstance(other, _Parallel)
+        self._op.copy_from(other._op)
+
+    @property
+    def can_copy(self) -> bool:
+        return self._op.can_copy
+
     def dense_weight(self) -> Tensor:
         """Returns this rank's share."""
         return self._op.dense_weight()

@@ -102,6 +102,11 @@ class BlockedGemm:
         self.raw.block_rows(out.data_ptr(), ids.data_ptr(), self.parts, self.inputs, ids.numel())
         return out if self.dtype == torch.float32 else out.to(self.dtype)
 
+    def copy_from(self, other: BlockedGemm) -> None:
+        for own, theirs in zip(self._panels, other._panels, strict=True):
+            assert (own.kind, own.rows, own.data.shape) == (theirs.kind, theirs.rows, theirs.data.shape)
+            own.data.copy_(theirs.data)
+
     def pack(self, data: Tensor) -> None:
         """Puts other rows [n, bytes] into the only panel, of as many as that has."""
         ((panel, kind, _),) = self._panels

@@ -6,6 +6,7 @@ so it is tried out.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
@@ -32,6 +33,14 @@ def pack(weight: Tensor) -> Tensor:
     """weight [outputs, inputs] -> a copy in oneDNN's layout, of the same shape."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """Copies a packed weight into the memory of another one of the same shape and type."""
+    size = torch.ops.mkldnn._nbytes(target)
+    assert source.shape == target.shape and source.dtype == target.dtype
+    assert torch.ops.mkldnn._nbytes(source) == size
+    ctypes.memmove(torch.ops.mkldnn.data_ptr(target), torch.ops.mkldnn.data_ptr(source), size)
 
 
 def gemm(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -62,6 +62,10 @@ class ShapePolicy(Protocol):
         nothing. is_cost: whether its seconds are what such a step costs."""
         ...
 
+    def forget(self) -> None:
+        """Another head drafts from now on: forgets how much of its drafts was accepted. What steps cost stays."""
+        return
+
     def saving(self, context: StepContext, at_best: bool = False) -> float | None:
         """Returns the seconds that drafts save for each token of such rows, all together; None where it is unknown.
         at_best: if all of them were right."""

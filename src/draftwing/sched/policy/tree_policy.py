@@ -67,7 +67,7 @@ class TreePolicy(ShapePolicy):
         """sees_predictions: as in `ShapePolicy`; whether confidences tell steps apart. base: as of `Acceptance`."""
         self.menu, self.cost, self.sees_predictions = tuple(menu), cost, sees_predictions
         self._plain = len(self.menu) - 1
-        self._acceptance = Acceptance(self.menu, base)
+        self._acceptance, self._base = Acceptance(self.menu, base), base
         self._step = 0  # steps with candidates so far
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, by `batch.bit_length()`
         self._saved = 0.0  # seconds that tries may lose
@@ -240,6 +240,10 @@ class TreePolicy(ShapePolicy):
         seconds = self.cost.seconds(shape, batch, context.kv_tokens) or math.inf
         tokens = batch + (self._acceptance.expected(index, counts) if shape.depth else 0.0)
         return tokens / seconds, tokens
+
+    def forget(self) -> None:
+        self._acceptance, self._confirm = Acceptance(self.menu, self._base), None
+        self._held = self._held._replace(until=0)
 
     # -- for others ---------------------------------------------------------------------------------------------------
 

@@ -112,6 +112,10 @@ draftwing:graph_replays_total graph_replays: replays of CUDA graphs, or of recor
 draftwing:timed_decode_seconds_total timed_seconds: seconds of decode steps at batch sizes with timed \
 plain steps
 draftwing:equivalent_plain_seconds_total plain_seconds: seconds that plain steps would have taken for the same tokens
+draftwing:draft_head{head} draft_head: 1; its label is the number of the head that drafts, 0 for the command line's; \
+with --learn alone
+draftwing:draft_head_swaps_total head_swaps: draft heads that were swapped in; with --learn alone
+draftwing:training training: 1 while a draft head is trained, else 0; with --learn alone
 draftwing:drafts_suspended drafts_suspended: 1 while nothing is drafted that takes longer, because prompts wait at \
 every step; else 0
 draftwing:estimated_speedup speedup: equivalent plain seconds per timed one, over the last 40 decode steps; \
@@ -273,10 +277,11 @@ class Metrics(Collector):
         capacity: Callable[[], int],
         ask: Callable[[], Awaitable[dict[str, Any]]],
         speculative: bool = True,
+        more: Callable[[], Mapping[str, Number]] = dict,
     ) -> None:
         """model: the label of every series.  capacity: tokens in the KV pool.  ask: `AsyncEngine.stats`.
-        speculative: whether the engine drafts for everybody."""
-        self.requests = RequestMetrics(model, speculative)
+        speculative: whether the engine drafts for everybody.  more: numbers of the server, by the keys of `SERIES`."""
+        self.requests, self._more = RequestMetrics(model, speculative), more
         self._model, self._capacity, self._ask = model, capacity, ask
         self._numbers: dict[str, Number] = {}
         self._registry = CollectorRegistry()
@@ -288,6 +293,7 @@ class Metrics(Collector):
             self._numbers = {**engine_numbers(await self._ask(), self._capacity()), "engine_up": 1.0}
         except EngineDead:
             self._numbers = {"engine_up": 0.0}
+        self._numbers.update(self._more())
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

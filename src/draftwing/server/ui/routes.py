@@ -19,6 +19,7 @@ from fastapi.responses import Response
 from draftwing.server.chat import Chats
 from draftwing.server.edge.keys import client_name
 from draftwing.server.http import EventStream, error_response, event
+from draftwing.server.learning import Learning
 from draftwing.server.service import Service
 from draftwing.server.ui.snapshot import Snapshots, facts
 from draftwing.server.ui.viewers import MAX_OF_A_KEY, MAX_VIEWERS, Viewers
@@ -71,7 +72,7 @@ def load_assets() -> dict[str, Asset]:
     return {file.relative_to(folder).as_posix(): Asset(file.read_bytes(), _TYPES[file.suffix]) for file in served}
 
 
-def add_ui_routes(app: FastAPI, service: Service, chats: Chats) -> None:
+def add_ui_routes(app: FastAPI, service: Service, chats: Chats, learning: Learning | None = None) -> None:
     assets = load_assets()
 
     def send(request: Request, asset: Asset) -> Response:
@@ -95,7 +96,7 @@ def add_ui_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     async def info() -> dict[str, Any]:
         return facts(service, chats.knows_effort)
 
-    viewers = Viewers(Snapshots(service).take)
+    viewers = Viewers(Snapshots(service, learning).take)
 
     @app.get("/ui/engine")
     async def engine(request: Request) -> Response:

@@ -10,6 +10,7 @@ import draftwing
 from draftwing.core import SOURCES
 from draftwing.engine.process.link import EngineDead
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.learning import Learning
 from draftwing.server.service import Service
 from draftwing.server.telemetry.observer import AnswerRecord
 
@@ -61,8 +62,8 @@ def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
 class Snapshots:
     """Takes them, one after the other."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, learning: Learning | None = None) -> None:
+        self._service, self._learning = service, learning
         self._stats: Mapping[str, Any] = {}  # the newest numbers
         self._answered = 0.0  # monotonic, when the engine gave them
 
@@ -83,6 +84,7 @@ class Snapshots:
             "engine": state,
             "age": round(time.monotonic() - self._answered, 3) if self._answered else None,
             **self._numbers(),
+            **({} if self._learning is None else {"learning": self._learning.facts()}),
             "unfinished": len(answers),
             "requests": self._listed(answers),
         }

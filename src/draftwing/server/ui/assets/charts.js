@@ -21,6 +21,20 @@ export function lines(series, length, words, most = 0) {
   return svg;
 }
 
+/** A line over points of time [at, value], and marks [at, words] of what happened there. */
+export function timeline(points, marks, words) {
+  if (points.length < 2) return h("p", { class: "chart none" }, "Not enough requests have ended yet");
+  const first = points[0][0], span = points.at(-1)[0] - first, top = Math.max(2, ...points.map(([, value]) => value));
+  const x = (at) => (100 * (at - first)) / span;
+  const path = points.map(([at, value]) => `${x(at).toFixed(2)} ${(39 - (value / top) * 36).toFixed(2)}`).join(" L");
+  const svg = s("svg", { class: "chart", viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img", "aria-label": words },
+    s("path", { class: "area", d: `M0 40 L${path} L100 40Z` }), s("path", { class: "line", d: `M${path}` }));
+  for (const [at, name] of marks.filter(([at]) => at >= first)) {
+    svg.append(s("path", { class: "line second", d: `M${x(at).toFixed(2)} 0 V40` }, s("title", {}, name)));
+  }
+  return svg;
+}
+
 /** Shares of a whole next to each other, and what they are. parts: [class, name, value, words]. */
 export function shares(parts) {
   const bar = h("div", { class: "stack" });

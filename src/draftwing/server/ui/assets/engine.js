@@ -1,7 +1,7 @@
 // The engine as it runs: one snapshot a second, for as long as somebody looks.
 
 import { stream } from "./api.js";
-import { columns, lines, shares } from "./charts.js";
+import { columns, lines, shares, timeline } from "./charts.js";
 import { byId, h, number } from "./dom.js";
 
 const SPAN = 120; // snapshots that the charts show
@@ -65,6 +65,7 @@ export class Engine {
         lines([[series((one) => one.running), ""], [series((one) => one.waiting), "second"]], span, "Requests", 2)),
       card("third", "Acceptance length", big(number(now.rates.accept, 2), "tokens per step, the last seconds"), sub(""),
         lines([[series((one) => one.rates.accept), ""]], span, "Acceptance length", 2)),
+      ...(now.learning ? [card("all", "Draft head: acceptance length over the last hours", head(now.learning))] : []),
       card("", "KV pool", pool(now.kv)),
       card("", "Where the time goes", stages(this.seen)),
       card("", "Drafts accepted, by depth", depths(now.drafters)),
@@ -108,6 +109,17 @@ function pool({ capacity, used, cached, free }) {
     ["s-used", "running requests", used, number(used)], ["s-cached", "cached prefixes", cached, number(cached)],
     ["s-free", "free", free, number(free)]])];
 }
+
+/** Of the head that learns: points of some minutes each, and when another one was swapped in. */
+function head({ head: current, training, curve, swaps }) {
+  const name = (one) => (one == null ? "the head of the command line" : `head ${one}`);
+  const newest = curve.at(-1)?.[1];
+  return [big(number(newest, 2), `tokens per step with ${name(current)}${training ? "; another one is being trained" : ""}`),
+    timeline(curve, swaps.map(([at, one]) => [at, name(one)]), "Acceptance length over the last hours"),
+    sub(swaps.length ? `Swapped in: ${swaps.map(([at, one]) => `${name(one)} at ${time(at)}`).slice(-4).join(", ")}.` : "No head was swapped in yet.")];
+}
+
+const time = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 function stages(seen) {
   const first = seen[Math.max(seen.length - 11, 0)].totals, last = seen.at(-1).totals;

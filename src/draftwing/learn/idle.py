@@ -1,0 +1,132 @@
+"""Trains heads while a server has nothing to do: one process of low priority, which stands still while requests run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from draftwing.learn.history import HeadHistory
+from draftwing.learn.traffic import RUN, TrafficStore
+
+logger = logging.getLogger(__name__)
+_MODULE = "draftwing.learn.low_priority"
+NEW = 64  # exchanges since the newest head, for another one to be trained: fewer hardly change it
+COSTS = (
+    "costs.json"  # in the folder: seconds of steps with 1, 2, .. drafts, as the engine that serves has measured them
+)
+THREADS = 1  # of the process: those of others are the server's, even while it waits
+RETRY_SECONDS = 600.0  # after a run that failed
+LOOK_SECONDS = 30.0  # between looks at the folder, which are read whole
+
+
+class IdleTraining:
+    """The process that trains, from `DIR` in `DIR/training`, and when it runs.
+
+    It goes on after `idle_seconds` without requests and is stopped with the first one. What a kill leaves of a run goes
+    on with the next process: each stage finds what is there. Not for several threads at once, but for `work_left`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        memory: int,
+        idle_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """arguments: of `draftwing train`, besides where from and where to: the model's.  memory: most bytes of the
+        process."""
+        self.folder, self.out, self._arguments = folder, folder / RUN, list(arguments)
+        self._memory, self._idle_seconds, self._clock = memory, idle_seconds, clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._running = False  # whether it may, where there is one
+        self._idle_since = clock()
+        self._not_before = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Returns whether a head is being trained right now."""
+        return self._process is not None and self._running
+
+    def busy(self) -> None:
+        """A request is there: the process stands still until `look` has seen enough idle time."""
+        self._idle_since = self._clock()
+        if self.active:
+            self._signal(signal.SIGSTOP)
+            self._running = False
+
+    def due(self) -> bool:
+        """Returns whether it is idle, and the folder is to be looked at for something to learn."""
+        return self._process is None and self._idle() and self._clock() >= self._not_before
+
+    def work_left(self) -> bool:
+        """Returns whether there is a run to go on with, or enough that is new. Reads all traffic."""
+        self._not_before = self._clock() + LOOK_SECONDS
+        if (self.out / "train.json").exists():
+            return True
+        records = HeadHistory(self.folder / "heads").list()
+        since = max((float(one.data.get("until", 0.0)) for one in records), default=0.0)
+        return sum(1 for _ in TrafficStore(self.folder).read(since)) >= NEW
+
+    def start(self, head: str) -> None:
+        """Starts the process, which trains on from a head's folder, or goes on with the run that is there."""
+        words = ["train", "--from", str(self.folder), "--out", str(self.out), *self._arguments]
+        if not (self.out / "train.json").exists():
+            words += ["--init-head", head]
+        found = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": str(THREADS)},
+        )
+        self._running = True
+        logger.info("learning: a head is being trained")
+
+    def look(self) -> bool:
+        """Lets the process run where nothing else does, and takes note of its end. Returns whether a run has been
+        completed."""
+        if self._process is None:
+            return False
+        code = self._process.poll()
+        if code is None:
+            if not self._running and self._idle():
+                self._signal(signal.SIGCONT)
+                self._running = True
+            return False
+        self._process = None
+        if code == 0:
+            shutil.rmtree(self.out, ignore_errors=True)  # it has hidden states of what clients sent
+            return True
+        if code > 0:  # what was killed goes on
+            logger.warning("learning: training ended with exit code %d; its messages are above", code)
+            shutil.rmtree(self.out, ignore_errors=True)
+        self._not_before = self._clock() + RETRY_SECONDS
+        return False
+
+    def forget(self) -> None:
+        """Ends the process and removes what it has made so far of traffic, some of which is to be deleted."""
+        self.close()
+        shutil.rmtree(self.out, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends the process. What it has done is on the disk."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _idle(self) -> bool:
+        return self._clock() - self._idle_since >= self._idle_seconds
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)

@@ -1,0 +1,180 @@
+"""Compares two heads on texts that neither was trained on: what each would have drafted along them, and how fast.
+
+A text decides what of a draft is accepted, so both heads are asked the same, and their difference is known better than
+either figure. Chains alone are looked at, whatever tree is served: who drafts better chains drafts better trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwing.train.batches import in_order, load, to_device, usable
+from draftwing.train.cross_entropy import chunks
+from draftwing.train.store import Part
+from draftwing.train.ttt import ChainHead, unroll
+
+ERRORS = 2.0  # standard errors by which a candidate must be better: chance alone does it once in 40 times
+LEAST_GAIN = 1.01  # less is not worth that draft KV is of another head for a while
+LEAST_KEPT = 0.97  # of tokens per second of general text, and of each client
+FEW = 8  # exchanges of a client, below which nothing is said of it
+BATCH_TOKENS = 4096  # of a forward, padding included
+
+
+class Drafted(NamedTuple):
+    """A head along one text. tokens: of the answer, but for its first, which nobody drafts.  steps [depth]: that these
+    take with chains of 1, 2, .. drafts."""
+
+    tokens: int
+    steps: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A candidate beside its parent. lengths: acceptance lengths, each at the depth that is fastest for it.  gain: of
+    tokens per second.  error: its standard error over the texts; 0 of a single one."""
+
+    texts: int
+    length_before: float
+    length_after: float
+    gain: float
+    error: float
+
+    @property
+    def better(self) -> bool:
+        return self.gain >= LEAST_GAIN and self.gain - ERRORS * self.error > 1
+
+    @property
+    def worse(self) -> bool:
+        """Whether it is below what must be kept, by more than noise."""
+        return self.gain + ERRORS * self.error < LEAST_KEPT
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """traffic: on all later exchanges.  clients: by client, of those that have enough.  general: on general text, None
+    where there is none."""
+
+    traffic: Comparison
+    clients: Mapping[str, Comparison]
+    general: Comparison | None
+
+    @property
+    def taken(self) -> bool:
+        """Whether the candidate is to be served."""
+        return not self.reason
+
+    @property
+    def reason(self) -> str:
+        """Why it is not; empty where it is."""
+        if not self.traffic.better:
+            return "not better by more than noise"
+        worse = [client for client, found in self.clients.items() if found.worse]
+        if worse:
+            return f"worse for {', '.join(worse)}"
+        if self.general is not None and self.general.gain < LEAST_KEPT:
+            return "worse on general text"
+        return ""
+
+    def report(self) -> dict[str, Any]:
+        """Returns it for a file of JSON."""
+        return {**asdict(self), "taken": self.taken, "reason": self.reason}
+
+
+@torch.no_grad()
+def draft_along(head: ChainHead, part: Part, depth: int, max_length: int) -> dict[str, Drafted]:
+    """Drafts chains of up to `depth` along each text of `part`, the head's own output fed back as in serving."""
+    lengths, param = usable(part, max_length), next(head.parameters())
+    head.set_max_positions(max_length + depth)
+    found, order = dict[str, Drafted](), in_order(lengths, BATCH_TOKENS)
+    for numbers, loaded in zip(order, load(part, order, max_length), strict=True):
+        batch = to_device(loaded, param.device, param.dtype)
+        rows, longest = batch.ids.shape
+        answers = torch.zeros(rows * longest, dtype=torch.bool, device=param.device)
+        answers[batch.position] = True  # before each token of an answer
+        places = batch.position
+        hits = torch.zeros(rows * longest, depth, dtype=torch.bool, device=param.device)
+        ahead = torch.nn.functional.pad(batch.ids, (0, depth + 2), value=-1)
+        for k, hidden in enumerate(unroll(head, batch.ids, head.features(batch.aux_hidden.flatten(0, 1)), depth)):
+            hits[places, k] = _guesses(head, hidden[places]) == ahead[:, k + 2 : k + 2 + longest].flatten()[places]
+        # A chain at index t drafts the tokens at t + 2, .. : those before which the target stands at t + 1, ..
+        right, learnt = hits.view(rows, longest, depth).cpu().numpy(), answers.view(rows, longest).cpu().numpy()
+        for row, number in enumerate(numbers):
+            found[_key(part, number)] = _walk(right[row], learnt[row])
+    return found
+
+
+def _key(part: Part, number: int) -> str:
+    return part.source.order[part.numbers[number]]
+
+
+def _guesses(head: ChainHead, hidden: Tensor) -> Tensor:
+    """hidden [n, width] -> the head's most likely tokens [n], ids of the target."""
+    state, weight = head.readout(hidden)
+    best = torch.cat([(state[part] @ weight.t()).argmax(-1) for part in chunks(len(state), len(weight), state.device)])
+    return best if head.target_ids is None else head.target_ids[best]
+
+
+def _walk(right: npt.NDArray[np.bool_], answers: npt.NDArray[np.bool_]) -> Drafted:
+    """Goes along a text as an engine does: each step commits the drafts that are right, and one token more.
+
+    right [T, depth]: whether the chain at index t has the token at t + 2 + k.  answers [T]: whether the token at t + 1
+    is of an answer. Runs of these are answers; the first token of each comes with the prompt."""
+    depth = right.shape[1]
+    leading = right.cumprod(1).cumsum(1)  # [T, depth]: accepted drafts of chains of 1, 2, ..
+    bounds = np.flatnonzero(np.diff(np.r_[0, answers.astype(np.int8), 0]))
+    tokens, steps = 0, np.zeros(depth, np.int64)
+    for start, end in zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True):
+        tokens += end - start - 1
+        for d in range(depth):
+            accepted, at = leading[:, d].tolist(), start
+            while at < end - 1:  # the chain at index `at` drafts from the token at at + 1
+                at += 1 + accepted[at]
+                steps[d] += 1
+    return Drafted(tokens, steps)
+
+
+def compare(before: Mapping[str, Drafted], after: Mapping[str, Drafted], seconds: Sequence[float]) -> Comparison:
+    """Compares what two heads drafted along the same texts. seconds: of a step with 1, 2, .. drafts, in any unit."""
+    keys = [key for key in before if before[key].tokens]
+    cost = np.array(seconds)
+    old, new = (np.stack([drafted[key].steps for key in keys]) * cost for drafted in (before, after))  # [texts, depth]
+    best = [int(times.sum(0).argmin()) for times in (old, new)]
+    times = [each[:, depth] for each, depth in zip((old, new), best, strict=True)]
+    tokens = sum(before[key].tokens for key in keys)
+    first, other = (float(tokens * cost[depth] / each.sum()) for each, depth in zip(times, best, strict=True))
+    gain = float(times[0].sum() / times[1].sum())
+    error = 0.0
+    if len(keys) > 1:  # of a ratio of sums, from how texts differ
+        squares = float(((times[0] - gain * times[1]) ** 2).sum())
+        error = math.sqrt(squares * len(keys) / (len(keys) - 1)) / float(times[1].sum())
+    return Comparison(len(keys), first, other, gain, error)
+
+
+def judge(
+    before: Mapping[str, Drafted], after: Mapping[str, Drafted], clients: Mapping[str, str], seconds: Sequence[float]
+) -> Judgement:
+    """Judges a candidate. before, after: by key of a text, of the parent and of the candidate.  clients: by key of an
+    exchange; other texts are general ones.  seconds: as of `compare`."""
+
+    def compared(keys: Sequence[str]) -> Comparison:
+        return compare({key: before[key] for key in keys}, after, seconds)
+
+    drafted = [key for key, one in before.items() if one.tokens]
+    traffic = [key for key in drafted if key in clients]
+    general = [key for key in drafted if key not in clients]
+    by_client: dict[str, list[str]] = {}
+    for key in traffic:
+        by_client.setdefault(clients[key], []).append(key)
+    return Judgement(
+        compared(traffic),
+        {client: compared(keys) for client, keys in sorted(by_client.items()) if len(keys) >= FEW},
+        compared(general) if general else None,
+    )

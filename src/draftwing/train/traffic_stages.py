@@ -1,0 +1,256 @@
+"""The stages of `draftwing train --from DIR`: those of any run, but for where the data comes from and for the end, in
+which the head is judged by later traffic and becomes one of `DIR/heads`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwing.config.trees import carried_shape
+from draftwing.engine.devices import pick_device
+from draftwing.errors import ConfigError
+from draftwing.files import write_json
+from draftwing.learn.history import HeadHistory
+from draftwing.learn.idle import COSTS
+from draftwing.learn.traffic import TrafficStore
+from draftwing.models.heads.block import BlockHead
+from draftwing.train import heads
+from draftwing.train.data import Skipped, held_out, read_prompts
+from draftwing.train.dataset import Dataset
+from draftwing.train.fit_config import FitConfig
+from draftwing.train.judge import Comparison, Drafted, Judgement, draft_along, judge
+from draftwing.train.settings import Run
+from draftwing.train.stages import Stages, parts
+from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
+from draftwing.train.traffic import LEAST_LIKELY, Traffic, choose_traffic, log_probabilities
+from draftwing.train.vocabulary import covered, renewed
+
+logger = logging.getLogger(__name__)
+
+LEAST = 32  # exchanges to learn from: fewer say little of what comes, and nothing of how well it is drafted
+PROMPTS = 64  # that the model is asked to write at a time
+WRITINGS = 32  # times at most, for all runs of a folder
+ANSWER = 80  # tokens of an answer to those, about
+# Highest learning rate times the hidden size. 0.23 and 0.35 were tried, with Muon, and spoilt no general text
+# (docs/dev/learning.md); not swept.
+RATE = 0.3
+KEPT = 16  # heads of a folder: those of large models take a gigabyte each
+JUDGED = 0.2  # share of general texts that is not trained on
+
+
+class TrafficStages(Stages):
+    """The stages of a run whose settings have `traffic`. General text lies in `DIR/general`, for later runs, too."""
+
+    shard_bytes = 16 << 20  # a machine that learns in idle time may be slow, and is interrupted
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        assert run.settings.traffic is not None
+        self.folder = Path(run.settings.traffic).expanduser().resolve()
+
+    @cached_property
+    def _until(self) -> float:
+        """When the run began: what comes later is not its matter, or it could not go on where it was."""
+        file = self.run.data / "traffic.json"
+        if not file.exists():
+            write_json(file, {"until": time.time()})
+        return float(json.loads(file.read_text(encoding="utf-8"))["until"])
+
+    @property
+    def answers(self) -> Path:
+        return self.folder / "general"
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Reads it. Raises ConfigError where it is too little."""
+        found = choose_traffic(TrafficStore(self.folder).read(until=self._until), self.settings.max_length)
+        for reason, count in found.skipped.most_common():
+            logger.info("left out: %d exchanges: %s", count, reason)
+        if len(found.learnt) < LEAST:
+            raise ConfigError(f"{self.folder} has {len(found.learnt)} exchanges to learn from: expected {LEAST}")
+        logger.info(
+            "%d exchanges to learn from, %d later ones to judge by, %d clients", len(found.learnt), len(found.later),
+            len(found.tokens),
+        )  # fmt: skip
+        return found
+
+    @cached_property
+    def data(self) -> Dataset:
+        """The prompts of the general text, as far as they are written. Those of one writing are taken in order, so that
+        the answers of earlier runs count."""
+        _ = self.traffic
+        skipped = Skipped()
+        files = sorted(self.answers.glob("prompts-*.jsonl"))
+        prompts = read_prompts(files, skipped) if files else []
+        return Dataset(prompts[: self._wanted], [], {}, skipped)
+
+    @property
+    def _wanted(self) -> int:
+        """How many general texts there are to be."""
+        share, learnt = self.settings.general_share, sum(self.traffic.tokens.values())
+        return round(share / (1 - share) * learnt / ANSWER)
+
+    def generate(self) -> None:
+        """Has the model write prompts, as many as are missing, and answer them."""
+        if not self._wanted:
+            return
+        if self.tokenizer.chat_template is None:
+            logger.warning("without a chat template there is no general text: what is forgotten is not seen")
+            return
+        for number in range(len(list(self.answers.glob("prompts-*.jsonl"))), WRITINGS):
+            if len(self.data.prompts) >= self._wanted:
+                break
+            try:
+                self._write_prompts(number)
+            except ConfigError as error:
+                logger.warning("less general text than --general-share asks for: %s", error)
+                break
+            del self.data
+        if self.data.prompts:
+            super().generate()
+
+    def _write_prompts(self, number: int) -> None:
+        from draftwing.engine.engine import Engine
+        from draftwing.train.own_prompts import write_prompts
+
+        self.answers.mkdir(parents=True, exist_ok=True)
+        file = self.answers / f"prompts-{number:03d}.jsonl"
+        with closing(Engine(self.engine_options)) as engine:
+            write_prompts(engine, max(PROMPTS, self._wanted - len(self.data.prompts)), file, number)
+        self._trim()
+
+    @cached_property
+    def tokens(self) -> list[Tokens]:
+        general = self.general()
+        self.used = {"exchanges": len(self.traffic.learnt), "general": len(general)}
+        return [*general, *self.traffic.learnt, *self.traffic.later]
+
+    def general(self) -> list[Tokens]:
+        """Returns answers to this run's general prompts."""
+        return [response.tokens() for response in self.responses()]
+
+    def _split(
+        self, source: FeatureStore | OnlineSource, tokens: Sequence[Tokens], target: heads.TargetHead
+    ) -> tuple[Part, Part]:
+        wanted = {one.key for one in tokens}
+        train, watch = parts(source, wanted, self._judged())
+        odd = self._unlikely(train, target)
+        if odd:
+            logger.info("left out: %d exchanges: unlikely for this model", len(odd))
+            train, _ = parts(source, wanted - self._judged() - odd, set())
+        return train, watch
+
+    def _unlikely(self, train: Part, target: heads.TargetHead) -> set[str]:
+        """Keys of what the target would hardly have said. Found once: it takes a pass over all answers."""
+        file = self.run.data / "likelihood.json"
+        if not file.exists():
+            write_json(file, dict(log_probabilities(train, target)), None)
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {key for key, mean in found.items() if mean < LEAST_LIKELY}
+
+    def _judged(self) -> set[str]:
+        """Keys of what is not trained on."""
+        general = held_out((one.key for one in self.general()), JUDGED, self.settings.seed, "judge")
+        return {one.key for one in self.traffic.later} | general
+
+    def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
+        head = heads.load_mean(self.init_heads, target, self.settings.algorithm)
+        if head.target_ids is not None and head.lm_head is not None:
+            learnt = [*self.traffic.learnt, *self.general()]
+            ids = renewed(head.target_ids.tolist(), learnt, self.config.vocab_size, self.tokenizer.stop_ids)
+            new = len(set(ids) - set(head.target_ids.tolist()))
+            logger.info("draft vocabulary: %d new tokens", new)
+            heads.renew_vocabulary(head, ids)
+            self._note(covered(learnt, ids, self.config.vocab_size))
+        return head
+
+    def _fit_config(self) -> FitConfig:
+        found = super()._fit_config()
+        return found if found.lr else dataclasses.replace(found, lr=RATE / self.config.hidden_size)
+
+    def _extra(self) -> dict[str, Any]:
+        """The parent's trees."""
+        config = json.loads((self.init_heads[0] / "config.json").read_text(encoding="utf-8"))
+        return {"draftwing": config["draftwing"]} if "draftwing" in config else {}
+
+    def evaluate(self) -> list[dict[str, Any]]:
+        """Judges the head by later traffic, and adds it to `DIR/heads`: as the one to be served, if it is better."""
+        out = self.run.out
+        if not (out / "head" / "config.json").exists():
+            raise ConfigError(f"there is no head in {out}/head: run `draftwing train fit --out {out}` first")
+        found = self.judge()
+        write_json(out / "judge.json", found.report())
+        history = HeadHistory(self.folder / "heads")
+        number = history.add(out / "head", self._facts(found))
+        if found.taken:
+            history.use(number)
+        _forget_oldest(history)
+        logger.info("%s", in_words(number, found))
+        return []
+
+    def judge(self) -> Judgement:
+        """Compares the head with the one that it started from."""
+        device = torch.device(pick_device(self.engine_options.device).kind)
+        target, source = self._source(self.tokens, device)
+        _, part = parts(source, {one.key for one in self.tokens}, self._judged())
+
+        def drafted(folder: Path) -> dict[str, Drafted]:
+            head = heads.load_head(folder, target, self.settings.algorithm)
+            assert not isinstance(head, BlockHead)
+            return draft_along(head, part, len(self._seconds), self.settings.max_length)
+
+        before, after = drafted(self.init_heads[0]), drafted(self.run.out / "head")
+        return judge(before, after, self.traffic.clients, self._seconds)
+
+    @cached_property
+    def _seconds(self) -> list[float]:
+        """Of steps by depth; where nobody has measured them, all the same."""
+        with suppress(OSError, ValueError, TypeError):
+            found = [float(one) for one in json.loads((self.folder / COSTS).read_text(encoding="utf-8"))]
+            if found:
+                return found
+        kind, tree = pick_device(self.engine_options.device).kind, self.settings.drafter.tree
+        return [1.0] * (carried_shape(self.init_heads[0], kind, tree) or tree).depth
+
+    def _facts(self, found: Judgement) -> dict[str, Any]:
+        """What `HeadHistory.add` is told of the head."""
+        parent = self.init_heads[0].resolve()
+        learnt = Counter(self.traffic.clients[one.key] for one in self.traffic.learnt)
+        return {
+            "parent": int(parent.name) if parent.parent == self.folder / "heads" else None,
+            "algorithm": self.settings.algorithm,
+            "data": {"clients": dict(learnt), "until": self._until, **self.used},
+            "figures": found.report(),
+        }
+
+
+def _forget_oldest(history: HeadHistory) -> None:
+    """Removes heads beyond `KEPT`, but for the one that is served and the one that it would be swapped back to."""
+    records = history.list()
+    current = history.current()
+    needed = {current, *(record.parent for record in records if record.number == current)}
+    for record in [record for record in records if record.number not in needed][: max(len(records) - KEPT, 0)]:
+        history.remove(record.number)
+
+
+def in_words(number: int, found: Judgement) -> str:
+    """Returns a line for the log."""
+    traffic = _in_words(found.traffic)
+    general = "" if found.general is None else f"; general text: {_in_words(found.general)}"
+    verdict = "is to be served" if found.taken else f"is not served: {found.reason}"
+    return f"head {number} {verdict}. Later traffic: {traffic}{general}"
+
+
+def _in_words(found: Comparison) -> str:
+    lengths = f"acceptance length {found.length_before:.2f} to {found.length_after:.2f}"
+    return f"{lengths}, tokens per second x{found.gain:.3f} ± {found.error:.3f} ({found.texts} texts)"

@@ -1,0 +1,139 @@
+"""Draft heads that are swapped while requests run: no text changes, and afterwards drafts are those of an engine that
+started with the other head."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference.checkpoints import Checkpoint, draft_vocabulary
+from reference.exact_heads import disturbed, exact_eagle3
+from tiny_checkpoint import write_tokenizer
+
+from draftwing.config.options import Options
+from draftwing.engine.engine import Engine
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+
+TOKENS, REQUESTS = 40, 8
+CHAIN: dict[str, Any] = {
+    "speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4,
+    "speculative_fixed_shape": True,
+}  # fmt: skip
+
+
+class Heads:
+    """A target, a head that is mostly right, and others."""
+
+    def __init__(self, folder: Path) -> None:
+        exact = exact_eagle3(rows=192, vocab_size=258)
+        assert exact.head is not None
+        self.target = disturbed(exact.target, 0.4).write(folder / "target")
+        write_tokenizer(self.target)
+        self.good, self.folder = exact.head.write(folder / "good"), folder
+        tensors, config = dict(exact.head.tensors), exact.head.config
+        noise = torch.Generator().manual_seed(5)
+        for name, value in tensors.items():
+            if value.is_floating_point():
+                tensors[name] = value + 0.3 * value.std(correction=0) * torch.randn(value.shape, generator=noise)
+        tensors["d2t"], tensors["t2d"] = draft_vocabulary(258, config["draft_vocab_size"], seed=9)
+        self.bad = Checkpoint(tensors, config).write(folder / "bad")
+        self.prompts = [[3 + i, 40 + 7 * i, exact.starts[5 * i]][i % 2 :] for i in range(REQUESTS)]
+
+    def engine(self, head: Path | None, **options: Any) -> Engine:
+        draft = {"speculative_algorithm": "none"}
+        if head is not None:
+            draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
+        fixed = {"device": "cpu", "num_threads": 1, "max_total_tokens": 2000, "max_running_requests": 4}
+        return Engine(Options.from_kwargs(**{"model": str(self.target), **fixed, **draft, **options}))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    return Heads(tmp_path_factory.mktemp("heads"))
+
+
+def answers(engine: Engine, prompts: Sequence[list[int]], swaps: dict[int, Path] | None = None) -> list[list[int]]:
+    """Greedy ones and seeded ones. swaps: heads by the step before which they are swapped in."""
+    found: list[list[int]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        temperature = 0.0 if i % 2 else 0.8
+        params = SamplingParams(max_new_tokens=TOKENS, temperature=temperature, sampling_seed=i, ignore_eos=True)
+        engine.submit(GenerationRequest(str(i), prompt, params))
+    step, left = 0, len(prompts)
+    while left:
+        if swaps and step in swaps:
+            engine.swap_draft(swaps[step])
+        for output in engine.step():
+            found[int(output.uid)] += output.token_ids
+            left -= output.finish_reason is not None
+        step += 1
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_swaps_change_no_text(heads: Heads, dtype: str, overlap: bool) -> None:
+    with closing(heads.engine(None, dtype=dtype)) as plain:
+        expected = answers(plain, heads.prompts)
+    draw = random.Random(f"{dtype} {overlap}")
+    with closing(heads.engine(heads.good, dtype=dtype, enable_overlap=overlap, **CHAIN)) as engine:
+        for _ in range(3):
+            steps = sorted(draw.sample(range(60), 6))
+            swaps = {step: draw.choice((heads.good, heads.bad)) for step in steps}
+            assert answers(engine, heads.prompts, swaps) == expected
+        assert engine.reporter.total_tokens > engine.reporter.total_rows, "nothing was drafted"
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE3+NGRAM"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_are_those_of_the_other_head(heads: Heads, dtype: str, algorithm: str) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "speculative_algorithm": algorithm}
+    if algorithm == "EAGLE3":
+        options |= {**CHAIN, "disable_radix_cache": True}
+
+    def accepted(engine: Engine, prompts: Sequence[list[int]]) -> float:
+        rows, tokens = engine.reporter.total_rows, engine.reporter.total_tokens
+        answers(engine, prompts)
+        return (engine.reporter.total_tokens - tokens) / (engine.reporter.total_rows - rows)
+
+    expected = {}
+    for head in (heads.good, heads.bad):
+        with closing(heads.engine(head, **options)) as engine:
+            accepted(engine, heads.prompts)  # recorded stages replay from the second time on
+            expected[head] = accepted(engine, heads.prompts)
+    if algorithm == "EAGLE3":
+        assert expected[heads.good] > 1.2 * expected[heads.bad]
+    with closing(heads.engine(heads.good, **options)) as engine:
+        accepted(engine, heads.prompts)
+        for head in (heads.bad, heads.good):
+            engine.swap_draft(head)
+            found = accepted(engine, heads.prompts)
+            if algorithm == "EAGLE3":
+                assert found == expected[head]
+
+
+def test_heads_that_do_not_fit_are_refused_and_nothing_changes(heads: Heads, tmp_path: Path) -> None:
+    other = exact_eagle3(vocab_size=258, rows=64).head
+    assert other is not None
+    larger = other.write(tmp_path / "larger")
+    with closing(heads.engine(heads.good, dtype="float32")) as engine:
+        expected = answers(engine, heads.prompts)
+        with pytest.raises(ConfigError, match="restart with it"):
+            engine.swap_draft(larger)
+        with pytest.raises(CheckpointError):
+            engine.swap_draft(tmp_path / "nowhere")
+        assert answers(engine, heads.prompts) == expected
+    with closing(heads.engine(None)) as engine, pytest.raises(ConfigError, match="nothing is drafted"):
+        engine.swap_draft(heads.good)
+    with (
+        closing(heads.engine(None, speculative_algorithm="NGRAM")) as engine,
+        pytest.raises(ConfigError, match="no head"),
+    ):
+        engine.swap_draft(heads.good)

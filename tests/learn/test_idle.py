@@ -1,0 +1,171 @@
+"""The process that trains in idle time: when it runs, and what is left of it when it ends, however it does."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from draftwing.learn import idle
+from draftwing.learn.history import HeadHistory
+from draftwing.learn.idle import NEW, RETRY_SECONDS, IdleTraining
+from draftwing.learn.traffic import Exchange, TrafficStore
+
+IDLE = 5.0
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def count(training: IdleTraining) -> int:
+    with suppress(OSError, ValueError):  # between two of its writes
+        return int((training.out / "count").read_text())
+    return 0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def training(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[IdleTraining]:
+    monkeypatch.setattr(idle, "_MODULE", "idle_stub")
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    made = IdleTraining(tmp_path, ["--algorithm", "EAGLE3"], 1 << 33, IDLE, clock)
+    yield made
+    made.close()
+
+
+def add(folder: Path, first: int, number: int) -> None:
+    store = TrafficStore(folder, clock=lambda: 0.0)
+    for at in range(first, first + number):
+        assert store.add(Exchange(float(at), "a", None, [at, 1], [at, 2, 3, 4, 5], 0.0))
+    store.close()
+
+
+def test_it_stands_still_as_soon_as_there_is_a_request(training: IdleTraining, clock: Clock) -> None:
+    training.start("parent")
+    until(lambda: count(training) > 2)
+    assert training.active
+    clock.now += 100
+    training.busy()
+    assert not training.active
+    until(lambda: state(training) == "T")
+    seen = count(training)
+    clock.now += IDLE - 1
+    assert not training.look() and state(training) == "T"
+    training.busy()
+    clock.now += IDLE - 1
+    assert not training.look() and state(training) == "T" and count(training) == seen
+    clock.now += 1
+    assert not training.look() and training.active
+    until(lambda: count(training) > seen + 2)
+
+
+def state(training: IdleTraining) -> str:
+    assert training._process is not None
+    return Path(f"/proc/{training._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def end(training: IdleTraining) -> bool:
+    """Looks until the process has ended; returns what the last look said."""
+    assert training._process is not None
+    training._process.wait(20)
+    return training.look()
+
+
+def test_a_run_that_is_complete_leaves_nothing_of_what_clients_sent(training: IdleTraining) -> None:
+    training.start("parent")
+    until(lambda: count(training) > 0)
+    words = (training.out / "train.json").read_text()
+    assert f"--from {training.folder} --out {training.out} --algorithm EAGLE3 --init-head parent" in words
+    (training.out / "end").write_text("0")
+    assert end(training) and not training.out.exists() and not training.active
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
+    training: IdleTraining, clock: Clock, how: str
+) -> None:
+    training.start("parent")
+    until(lambda: count(training) > 0)
+    if how == "killed":
+        assert training._process is not None
+        training._process.send_signal(signal.SIGKILL)
+    else:
+        (training.out / "end").write_text("2")
+    assert not end(training)
+    clock.now += IDLE
+    assert not training.due(), "not at once"
+    clock.now += RETRY_SECONDS
+    assert training.due() and training.work_left() == (how == "killed")
+    assert training.out.exists() == (how == "killed")
+
+
+def test_a_deletion_ends_the_run(training: IdleTraining) -> None:
+    training.start("parent")
+    until(lambda: count(training) > 0)
+    training.forget()
+    assert not training.out.exists() and not training.active and not training.look()
+
+
+def test_another_head_is_trained_when_enough_is_new(training: IdleTraining, clock: Clock, tmp_path: Path) -> None:
+    assert not training.due(), "not idle for long enough"
+    clock.now += IDLE
+    assert training.due() and not training.work_left()
+    assert not training.due(), "looked a moment ago"
+    add(tmp_path, 1, NEW - 1)
+    assert not training.work_left()
+    add(tmp_path, NEW, 1)
+    assert training.work_left()
+    head = tmp_path / "made"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    HeadHistory(tmp_path / "heads").add(head, {"data": {"until": 10.0}})
+    assert not training.work_left()
+    add(tmp_path, NEW + 1, 9)
+    assert training.work_left()
+
+
+@pytest.mark.slow
+def test_it_gets_what_others_leave(tmp_path: Path) -> None:
+    training = IdleTraining(tmp_path, [], 3 << 30)
+    training.start("parent")
+    assert training._process is not None
+    pid = training._process.pid
+    try:
+        until(lambda: resource.prlimit(pid, resource.RLIMIT_DATA) == (3 << 30, 3 << 30))
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+        assert os.sched_getscheduler(pid) in (os.SCHED_IDLE, os.SCHED_OTHER)
+    finally:
+        training.close()
+
+
+def test_nothing_of_a_run_is_left_when_a_clients_traffic_is_deleted(tmp_path: Path) -> None:
+    add(tmp_path, 1, 3)
+    run = tmp_path / "training" / "features"
+    run.mkdir(parents=True)
+    (run / "shard").write_text("hidden states")
+    store = TrafficStore(tmp_path, clock=lambda: 0.0)
+    assert store.delete("a") == 3
+    store.close()
+    assert not run.parent.exists()

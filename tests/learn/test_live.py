@@ -1,0 +1,50 @@
+"""Acceptance over time, and what of it counts as a fall."""
+
+from __future__ import annotations
+
+import random
+
+from draftwing.learn.live import ENOUGH, POINTS, SECONDS, LiveAcceptance, Swap
+
+
+def requests(live: LiveAcceptance, draw: random.Random, count: int, accepted: float, at: float = 0.0) -> None:
+    """Of some 40 steps, and so many accepted drafts a step."""
+    for _ in range(count):
+        steps = draw.randrange(20, 60)
+        live.add(at, sum(draw.random() < accepted for _ in range(steps)), steps)
+
+
+def test_the_curve_has_a_point_a_minute_and_is_bounded() -> None:
+    live = LiveAcceptance()
+    live.add(10.0, 0, 0)  # without steps
+    for minute in range(POINTS + 10):
+        live.add(minute * SECONDS + 1, 5, 10)
+        live.add(minute * SECONDS + 59, 15, 10)
+    assert len(live.points) == POINTS
+    assert {(point.tokens, point.steps) for point in live.points} == {(40, 20)}
+    assert [point.at for point in live.points] == [SECONDS * (10 + i) for i in range(POINTS)]
+    few = live.curve(100)
+    assert 80 < len(few) <= 100 and sum(point.tokens for point in few) == 40 * POINTS
+    assert few[0].at == live.points[0].at and LiveAcceptance().curve(100) == []
+
+
+def test_a_head_that_drafts_worse_is_seen_and_chance_is_not() -> None:
+    draw, false = random.Random(1), 0
+    for trial in range(40):
+        live = LiveAcceptance()
+        requests(live, draw, 4 * ENOUGH, 0.5)
+        live.swapped(1.0, trial)
+        assert not live.fell
+        for _ in range(8):  # looked at again and again
+            requests(live, draw, ENOUGH, 0.5)
+            false += live.fell
+    assert false <= 2
+    requests(live, draw, ENOUGH, 0.5)
+    live.swapped(2.0, None)
+    requests(live, draw, ENOUGH - 1, 0.3)
+    assert not live.fell, "too few to say"
+    requests(live, draw, 1, 0.3)
+    assert live.fell and live.swaps[-1] == Swap(2.0, None)
+    live.swapped(3.0, 4)
+    requests(live, draw, 2 * ENOUGH, 0.7)
+    assert not live.fell, "better is not worse"

@@ -1,0 +1,180 @@
+"""A server that follows its folder of heads: what is swapped, when a process trains, and what is shown of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftwing.config.options import Options
+from draftwing.errors import ConfigError
+from draftwing.learn.history import HeadHistory
+from draftwing.learn.idle import COSTS
+from draftwing.learn.live import ENOUGH
+from draftwing.server import learning as module
+from draftwing.server.learning import Learning, arguments
+
+
+class Engine:
+    """Remembers which folders it was given."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        options = {"learn": str(folder), "speculative_draft_model_path": "first", **options}
+        self.info = SimpleNamespace(options=Options.from_kwargs(**options))
+        self.link, self.active, self.swapped, self.refusal = object(), 0, list[str](), dict[str, str]()
+
+    async def swap_draft(self, folder: Path) -> str | None:
+        self.swapped.append(folder.name)
+        return self.refusal.get(folder.name)
+
+    async def stats(self) -> dict[str, Any]:
+        return {"chain_seconds": [0.01, 0.02]}
+
+
+class Training:
+    """Stands for `IdleTraining`."""
+
+    def __init__(self) -> None:
+        self.calls, self.active, self.wanted = list[str](), False, True
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> bool:
+            self.calls.append(" ".join((name, *args)))
+            return self.wanted
+
+        return call
+
+
+def looked(learning: Learning, times: int = 1) -> None:
+    async def looks() -> None:
+        for _ in range(times):
+            await learning._look()
+
+    asyncio.run(looks())
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> HeadHistory:
+    history, head = HeadHistory(tmp_path / "heads"), tmp_path / "made"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    for parent in (None, 1):
+        history.add(head, {"parent": parent})
+    return history
+
+
+def requests(learning: Learning, accepted: int) -> None:
+    for i in range(ENOUGH):
+        meta = {"spec_num_correct_drafts": accepted + i % 3, "spec_verify_ct": 10}
+        learning.finished(SimpleNamespace(meta=meta))  # type: ignore[arg-type]
+
+
+def test_the_head_that_is_named_is_swapped_in_once(tmp_path: Path, history: HeadHistory) -> None:
+    engine: Any = Engine(tmp_path)
+    learning = Learning(engine, tmp_path)
+    looked(learning, 2)
+    assert engine.swapped == [] and learning.numbers() == {"draft_head": {"0": 1}, "head_swaps": 0, "training": 0}
+    history.use(2)
+    looked(learning, 2)
+    assert engine.swapped == ["2"] and learning.numbers() == {"draft_head": {"2": 1}, "head_swaps": 1, "training": 0}
+    history.use(None)
+    looked(learning, 2)
+    assert engine.swapped == ["2", "first"]
+    assert [head for _, head in learning.facts()["swaps"]] == [2, None]
+
+
+def test_an_engine_that_was_started_anew_gets_the_head_again(tmp_path: Path, history: HeadHistory) -> None:
+    engine: Any = Engine(tmp_path)
+    learning = Learning(engine, tmp_path)
+    history.use(1)
+    looked(learning, 2)
+    engine.link = object()
+    looked(learning, 2)
+    assert engine.swapped == ["1", "1"] and learning.swaps == 1
+
+
+def test_a_head_that_is_refused_is_not_tried_again_and_another_is(tmp_path: Path, history: HeadHistory) -> None:
+    engine: Any = Engine(tmp_path)
+    engine.refusal["2"] = "restart with it"
+    learning = Learning(engine, tmp_path)
+    history.use(2)
+    looked(learning, 3)
+    assert engine.swapped == ["2"] and learning.head is None
+    history.use(1)
+    looked(learning, 2)
+    assert engine.swapped == ["2", "1"] and learning.head == 1
+
+
+def test_it_is_swapped_back_where_live_requests_say_so(tmp_path: Path, history: HeadHistory) -> None:
+    engine: Any = Engine(tmp_path)
+    learning = Learning(engine, tmp_path)
+    history.use(1)
+    looked(learning)
+    requests(learning, 10)
+    history.use(2)
+    looked(learning)
+    requests(learning, 10)
+    looked(learning, 2)
+    assert engine.swapped == ["1", "2"]
+    for _ in range(4):
+        requests(learning, 2)
+    looked(learning, 2)
+    assert engine.swapped == ["1", "2", "1"] and history.current() == 1, "the parent"
+    for _ in range(4):  # harder requests say nothing of a head that was there before
+        requests(learning, 0)
+    looked(learning, 2)
+    assert engine.swapped == ["1", "2", "1"]
+    assert len(learning.facts()["curve"]) in (1, 2)
+
+
+def test_training_runs_while_no_request_does(tmp_path: Path) -> None:
+    engine, training = Engine(tmp_path), Training()
+    learning = Learning(engine, tmp_path, training)  # type: ignore[arg-type]
+    engine.active = 1
+    learning.began(SimpleNamespace())  # type: ignore[arg-type]
+    assert training.calls == ["busy"]
+    training.wanted = False
+    looked(learning)
+    assert "busy" in training.calls[1:] and "start first" not in training.calls
+    engine.active, training.wanted = 0, True
+    looked(learning)
+    assert training.calls[-1] == "start first" and (tmp_path / COSTS).read_text().split() == ["[", "0.01,", "0.02", "]"]
+
+
+def test_a_loop_that_is_cancelled_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.001)
+    training = Training()
+    learning = Learning(Engine(tmp_path), tmp_path, training)  # type: ignore[arg-type]
+
+    async def work() -> None:
+        task = asyncio.create_task(learning.run())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(work())
+    assert training.calls[-1] == "close" and training.calls.count("look") > 1
+
+
+def test_what_training_is_told_of_the_model() -> None:
+    options = Options.from_kwargs(
+        model="/m", device="cpu", speculative_algorithm="NEXTN+NGRAM", speculative_draft_model_path="/h"
+    )
+    words = arguments(options)
+    assert words[words.index("--algorithm") + 1] == "MTP" and words[words.index("--model") + 1] == "/m"
+    assert "--dtype" not in words
+    refused = {"NGRAM": "found NGRAM", "NEXTN": "layers of the checkpoint", "DSPARK": "EAGLE or EAGLE3 or NEXTN, found"}
+    for algorithm, found in refused.items():
+        with pytest.raises(ConfigError, match=found):
+            arguments(Options.from_kwargs(speculative_algorithm=algorithm))
+    with pytest.raises(ConfigError, match="learn_while_idle needs learn"):
+        Options.from_kwargs(learn_while_idle=True).resolve()

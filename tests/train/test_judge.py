@@ -1,0 +1,107 @@
+"""Heads along texts against walks done by hand, and verdicts against what chance does."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference.exact_heads import exact_eagle3
+
+from draftwing.engine.devices import pick_device
+from draftwing.models.loader import load_model
+from draftwing.train.capture import FeatureModel
+from draftwing.train.heads import load_head
+from draftwing.train.judge import FEW, Drafted, compare, draft_along, judge
+from draftwing.train.store import OnlineSource, Part, Tokens
+
+
+def steps_by_hand(ids: list[int], begins: int, depth: int, successor: list[int]) -> int:
+    """Of an engine whose drafts are successors. The first token of the answer comes with the prompt."""
+    steps, newest = 0, begins
+    while newest < len(ids) - 1:
+        accepted = 0
+        while accepted < depth and newest + 1 + accepted < len(ids):
+            if ids[newest + 1 + accepted] != successor[ids[newest + accepted]]:
+                break
+            accepted += 1
+        newest += accepted + 1
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("depth", [1, 3, 5])
+def test_steps_are_those_of_a_walk_along_each_text(depth: int, tmp_path: Path) -> None:
+    exact = exact_eagle3()
+    assert exact.head is not None
+    target = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
+    head = load_head(exact.head.write(tmp_path / "head"), target, "EAGLE3")
+    draw, successor, texts, begins = np.random.default_rng(1), exact.successor.tolist(), [], {}
+    for i in range(12):
+        ids = [int(draw.choice(exact.starts))]
+        while len(ids) < 10 + 5 * i:  # mostly what the head drafts
+            ids.append(successor[ids[-1]] if draw.random() < 0.8 else int(draw.choice(exact.starts)))
+        begins[str(i)] = 1 + i % 4
+        mask = np.arange(len(ids)) >= begins[str(i)]
+        texts.append(Tokens(np.array(ids, np.int32), mask, str(i)))
+    features = FeatureModel(target, head.aux_layers, pick_device("cpu"))
+    source = OnlineSource(features.meta("tiny", "EAGLE3"), texts, features.batch)
+    found = draft_along(head, Part(source, range(12)), depth, 512)
+    for text in texts:
+        ids, begin = text.ids.tolist(), begins[text.key]
+        assert found[text.key].tokens == len(ids) - begin - 1
+        for d in range(depth):
+            assert found[text.key].steps[d] == steps_by_hand(ids, begin, d + 1, successor), (text.key, d)
+
+
+def drafted(draw: np.random.Generator, count: int, length: float, spread: float = 0.2) -> dict[str, Drafted]:
+    """Texts of 100 tokens with about this acceptance length."""
+    lengths = np.maximum(length + spread * draw.standard_normal(count), 1.0)
+    return {str(i): Drafted(100, np.array([round(100 / each)])) for i, each in enumerate(lengths)}
+
+
+def test_the_error_is_that_of_drawing_other_texts() -> None:
+    draw = np.random.default_rng(3)
+    before, after = drafted(draw, 60, 2.0), drafted(draw, 60, 2.3)
+    found = compare(before, after, [1.0])
+    old, new = (np.array([one.steps[0] for one in each.values()]) for each in (before, after))
+    assert found.gain == pytest.approx(old.sum() / new.sum())
+    assert found.length_before == pytest.approx(6000 / old.sum()) and found.texts == 60
+    assert found.length_after == pytest.approx(6000 / new.sum())
+    again = draw.integers(60, size=(4000, 60))
+    assert found.error == pytest.approx((old[again].sum(1) / new[again].sum(1)).std(), rel=0.1)
+
+
+def test_each_head_drafts_as_deep_as_is_fastest_for_it() -> None:
+    before = {"a": Drafted(90, np.array([60, 50]))}
+    after = {"a": Drafted(90, np.array([55, 30]))}
+    found = compare(before, after, [1.0, 1.25])  # 60, 62.5; 55, 37.5
+    assert found.gain == pytest.approx(60 / 37.5) and found.error == 0
+    assert (found.length_before, found.length_after) == pytest.approx((1.5, 3.0))
+
+
+def test_a_candidate_is_taken_for_being_better_by_more_than_noise() -> None:
+    draw = np.random.default_rng(4)
+    clients, seconds = {str(i): "a" for i in range(80)}, [1.0]
+    before = drafted(draw, 80, 2.0)
+    assert judge(before, drafted(draw, 80, 2.4), clients, seconds).taken
+    chance = [judge(drafted(draw, 80, 2.0), drafted(draw, 80, 2.0), clients, seconds).taken for _ in range(300)]
+    assert sum(chance) < 0.05 * 300
+    same = judge(before, before, clients, seconds)
+    assert not same.taken and same.general is None and same.traffic.gain == 1
+
+
+@pytest.mark.parametrize("who", ["another client", "general text"])
+def test_a_candidate_that_harms_somebody_is_not_taken(who: str) -> None:
+    draw = np.random.default_rng(5)
+    before, after = drafted(draw, 100, 2.0), drafted(draw, 100, 3.0)
+    harmed = {str(i) for i in range(100 - 2 * FEW, 100)}
+    after |= {key: Drafted(100, np.array([math.ceil(1.2 * before[key].steps[0])])) for key in harmed}
+    clients = {key: "b" if key in harmed else "a" for key in before if who != "general text" or key not in harmed}
+    found = judge(before, after, clients, [1.0])
+    assert found.traffic.gain > 1.2 and not found.taken
+    assert found.reason == ("worse for b" if who == "another client" else "worse on general text")
+    assert json.loads(json.dumps(found.report()))["reason"] == found.reason

@@ -1,0 +1,79 @@
+"""What of traffic is learnt: who weighs how much, what is left out, what is kept to judge by."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from draftwing.learn.traffic import Exchange
+from draftwing.train.heads import TargetHead
+from draftwing.train.store import Sample
+from draftwing.train.traffic import CLIENT_SHARE, LATER, LEAST_LIKELY, choose_traffic, log_probabilities
+
+DRAW = np.random.default_rng(2)
+
+
+def exchange(at: float, client: str = "a", answer: list[int] | None = None, prompt: int = 8) -> Exchange:
+    ids = DRAW.integers(1000, size=prompt + 50).tolist()
+    return Exchange(at, client, None, ids[:prompt], ids[prompt:] if answer is None else answer, 0.0)
+
+
+def test_the_newest_are_kept_to_judge_by() -> None:
+    every = [exchange(at) for at in range(50)]
+    found = choose_traffic(every, 512)
+    assert [len(one.ids) for one in found.learnt] == [58] * 40 and len(found.later) == 50 * LATER
+    for one, tokens in zip(every, [*found.learnt, *found.later], strict=True):
+        assert tokens.ids.tolist() == [*one.prompt, *one.answer]
+        assert tokens.ids[tokens.loss_mask].tolist() == one.answer
+    assert set(found.clients.values()) == {"a"} and found.tokens == {"a": 40 * 50}
+
+
+def test_a_client_is_learnt_from_no_more_than_its_share() -> None:
+    every = [exchange(at, "much" if at % 10 else "few") for at in range(200)]
+    found = choose_traffic(every, 512, later=0.0)
+    assert found.tokens["few"] == 20 * 50
+    assert found.tokens["much"] <= CLIENT_SHARE / (1 - CLIENT_SHARE) * found.tokens["few"]
+    kept = [tokens for tokens in found.learnt if found.clients[tokens.key] == "much"]
+    newest = [[*one.prompt, *one.answer] for one in every if one.client == "much"][-len(kept) :]
+    assert [tokens.ids.tolist() for tokens in kept] == newest
+
+
+def test_what_repeats_itself_or_is_too_long_is_left_out() -> None:
+    loop, list_of_lines = [7, 8, 9, 10] * 20, [n for i in range(20) for n in (5, 6, 100 + i, 200 + i)]
+    every = [exchange(0, answer=loop), exchange(1, answer=list_of_lines), exchange(2, prompt=600), exchange(3)]
+    found = choose_traffic([*every, exchange(4, answer=[3] * 20)], 512, later=0.0)  # the last one is short
+    assert len(found.learnt) == 3
+    assert dict(found.skipped) == {"repeats itself": 1, "longer than 512 tokens": 1}
+
+
+def test_the_same_exchange_counts_once() -> None:
+    one = exchange(0)
+    again = Exchange(5.0, "a", "salt", one.prompt, one.answer, 0.0)
+    assert len(choose_traffic([one, exchange(1), again], 512, later=0.0).learnt) == 2
+
+
+@pytest.mark.parametrize("likely", [True, False])
+def test_answers_that_the_target_would_not_give_are_found(likely: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, hidden = torch.randn(200, 16, generator=generator), 4 * torch.randn(30, 16, generator=generator)
+    logits = hidden.double() @ weight.double().t()
+    ids = torch.cat((torch.zeros(1), logits[:-1].argmax(-1) if likely else logits[:-1].argmin(-1))).int()
+    mask = torch.arange(30) >= 10
+    target = TargetHead(SimpleNamespace(lm_head=SimpleNamespace(dense_weight=lambda: weight)))  # type: ignore[arg-type]
+
+    class One:
+        """A source of one sample."""
+
+        def __len__(self) -> int:
+            return 1
+
+        def read_many(self, numbers: list[int]) -> list[Sample]:
+            return [Sample(ids, mask, hidden, hidden, "key") for _ in numbers]
+
+    ((key, mean),) = log_probabilities(One(), target)  # type: ignore[arg-type]
+    expected = logits.log_softmax(-1)[torch.arange(9, 29), ids[10:].long()].mean()
+    assert key == "key" and mean == pytest.approx(float(expected), abs=1e-4)
+    assert (mean > LEAST_LIKELY) == likely

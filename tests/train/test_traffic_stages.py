@@ -1,0 +1,127 @@
+"""`draftwing train --from`: from what a server was asked to a head that drafts it better, on a target whose text is
+mostly a permutation of its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from reference import learnable
+from safetensors.torch import load_file
+
+from draftwing.cli.main import main
+from draftwing.learn.history import HeadHistory
+from draftwing.learn.traffic import Exchange, TrafficStore
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.loader import load_model
+from draftwing.train.checkpoint import save_head
+from draftwing.train.heads import load_head, new_eagle3_head, renew_vocabulary
+from draftwing.train.store import Tokens
+from draftwing.train.vocabulary import RENEWED, renewed
+
+pytestmark = pytest.mark.slow
+
+
+class Served:
+    """A target, the head it is served with, and a folder of traffic."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.target = folder, learnable.write_target(folder / "target", max_position_embeddings=512)
+        model = load_model(self.target, torch.float32, "cpu")
+        kept = torch.arange(0, 258, 2)  # half of the tokens
+        self.head = save_head(new_eagle3_head(model, kept), folder / "head", torch.float32)
+        config = json.loads((self.head / "config.json").read_text())
+        (self.head / "config.json").write_text(json.dumps({**config, "draftwing": {"shapes": {"cpu": [3, 1, 4]}}}))
+        self.add("traffic", learnable.texts(self.target, 120, 1))
+
+    def add(self, name: str, texts: Sequence[Tokens], client: str = "team") -> None:
+        store = TrafficStore(self.folder / name, clock=lambda: 0.0)
+        for at, text in enumerate(texts, 1):
+            ids = text.ids.tolist()
+            store.add(Exchange(float(at), client, None, ids[: learnable.PROMPT], ids[learnable.PROMPT :], 0.0))
+        store.close()
+
+    def train(self, name: str, *more: str) -> HeadHistory:
+        arguments = [
+            "train", "--model", str(self.target), "--from", str(self.folder / name), "--out",
+            str(self.folder / f"{name} run"), "--init-head", str(self.head), "--general-share", "0", "--max-length",
+            "128", "--batch-tokens", "512", "--optimizer", "adamw", "--lr", "0.01", "--ttt-steps", "3", "--device",
+            "cpu", "--dtype", "float32", "--num-threads", "1", *more,
+        ]  # fmt: skip
+        assert main(arguments) == 0
+        return HeadHistory(self.folder / name / "heads")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("served"))
+
+
+def test_a_head_that_drafts_later_traffic_better_is_to_be_served(served: Served) -> None:
+    history = served.train("traffic", "--epochs", "20")
+    (record,) = history.list()
+    assert history.current() == record.number and record.parent is None and record.algorithm == "EAGLE3"
+    figures = record.figures
+    assert figures["taken"] and figures["traffic"]["texts"] == 24
+    before, after = (learnable.accept_length(served.target, path, "EAGLE3", 3) for path in (served.head, record.folder))
+    assert figures["traffic"]["length_before"] == pytest.approx(before, abs=0.25)
+    assert figures["traffic"]["length_after"] == pytest.approx(after, abs=0.4)
+    assert after > 1.3 * before and figures["traffic"]["gain"] > 1.3
+    assert record.data["clients"] == {"team": 96}
+    assert json.loads((record.folder / "config.json").read_text())["draftwing"]["shapes"] == {"cpu": [3, 1, 4]}
+    # What traffic has and the head could not say has taken the place of tokens that nobody says.
+    old, new = (load_file(path / "model.safetensors")["t2d"] for path in (served.head, record.folder))
+    assert 0 < (new & ~old).sum() <= RENEWED * old.sum() and old.sum() == new.sum()
+
+
+def test_a_head_that_learnt_nothing_is_kept_and_not_served(served: Served) -> None:
+    served.add("same", learnable.texts(served.target, 60, 2))
+    history = served.train("same", "--epochs", "0.1", "--lr", "1e-9")
+    (record,) = history.list()
+    assert history.current() is None and not record.figures["taken"]
+    assert record.figures["reason"] == "not better by more than noise"
+
+
+def test_too_little_traffic_is_refused(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.add("little", learnable.texts(served.target, 20, 3))
+    words = ["train", "--model", str(served.target), "--from", str(served.folder / "little"), "--out",
+             str(served.folder / "no run"), "--init-head", str(served.head)]  # fmt: skip
+    assert main(words) == 2
+    assert "has 16 exchanges to learn from: expected 32" in capsys.readouterr().err
+
+
+def test_general_text_is_the_models_own_and_serves_later_runs(served: Served) -> None:
+    served.add("mixed", learnable.texts(served.target, 60, 4))
+    general = served.folder / "mixed" / "general"
+    general.mkdir()
+    prompts = [json.dumps({"turns": [f"prompt {i}"]}) for i in range(40)]  # that an earlier run has let it write
+    (general / "prompts-000.jsonl").write_text("\n".join(prompts))
+    served.train("mixed", "--general-share", "0.2", "--epochs", "1", "--max-tokens", "16")
+    answers = (general / "responses.jsonl").read_bytes()
+    assert answers.count(b"\n") >= 2
+    (record,) = HeadHistory(served.folder / "mixed" / "heads").list()
+    assert record.data["general"] == answers.count(b"\n") and record.figures["general"]["texts"] >= 1
+
+
+def test_a_new_token_begins_as_others_of_the_target_would(served: Served) -> None:
+    target = load_model(served.target, torch.float32, "cpu")
+    head = load_head(served.head, target, "EAGLE3")
+    assert head.target_ids is not None and head.lm_head is not None
+    before = dict(zip(head.target_ids.tolist(), head.lm_head.weight.detach().clone(), strict=True))
+    text = Tokens(torch.tensor([1, 3, 3, 5, 5, 5, 8, 9]).int().numpy(), (torch.arange(8) > 0).numpy(), "a")
+    ids = renewed(list(before), [text, text], 258, (256,))
+    assert set(ids) - set(before) == {3, 5, 9} and set(before) - set(ids) == {250, 252, 254}
+    renew_vocabulary(head, ids)
+    assert head.target_ids.tolist() == ids == sorted(ids)
+    for token, row in zip(ids, head.lm_head.weight, strict=True):
+        # A fresh head's rows are the target's, so the map between them changes nothing, but for what keeps it small.
+        if token in before:
+            assert torch.equal(row, before[token])
+        else:
+            torch.testing.assert_close(row, target.lm_head.dense_weight()[token], rtol=0.1, atol=0.05)
+    again = load_draft_head(save_head(head, served.folder / "renewed", torch.float32), target, "EAGLE3",
+                            torch.float32, "cpu")  # fmt: skip
+    assert again.target_ids is not None and again.target_ids.tolist() == ids
