@@ -92,9 +92,10 @@ def test_swaps_change_no_text(heads: Heads, dtype: str, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE3+NGRAM"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "in blocks"])
 def test_drafts_are_those_of_the_other_head(heads: Heads, dtype: str, algorithm: str) -> None:
-    options: dict[str, Any] = {"dtype": dtype, "speculative_algorithm": algorithm}
+    form = {"quantization": "q8_0"} if dtype == "in blocks" else {"dtype": dtype}
+    options: dict[str, Any] = {**form, "speculative_algorithm": algorithm}
     if algorithm == "EAGLE3":
         options |= {**CHAIN, "disable_radix_cache": True}
 
