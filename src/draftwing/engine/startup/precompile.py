@@ -279,7 +279,9 @@ def _run_without_data(job: Job) -> Parts:
     options = dataclasses.replace(
         job.options, max_total_tokens=tokens, mem_fraction_static=None, enable_torch_compile=False
     )
-    ranks = Absent(options.tp_size) if options.tp_size > 1 else ALONE
+    ranks = ALONE
+    if options.tp_size > 1:
+        ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     model.pack(device.ops, options.deterministic)

@@ -289,8 +289,10 @@ def _fill(head: FeatureHead, tensors: Tensors, device: torch.device | str, dummy
     if dummy:
         fill_random(head, device)
     else:
-        table = head.names()
-        fill_parameters(head, table, (_cut(name, value, table) for name, value in tensors), device)
+        table, config = head.names(), head.config
+        own = own_experts(config, head.ranks)
+        here = ((name, value) for name, value in tensors if not is_elsewhere(name, config, own))
+        fill_parameters(head, table, (_cut(name, value, table) for name, value in here), device)
 
 
 def _cut(name: str, value: Stored, table: Mapping[str, ParamSlice]) -> tuple[str, Stored]:
