@@ -6,7 +6,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
-from engine_rig import BLOCKS, CUDA, RANKS
+from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS
 
 from draftwing.core import TreeShape
 from draftwing.engine.devices import pick_device
@@ -25,7 +25,7 @@ EXPERTS = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="module"),
+    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, EXPERT_RANKS, CUDA], indirect=True, scope="module"),
 ]
 
 
@@ -64,8 +64,8 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
         assert counts and (min(counts) >= distinct if random else max(counts) <= distinct)
 
 
-@pytest.mark.further(harness=["blocks", "ranks"], case=["softmax", "renormalised"])
-@pytest.mark.further(harness=["blocks", "ranks"], lag=0)
+@pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], case=["softmax", "renormalised"])
+@pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], lag=0)
 @pytest.mark.further(shape=CHAIN, lag=0)
 @pytest.mark.further(case=["softmax", "renormalised"], shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])

@@ -328,6 +328,30 @@ def test_dummy_experts_are_in_mxfp4(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_have_experts_whole(tmp_path: Path) -> None:
+    """Which a checkpoint has in one tensor; its biases and MXFP4, too."""
+    write_gpt_oss(tmp_path)
+    form = GroupFormat(ops=BlockTorchOps(torch.device("cpu")))
+    for made in (DENSE, form):
+        whole, *shares = (
+            load_model(tmp_path, torch.float32, "cpu", weight_format=made, ranks=ranks).layers[0].mlp
+            for ranks in (ALONE, Absent(2, 0, True), Absent(2, 1, True))
+        )
+        for name in ("gate_up", "down"):
+            mine, every = [share.get_submodule(name) for share in shares], whole.get_submodule(name)
+            joined = torch.cat([part.op.dense_weight() for part in mine])
+            assert torch.equal(joined, every.op.dense_weight())
+            assert torch.equal(torch.cat([part.bias for part in mine]), every.bias)
+        assert all(torch.equal(share.router.weight, whole.router.weight) for share in shares)
+    ids, ops = tokens(9), BlockTorchOps(torch.device("cpu"))
+    found = on_two_ranks(tmp_path, ops, ids, expert_parallel=True)
+    whole_model = load_model(tmp_path, torch.float32, "cpu")
+    torch.testing.assert_close(found, whole_logits(whole_model, ids), atol=2e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="expected a --tp-size that divides the model's 4 experts; found 3"):
+        load_config(tmp_path).layers[0].experts.spread(Absent(3, 0, True))
+
+
+@pytest.mark.slow
 def test_ranks_have_shares_of_every_expert(tmp_path: Path) -> None:
     write_gpt_oss(tmp_path)
     whole = load_model(tmp_path, torch.float32, "cpu").layers[0].mlp

@@ -103,6 +103,36 @@ def test_scattered_rows_choose_at_random(ops: TorchOps, sigmoid: bool) -> None:
     assert abs(routed.experts.unique().numel() - expected) < 12
 
 
+@pytest.mark.parametrize("rows", [1, 5, 70, 1500])
+def test_experts_of_other_ranks_are_left_out(ops: TorchOps, rows: int) -> None:
+    """Each rank multiplies the pairs of its own experts; the sum of what ranks have is that of all experts. A row has
+    the same bits in any batch, also where other rows have none of the rank's experts."""
+    logits, x = made(ops, rows, COUNT, seed=3), made(ops, rows, 32, seed=4)
+    weight, bias = made(ops, COUNT * 40, 32, seed=5), made(ops, COUNT * 40, seed=6)
+
+    def mixed(own: range | None, at: slice) -> Tensor:
+        part = range(COUNT) if own is None else own
+        mine = weight.view(COUNT, 40, 32)[part.start : part.stop].flatten(0, 1)
+        added = bias.view(COUNT, 40)[part.start : part.stop].flatten()
+        routed = ops.route(logits[at], Routing(TOP), exact=True, own=own)
+        gemm = ops.expert_gemm(mine, len(part))
+        outs = (
+            ops.experts_linear(x[at], mine, added, routed) if gemm is None else gemm.linear(x[at], added, routed)
+        )
+        return ops.mix(outs, routed, None)
+
+    every, parts = slice(None), [range(2), range(2, 4), range(4, COUNT)]
+    whole, shares = mixed(None, every), [mixed(own, every) for own in parts]
+    torch.testing.assert_close(sum(shares[1:], shares[0]), whole, atol=1e-4, rtol=1e-4)
+    routed = ops.route(logits, Routing(TOP), exact=True)
+    for own, share in zip(parts, shares, strict=True):
+        here = ((routed.experts >= own.start) & (routed.experts < own.stop)).any(1)
+        assert not share[~here].any() and bool(share[here].any(1).all())
+        if ops.expert_gemm(weight, COUNT) is not None:
+            for row in range(0, rows, 1 + rows // 6):
+                assert torch.equal(mixed(own, slice(row, row + 1))[0], share[row])
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_mixes(ops: TorchOps, residual: bool) -> None:
     routed = ops.route(made(ops, 4, COUNT), Routing(TOP))

@@ -60,8 +60,10 @@ from draftwing.models.weight_map import (
     NEXTN_MODELS,
     QWEN_MTP_PREFIX,
     canonical,
+    is_elsewhere,
     nextn_layer,
     nextn_name,
+    own_experts,
 )
 from draftwing.ops.types import QuantizedRows
 from draftwing.requests.refusals import show
