@@ -100,8 +100,8 @@ def test_experts_of_a_file_are_spread_whole(tmp_path: Path) -> None:
     for each in (path, tmp_path / "folder"):
         found = on_two_ranks(each, ops, ids, expert_parallel=True)
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    theirs, form = in_gguf("minimax-m2"), BlockFormat("Q8_0", ops)
     path = write_gguf(tmp_path / "q.gguf", theirs.config, theirs.state_dict(), Type.Q8_0)
-    form = BlockFormat("Q8_0", ops)
     with pytest.raises(CheckpointError, match="16 of its 32 columns in Q8_0"):
         load_model(path, torch.float32, "cpu", weight_format=form, ranks=Absent(2))
     whole = load_model(path, torch.float32, "cpu", weight_format=form)

@@ -116,9 +116,7 @@ def test_experts_of_other_ranks_are_left_out(ops: TorchOps, rows: int) -> None:
         added = bias.view(COUNT, 40)[part.start : part.stop].flatten()
         routed = ops.route(logits[at], Routing(TOP), exact=True, own=own)
         gemm = ops.expert_gemm(mine, len(part))
-        outs = (
-            ops.experts_linear(x[at], mine, added, routed) if gemm is None else gemm.linear(x[at], added, routed)
-        )
+        outs = ops.experts_linear(x[at], mine, added, routed) if gemm is None else gemm.linear(x[at], added, routed)
         return ops.mix(outs, routed, None)
 
     every, parts = slice(None), [range(2), range(2, 4), range(4, COUNT)]

@@ -126,9 +126,7 @@ def _shards(folder: Path, index: str) -> list[Path]:
     return files
 
 
-def _safetensors(
-    file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]
-) -> Iterator[tuple[str, Tensor]]:
+def _safetensors(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
@@ -140,9 +138,7 @@ def _safetensors(
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
-def _pickled(
-    file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]
-) -> Iterator[tuple[str, Tensor]]:
+def _pickled(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """A shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
     try:
         if _deflated(file):

@@ -38,7 +38,14 @@ from draftwing.models.latents import apart
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
-from draftwing.models.weight_map import MTP_PREFIXES, canonical, checkpoint_names, is_elsewhere, nextn_layer, own_experts
+from draftwing.models.weight_map import (
+    MTP_PREFIXES,
+    canonical,
+    checkpoint_names,
+    is_elsewhere,
+    nextn_layer,
+    own_experts,
+)
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut

@@ -81,9 +81,7 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
     check(head, model, theirs, layer)
 
 
-def test_a_rank_has_a_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("draftwing.models.heads.base.SPREAD", 0)
     theirs = reference("glm4-moe")
     folder = with_layer(tmp_path, theirs, published(theirs, predicting(theirs)))

@@ -204,6 +204,7 @@ def _mix_kernel(
     SIZE: tl.constexpr,
     TOP: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -214,9 +215,10 @@ def _mix_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP):
         weight = tl.load(weights + row * TOP + choice)
-        at = y + (row * TOP + choice) * SIZE + col
-        there = mask & (weight != 0.0)  # pairs that were left out were not written
-        total += weight * tl.load(at, mask=there, other=0.0).to(tl.float32)
+        there = mask
+        if PARTIAL:  # what was left out was not written
+            there &= tl.zeros([BLOCK], tl.float32) + weight != 0.0
+        total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=there, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + col, total.to(out.dtype.element_ty), mask=mask)
@@ -284,8 +286,8 @@ def route(
     if rows:
         _route_kernel[(rows,)](
             experts, weights, logits, logits.stride(0), correction, scatter, tiles, routing.scale,
-            here.start, here.stop, COUNT=count, TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
-            LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
+            here.start, here.stop, COUNT=count, TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups,
+            TOP_GROUPS=routing.top_groups, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
     tile = tile_rows(rows * top_k, count, exact)
@@ -315,8 +317,8 @@ def tile_rows(pairs: int, count: int, exact: bool) -> int:
 
 
 def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
-    """experts [M, top_k] of `count` or -1, of a row no two others alike -> tiles of `rows` pairs, as many as there may be whatever
-    was chosen."""
+    """experts [M, top_k] of `count` or -1, of a row no two others alike -> tiles of `rows` pairs, as many
+    as there may be whatever was chosen."""
     pairs = experts.numel()
     max_tiles = min(pairs, count + pairs // rows)
     if pairs > FEW_PAIRS:
@@ -356,7 +358,7 @@ def mix(y: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
     block = min(triton.next_power_of_2(size), _COLUMNS)
     _mix_kernel[(rows, triton.cdiv(size, block))](
         out, y, routed.weights, residual, 0 if residual is None else residual.stride(0), SIZE=size, TOP=top_k,
-        RESIDUAL=residual is not None, BLOCK=block, num_warps=4, **launch_options(y.device),
+        RESIDUAL=residual is not None, PARTIAL=routed.partial, BLOCK=block, num_warps=4, **launch_options(y.device),
     )  # fmt: skip
     return out
 
