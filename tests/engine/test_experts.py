@@ -47,7 +47,9 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
     model.pack(rig.executor.device.ops)
     mlp, seen = model.layers[0].mlp, []
     route, whole = mlp._ops.route, mlp._whole
-    monkeypatch.setattr(mlp._ops, "route", lambda *args: (seen.append(route(*args[:5])), route(*args))[1])  # of all ranks
+    monkeypatch.setattr(
+        mlp._ops, "route", lambda *args: (seen.append(route(*args[:5])), route(*args))[1]
+    )  # of all ranks
     if whole is not None:  # routes in the same call as all the rest
 
         def routed(x, residual, scatter, by):
