@@ -16,7 +16,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models import gguf
-from draftwing.models.loader import load_model
+from draftwing.models.loader import load_model, open_checkpoint
 from draftwing.ops import make_ops
 from draftwing.parallel.ranks import Absent
 
@@ -100,6 +100,10 @@ def test_experts_of_a_file_are_spread_whole(tmp_path: Path) -> None:
     for each in (path, tmp_path / "folder"):
         found = on_two_ranks(each, ops, ids, expert_parallel=True)
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        for rank in range(2):
+            _, read = open_checkpoint(each, ranks=Absent(2, rank, True))
+            numbers = {int(name.split(".experts.")[1].split(".")[0]) for name, _ in read if ".experts." in name}
+            assert numbers == set(range(4 * rank, 4 * rank + 4))
     theirs, form = in_gguf("minimax-m2"), BlockFormat("Q8_0", ops)
     path = write_gguf(tmp_path / "q.gguf", theirs.config, theirs.state_dict(), Type.Q8_0)
     with pytest.raises(CheckpointError, match="16 of its 32 columns in Q8_0"):

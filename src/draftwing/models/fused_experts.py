@@ -30,17 +30,17 @@ def taken_apart(
     cuts: Mapping[str, Cut],
     device: torch.device | None = None,
     halves: bool = False,
-    own: range | None = None,
+    experts: range | None = None,
 ) -> Iterator[tuple[str, Value]]:
     """(name, value) of every tensor, those of all experts as those of each: `experts.3.gate_proj.weight`. Raises
     CheckpointError for what does not fit together.
 
     count: of experts.  cuts: what this rank has of them, by the names given.  device: where MXFP4 is put together,
     None: where its tensors are.  halves: whether they are as in Qwen3.5.
-    own: experts that come, None: all.
+    experts: those that come, None: all.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
-    held = range(count) if own is None else own
+    held = range(count) if experts is None else experts
     for name, tensor in tensors:
         match = FUSED.fullmatch(name)
         if match is None or not isinstance(tensor, Tensor):
