@@ -279,18 +279,22 @@ def test_triton_gemms_of_every_expert(triton_ops: TorchOps) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["dense", "fp8", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 40, 128])
-def test_layers_in_a_graph(triton_ops: TorchOps, kind: str, rows: int) -> None:
+@pytest.mark.parametrize("own", [None, range(64, 128)])
+def test_layers_in_a_graph(triton_ops: TorchOps, kind: str, rows: int, own: range | None) -> None:
     """Kernels that come up while the one before runs, with more tiles than blocks: in each replay a row has the bits
     that it has alone, launch by launch."""
     count, top_k, size, device = 64, 4, 512, triton_ops.device
     weights = [on(weights_of(kind, count * n, size, torch.bfloat16), device) for n in (2 * size, size)] * 2
     gemms = [triton_ops.expert_gemm(weight, count) for weight in weights]
-    x, logits = torch.empty(rows, size, dtype=torch.bfloat16, device=device), torch.empty(rows, count, device=device)
+    x, logits = (
+        torch.empty(rows, size, dtype=torch.bfloat16, device=device),
+        torch.empty(rows, own.stop if own else count, device=device),
+    )
 
     def forward(x: Tensor, logits: Tensor) -> Tensor:
         for gate_up, down in zip(gemms[::2], gemms[1::2], strict=True):
             assert gate_up is not None and down is not None
-            routed = triton_ops.route(logits, Routing(top_k))
+            routed = triton_ops.route(logits, Routing(top_k), own=own)
             inner = gate_up.gated(x, None, routed, 0.0)
             assert inner is not None
             x = triton_ops.mix(down.linear(inner, None, routed), routed, x)
