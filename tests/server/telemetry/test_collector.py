@@ -137,8 +137,17 @@ def test_without_the_option_nothing_is_kept(tmp_path: Path) -> None:
     with client_of(engine) as client:
         assert client.post("/generate", json={"text": "abcdef", "learn": True}).is_success
         found = client.post("/delete_traffic", json={"client": "anonymous"})
-        assert found.json() == {"client": "anonymous", "exchanges": 0, "heads": [], "lookups": 2}
-        assert engine.forgotten == [""]
+        assert found.json() == {"client": "anonymous", "exchanges": 0, "heads": [], "lookups": 4}
+        assert engine.forgotten == ["", "anonymous"], "a key may have this name"
+
+
+@pytest.mark.parametrize("name", ["", "anonymous"])
+def test_requests_without_a_name_are_deleted_by_either(tmp_path: Path, name: str) -> None:
+    with serving(tmp_path) as (client, _):
+        assert client.post("/generate", json={"text": "secret"}).is_success
+        found = client.post("/delete_traffic", json={"client": name}).json()
+        assert (found["client"], found["exchanges"]) == ("anonymous", 1)
+    assert not kept(tmp_path)
 
 
 def test_two_servers_need_two_folders(tmp_path: Path) -> None:
