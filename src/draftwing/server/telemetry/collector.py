@@ -91,7 +91,7 @@ class Collector(Watcher):
         def work() -> None:
             try:
                 done.set_result(Deleted(self._store.delete(client), [*self._heads.mark_deleted(client)]))
-            except (OSError, DraftwingError) as error:
+            except Exception as error:  # whoever waits is told
                 done.set_exception(error)
 
         await asyncio.to_thread(self._queue.put, work)  # which may be full
