@@ -117,10 +117,10 @@ class Learning(Watcher):
             training.busy()
         training.look()
         await asyncio.to_thread(training.tidy)
-        if training.due() and await asyncio.to_thread(training.work_left) and not self._engine.active:
+        if training.due() and await asyncio.to_thread(training.work_left):
             costs = (await self._engine.stats())["chain_seconds"]
-            if not self._stops:
-                write_json(self._folder / COSTS, costs)
+            await asyncio.to_thread(write_json, self._folder / COSTS, costs)
+            if not self._stops and not self._engine.active:
                 training.start(self._folder_of(self.head))
 
     def _folder_of(self, number: int | None) -> str:
