@@ -147,7 +147,7 @@ class Learning(Watcher):
         self.head, self._link = number, link
         if number != before:  # else it is an engine that was started anew
             self.swaps, self._refused = self.swaps + 1, ()
-            self.live.swapped(time.time(), number)
+            self.live.swapped(time.time(), number, self._on_trial and self.live.fell)
             self._on_trial = number is not None and self._history.get(number).parent == before
         logger.info("learning: drafts come from head %s", "of the command line" if number is None else number)
 
