@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between looks
+SILENT_SECONDS = 600.0  # in which the same fault is told once
 MEMORY_SHARE = 0.5  # of the memory that is free when the server is ready, which training may take
 CURVE = 120  # points of the page's
 _OF_MODEL = ("model", "revision", "tokenizer_path", "chat_template", "device", "dtype", "context_length")
@@ -83,17 +84,16 @@ class Learning(Watcher):
 
     async def run(self) -> None:
         """Looks every second, until it is cancelled."""
-        said = ""
+        said, until = "", 0.0
         try:
             while True:
                 try:
                     await self._look()
-                    said = ""
                 except EngineDead:
                     pass  # another one is being started
                 except (OSError, DraftwingError) as error:
-                    if str(error) != said:  # once, not every second
-                        said = str(error)
+                    if str(error) != said or time.monotonic() >= until:
+                        said, until = str(error), time.monotonic() + SILENT_SECONDS
                         logger.warning("learning: %s", said)
                 await asyncio.sleep(SECONDS)
         finally:
