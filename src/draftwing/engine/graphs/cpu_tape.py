@@ -22,7 +22,7 @@ LAST = "commit"  # stage of a step
 # Bytes that all recordings keep: when they have so many, no further step is recorded. Those of the default model keep
 # less than 100 MB; of 47 layers of GLM-4.7-Flash's shape in float32 one row keeps 17 MB, a step of 16 rows 270 MB (by
 # two layers that were measured). Not swept.
-MOST_KEPT = 256 << 20
+MOST_KEPT = 512 << 20
 
 
 def foreign_steps(drafter: Drafter | None) -> Literal["", "drafts", "all"]:
