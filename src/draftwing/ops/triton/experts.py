@@ -16,8 +16,8 @@ from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch
-# Up to so many tokens, or pairs of an expert on average, tiles have few rows: 128 tokens of 128 experts, 8 of them chosen,
-# were measured (docs/dev/quantised_kernels.md).
+# Up to so many tokens, or pairs of an expert on average, tiles have few rows. 128 tokens of 128 experts, of which each
+# chooses 8, were measured (docs/dev/quantised_kernels.md).
 FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
@@ -300,8 +300,8 @@ def every_expert(rows: int, count: int, device: torch.device) -> Routed:
 
 
 def tile_rows(tokens: int, top_k: int, count: int, exact: bool) -> int:
-    """Pairs of a tile, with `top_k` of `count` experts for a token. exact: bits do not depend on the number of tokens; with
-    large tiles they may."""
+    """Pairs of a tile, with `top_k` of `count` experts for a token. exact: bits do not depend on the number of tokens;
+    with large tiles they may."""
     few = tokens <= FEW_TOKENS or tokens * top_k <= FEW_OF_AN_EXPERT * count
     return SMALL_TILE if exact or few else LARGE_TILE
 
