@@ -280,7 +280,7 @@ class Rig:
             frozenset(filter(drafter.skips_extend, menu)) if drafter is not None else frozenset(),
             deferral=deferral,
             states=states,
-            mixes=self.executor.mixes if mixed else None,
+            mixes=self.executor.target.mixes if mixed else None,
         )
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0, mixed=0)

@@ -268,10 +268,10 @@ def assemble(
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
         policy.cost = costs = kept or costs
-    mixes = executor.mixes if options.enable_mixed_chunk else None
+    mixes = executor.target.mixes if options.enable_mixed_chunk else None
     if mixes is not None and not mixes(PLAIN, 1):
         why = "--cuda-graph-max-bs or --chunked-prefill-size is too small for its CUDA graphs"
-        if not executor.keeps_kv_alone:
+        if not executor.target.keeps_kv_alone:
             why = "layers of this model keep more than keys and values"
         log.warning("--enable-mixed-chunk has no effect: %s", why)
         mixes = None

@@ -89,7 +89,7 @@ def test_states_are_those_of_a_forward(harness, model, monkeypatch):
     ]
     for chunks in plans:
         batch = batch_of(slots, chunks)
-        expected = executor._target(batch)[0].clone()
+        expected = executor.target.run(batch)[0].clone()
         for kv in rig.pool.kv:
             kv[batch.write_slots] = torch.nan
         found, aux_layers = executor.prefills.run(chunks)
@@ -186,4 +186,4 @@ def test_rows_that_ask_for_more_run_without_graphs(harness, model, monkeypatch):
 
 def test_nothing_is_mixed_where_no_graph_has_as_few_queries(harness, model, monkeypatch):
     rig = rig_of(harness, model, monkeypatch, (16,), size=8, mixed=True)
-    assert not rig.executor.mixes(PLAIN, 1) and len(rig.executor.prefills) == 1
+    assert not rig.executor.target.mixes(PLAIN, 1) and len(rig.executor.prefills) == 1
