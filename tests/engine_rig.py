@@ -26,9 +26,10 @@ from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter

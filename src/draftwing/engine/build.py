@@ -43,10 +43,11 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.policy.tree_policy import TreePolicy
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
 from draftwing.spec.token_map import FIRST, LARGE, load_token_map
