@@ -182,7 +182,7 @@ def run_cell(
     for turn in range(2 * repeats):
         asked = prompts.of(cell, cell.prompt, count, turn * count)
         jobs = jobs_of(asked, cell.temperature, tokens, SPREAD, turn)
-        order = ((none, engine), (engine, none))[turn % 2]
+        order = ((none, engine), (engine, none))[len(rounds) % 2]  # of the rounds that count
         runs = {id(each): prompts.timed(each, jobs, cell.requests) for each in order}
         if max(run.report["waited"] for run in runs.values()) > BUSY and turn < repeats:
             continue  # others ran: one round more

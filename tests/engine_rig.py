@@ -26,9 +26,10 @@ from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
@@ -280,7 +281,7 @@ class Rig:
             frozenset(filter(drafter.skips_extend, menu)) if drafter is not None else frozenset(),
             deferral=deferral,
             states=states,
-            mixes=self.executor.mixes if mixed else None,
+            mixes=self.executor.target.mixes if mixed else None,
         )
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0, mixed=0)

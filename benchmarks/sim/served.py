@@ -30,11 +30,12 @@ from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.graphs.prefill import MIXED_NODES, MIXED_ROWS, SIZES, takes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.menus import tree_menu
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 
 MIX = (60, 600, 200, 250, 500)  # tokens of prompts
 

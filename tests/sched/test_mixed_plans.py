@@ -12,9 +12,10 @@ from step_marks import marks_of
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req, ReqState
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 
 
 def make(slots: int = 400, rows: int = 6, chunk: int = 16, mixes: Any = lambda shape, rows: True) -> Scheduler:

@@ -15,10 +15,11 @@ from draftwing.core import PLAIN, DraftDeferral, Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.planning import make_plan
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes
 
 SHAPE = TreeShape(2, 2, 4)

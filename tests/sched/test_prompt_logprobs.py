@@ -10,9 +10,10 @@ from toy_device import ToyDevice
 from draftwing.core import PLAIN, Output
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 
 PROMPT = list(range(20))
 

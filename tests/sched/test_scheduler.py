@@ -21,11 +21,12 @@ from draftwing.core import (
 )
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.planning import divided, fair_decode_batch
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape, StepContext
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 
 TREE = TreeShape(2, 2, 4)
 

@@ -28,13 +28,14 @@ from toy_device import VOCAB, ToyDevice, next_token, span
 from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.draft_backlog import DraftExtendPlanner, HiddenStateBuffer, HiddenStatePool, RecomputeFromTokens
 from draftwing.sched.kv_manager import KVManager, SlotAllocator
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.results import Results
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
 CONTEXT = 36

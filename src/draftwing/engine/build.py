@@ -43,10 +43,11 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.policy.tree_policy import TreePolicy
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
 from draftwing.spec.token_map import FIRST, LARGE, load_token_map
@@ -271,10 +272,10 @@ def assemble(
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
         policy.cost = costs = kept or costs
-    mixes = executor.mixes if options.enable_mixed_chunk else None
+    mixes = executor.target.mixes if options.enable_mixed_chunk else None
     if mixes is not None and not mixes(PLAIN, 1):
         why = "--cuda-graph-max-bs or --chunked-prefill-size is too small for its CUDA graphs"
-        if not executor.keeps_kv_alone:
+        if not executor.target.keeps_kv_alone:
             why = "layers of this model keep more than keys and values"
         log.warning("--enable-mixed-chunk has no effect: %s", why)
         mixes = None

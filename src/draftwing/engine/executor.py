@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,17 +25,17 @@ from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
-from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut, put
+from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified, fetch_drafts
+from draftwing.engine.target import TargetForward
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import KVSpec
 from draftwing.log import progress_bar
-from draftwing.models.decoder import DecoderModel, Narrowed
+from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.ops.attention import Attend, AttnBackend, Batch, MixedAttend, TiledAttention
+from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
 from draftwing.sched.guidance import Guides
@@ -73,15 +73,10 @@ class Executor:
         self.graphs = GraphCache(device, table.rows, graph_size)
         if not graph_size and self.ops.records_calls:
             self.graphs = RecordedStages(device, table.rows, drafter)
-        self.prefills: PrefillGraphs | None = None
-        if graph_size and attn.takes_tiles and not model.needs_chunks:
-            tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
-            rows = graph_size if mixed and self.keeps_kv_alone else 0
-            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self._target, rows)
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
-        # Whether the last layers may see some queries of a prefill alone: see `_prompts`.
-        self.narrows = model.keepers < model.config.num_layers and not self.aux_layers
+        self.target = TargetForward(model, self.aux_layers, table, attn, device, self.graphs, graph_size, chunk, mixed)
+        self.prefills = self.target.prefills
         self._backlog: DraftKVBacklog | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
@@ -157,12 +152,12 @@ class Executor:
         """The target's hidden states of a prefill, of plain steps, or of a tree step with these drafts. Nobody drafts,
         nothing is committed, and no other rank is told."""
         if plan.kind == "prefill":
-            return self._target(self._batches.prompts(plan, self.table.upload(plan), 0))[0]
+            return self.target.run(self._batches.prompts(plan, self.table.upload(plan), 0))[0]
         rows, _ = self.table.upload_step(plan)
         if draft is None:
-            return self._target(self._batches.last_tokens(rows, plan.max_kv_len).batch)[0]
+            return self.target.run(self._batches.last_tokens(rows, plan.max_kv_len).batch)[0]
         drafted = self._batches.trees(rows, draft, plan.shape, plan.max_kv_len, self.calibration, 0)
-        return self._target(drafted.batch)[0]
+        return self.target.run(drafted.batch)[0]
 
     def set_rows(self, rows: IntArray, size: int) -> None:
         """The rows that replays of graphs run, of so many; the others are the dummy."""
@@ -345,17 +340,7 @@ class Executor:
         return self._batches.trees(rows, draft, shape, step.bound, self.calibration, step.total)
 
     def _verify(self, drafted: DraftBatch) -> Verified:
-        return Verified(*self._target(drafted.batch))
-
-    def _target(self, batch: Batch, trees: Batch | None = None, narrowed: Narrowed | None = None) -> States:
-        """Runs the target's forward. trees: what runs in the same forward, in front of the batch, which is of prompts
-        then.  narrowed: as of `DecoderModel.forward`."""
-        attend = self.attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
-        ids, positions = batch.ids, batch.positions
-        if trees is not None:
-            attend = MixedAttend(self.attn.bind(trees, 0, inputs_ready=True), attend, trees.ids.shape[0])
-            ids, positions = torch.cat((trees.ids, ids)), torch.cat((trees.positions, positions))
-        return self.model(ids, positions, attend, self.aux_layers, narrowed)
+        return Verified(*self.target.run(drafted.batch))
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
@@ -390,8 +375,7 @@ class Executor:
 
     def _launch_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
         pending = self._upload_prefill(plan, marks, guidance)
-        found = self.prefills.run(plan.chunks) if self.prefills is not None else None
-        return pending._replace(verified=Verified(*found or self._prompts(pending)))
+        return pending._replace(verified=self.target.prefill(pending))
 
     def _upload_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
         """All that comes before the target's forward. marks: as `Pending.started`."""
@@ -400,30 +384,7 @@ class Executor:
         batch = self._batches.prompts(plan, upload, self._tail)
         return Pending(plan, marks, None, upload, batch, guidance=guidance)
 
-    def _prompts(self, pending: Pending) -> States:
-        """Runs the target over a prefill. Where its last layers keep nothing they get the queries alone whose results
-        somebody wants: the last of each prompt."""
-        upload, batch = pending.upload, pending.batch
-        assert upload is not None and batch is not None
-        if not self.narrows or pending.plan.prompt_parts:
-            return self._target(batch)
-        ends = batch.ends(upload.last)
-        return self._target(batch, narrowed=Narrowed(upload.last, self.attn.bind(ends, 0) if ends.chunks else Attend()))
-
     # -- both in one forward ----------------------------------------------------------------------------------------
-
-    @property
-    def keeps_kv_alone(self) -> bool:
-        """Whether all layers of the target that keep anything keep keys and values."""
-        return all(isinstance(spec, KVSpec) for spec in self.model.kv_layers)
-
-    def mixes(self, shape: TreeShape, rows: int) -> int:
-        """Returns the queries of so many such trees in one forward with parts of prompts; 0 where they do not run in
-        one. Where steps are replayed from graphs, to launch one that is not takes longer than two that are."""
-        if self.prefills is None:
-            return rows * shape.queries if self.keeps_kv_alone else 0
-        key = self.prefills.mixed_key(shape, rows)
-        return 0 if key is None else key.size * shape.queries
 
     def _launch_mixed(
         self, plan: Plan, beside: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None
@@ -434,25 +395,8 @@ class Executor:
         marks = marks[0], self._show(plan, marks[1])
         prompts = self._upload_prefill(beside, marks, other)
         drafted = self.run_stage("draft", step.key, self._draft, step)
-        of_trees, of_prompts = self._mixed_forward(step.key, drafted.batch, prompts)
+        of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
             drafts=self._traced(plan, step, drafted), beside=prompts._replace(verified=of_prompts),
         )  # fmt: skip
-
-    def _mixed_forward(self, key: Key | None, trees: Batch, prompts: Pending) -> tuple[Verified, Verified]:
-        """key: of the graphs that have drafted `trees`, and will commit: these get what they read where they left it,
-        whether the forward is one of theirs or is launched."""
-        assert prompts.batch is not None
-        batch, queries = prompts.batch, trees.ids.shape[0]
-        if key is not None and self.prefills is not None:
-            found = self.prefills.run_mixed(prompts.plan.chunks, key)
-            if found is not None:
-                return self.graphs.left("verify", key), Verified(*found)
-        end = queries + batch.ids.shape[0]
-        if (total := self.ops.even_rows(end)) > end:
-            batch = batch.padded(total - queries, self.table.rows)
-        first, other = cut(self._target(batch, trees), queries, end)
-        if key is not None:
-            put(self.graphs.left("verify", key), first)
-        return Verified(*first), Verified(*other)

@@ -197,7 +197,7 @@ def serve(job):
     for count in range(1, 17):
         params = rng.choice((GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)))
         prompts = _prompt(rng.randint(1, 110), rng.randint(1, 2), params)
-        shape = rng.choice([one for one in parts.sched.choice.policy.menu if executor.mixes(one, count)])
+        shape = rng.choice([one for one in parts.sched.choice.policy.menu if executor.target.mixes(one, count)])
         plan = _mixed(_step(executor.table.rows, shape, 100, count), prompts)
         executor.commit(executor.launch(plan))
     print(executor.replays - replays)

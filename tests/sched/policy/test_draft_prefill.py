@@ -8,12 +8,13 @@ from worlds import World
 from draftwing.core import MAX_CONFIDENCE, PLAIN, Chunk, DraftDeferral, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.cost import RECENT
 from draftwing.sched.policy.draft_prefill import DraftPrefill
 from draftwing.sched.policy.shape_policy import FixedShape, StepContext
 from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.scheduler import Scheduler
 
 TREE = TreeShape(3, 1, 4)
 A_PASS = 0.02

@@ -266,7 +266,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     if rig.drafter is not None:
         rig.drafter.attach(attn, rig.first_draft_layer, length)
     executor = Executor(rig.model, rig.drafter, table, attn, rig.device)
-    executor.narrows = False  # graphs do not, nor prompts with log probabilities
+    executor.target.narrows = False  # graphs do not, nor prompts with log probabilities
     step = graphs = 0
     try:
         step = peak(executor, first_step(tokens, longest, length))

@@ -99,7 +99,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
             log.debug("prompts of %d of %d lengths were tried", count, len(lengths))
             break
         _run(executor, _prompt(length))
-    if executor.mixes(PLAIN, 1) and executor.prefills is not None:
+    if executor.target.mixes(PLAIN, 1) and executor.prefills is not None:
         for params in (GREEDY, SamplingParams(temperature=1.0, top_p=0.9)):
             _run(executor, _mixed(_step(executor.table.rows, PLAIN, tokens), _prompt(tokens, 1, params)))
     for shape in menu:

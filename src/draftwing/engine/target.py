@@ -1,0 +1,91 @@
+"""The target's forward of a step: over trees, over prompts, or over both at once, from graphs where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from draftwing.core import TreeShape
+from draftwing.engine.devices.base import Device
+from draftwing.engine.graphs.cuda import GraphCache, Key
+from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut, put
+from draftwing.engine.row_table import RowTable
+from draftwing.engine.step_state import Pending, Verified
+from draftwing.kv.pool import KVSpec
+from draftwing.models.decoder import DecoderModel, Narrowed
+from draftwing.ops.attention import Attend, AttnBackend, Batch, MixedAttend, TiledAttention
+
+
+class TargetForward:
+    def __init__(
+        self, model: DecoderModel, aux_layers: Sequence[int], table: RowTable, attn: AttnBackend, device: Device,
+        graphs: GraphCache, graph_size: int, chunk: int, mixed: bool,
+    ) -> None:  # fmt: skip
+        """aux_layers: whose hidden states a drafter wants.  graphs: of tree steps.  graph_size, chunk, mixed: as of
+        `Executor`."""
+        self._model, self._aux_layers, self._table, self._attn = model, aux_layers, table, attn
+        self._ops, self._graphs = device.ops, graphs
+        # Whether the last layers may see some queries of a prefill alone: see `_prompts`.
+        self.narrows = model.keepers < model.config.num_layers and not aux_layers
+        self.prefills: PrefillGraphs | None = None
+        if graph_size and attn.takes_tiles and not model.needs_chunks:
+            tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
+            rows = graph_size if mixed and self.keeps_kv_alone else 0
+            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self.run, rows)
+
+    @property
+    def keeps_kv_alone(self) -> bool:
+        """Whether all layers of the target that keep anything keep keys and values."""
+        return all(isinstance(spec, KVSpec) for spec in self._model.kv_layers)
+
+    def mixes(self, shape: TreeShape, rows: int) -> int:
+        """Returns the queries of so many such trees in one forward with parts of prompts; 0 where they do not run in
+        one. Where steps are replayed from graphs, to launch one that is not takes longer than two that are."""
+        if self.prefills is None:
+            return rows * shape.queries if self.keeps_kv_alone else 0
+        key = self.prefills.mixed_key(shape, rows)
+        return 0 if key is None else key.size * shape.queries
+
+    def run(self, batch: Batch, trees: Batch | None = None, narrowed: Narrowed | None = None) -> States:
+        """Runs the target over a batch, without graphs. trees: what runs in the same forward, in front of the batch,
+        which is of prompts then.  narrowed: as of `DecoderModel.forward`."""
+        attend = self._attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
+        ids, positions = batch.ids, batch.positions
+        if trees is not None:
+            attend = MixedAttend(self._attn.bind(trees, 0, inputs_ready=True), attend, trees.ids.shape[0])
+            ids, positions = torch.cat((trees.ids, ids)), torch.cat((trees.positions, positions))
+        return self._model(ids, positions, attend, self._aux_layers, narrowed)
+
+    def prefill(self, pending: Pending) -> Verified:
+        """Runs the target over a prefill."""
+        found = self.prefills.run(pending.plan.chunks) if self.prefills is not None else None
+        return Verified(*found or self._prompts(pending))
+
+    def _prompts(self, pending: Pending) -> States:
+        """Runs the target over a prefill. Where its last layers keep nothing they get the queries alone whose results
+        somebody wants: the last of each prompt."""
+        upload, batch = pending.upload, pending.batch
+        assert upload is not None and batch is not None
+        if not self.narrows or pending.plan.prompt_parts:
+            return self.run(batch)
+        ends = batch.ends(upload.last)
+        return self.run(batch, narrowed=Narrowed(upload.last, self._attn.bind(ends, 0) if ends.chunks else Attend()))
+
+    def mixed(self, key: Key | None, trees: Batch, prompts: Pending) -> tuple[Verified, Verified]:
+        """Runs the target over trees and a prefill. key: of the graphs that have drafted `trees`, and will commit:
+        these get what they read where they left it, whether the forward is one of theirs or is launched."""
+        assert prompts.batch is not None
+        batch, queries = prompts.batch, trees.ids.shape[0]
+        if key is not None and self.prefills is not None:
+            found = self.prefills.run_mixed(prompts.plan.chunks, key)
+            if found is not None:
+                return self._graphs.left("verify", key), Verified(*found)
+        end = queries + batch.ids.shape[0]
+        if (total := self._ops.even_rows(end)) > end:
+            batch = batch.padded(total - queries, self._table.rows)
+        first, other = cut(self.run(batch, trees), queries, end)
+        if key is not None:
+            put(self._graphs.left("verify", key), first)
+        return Verified(*first), Verified(*other)
